@@ -222,8 +222,8 @@ class Callbacks:
         self._test_begin = [each for each in self._callbacks if _overrides(each, "on_test_batch_begin")]
         self._test_end = [each for each in self._callbacks if _overrides(each, "on_test_batch_end")]
 
-    def meet(self, trainer: Trainer, params: dict[str, Any]) -> None:
-        """Introduces them to a trainer."""
+    def set_trainer(self, trainer: Trainer, params: dict[str, Any]) -> None:
+        """Set the trainer and the parameters of each."""
         for callback in self._callbacks:
             callback.set_trainer(trainer)
             callback.set_params(dict(params))

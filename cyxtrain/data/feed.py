@@ -243,11 +243,11 @@ class RowFeed(Feed):
         numbers: Iterator[int],
         copier: DeviceCopier,
     ) -> Iterator[RowShare]:
-        fetch = self._source.fetcher(order, _pieces(sharding, self._rank, steps), number, pinned=copier.is_ahead)
+        fetch = self._source.fetcher(order, _pieces(sharding, self._rank, steps), number, pinned=copier.prefetches)
         for step in steps:
-            pieces, joined_rows = sharding.shard(self._rank, step)
+            pieces, global_rows = sharding.shard(self._rank, step)
             own = [order.rows(piece) for piece in pieces]
-            yield RowShare(next(numbers), joined_rows, own, fetch, copier, keeps=not self._source.is_whole)
+            yield RowShare(next(numbers), global_rows, own, fetch, copier, keeps=not self._source.is_whole)
 
     def _begin_pass(self, number: int, place: Place) -> EpochOrder:
         """Return the order of a pass; it is made once. All ranks call it."""

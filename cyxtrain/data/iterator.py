@@ -77,9 +77,9 @@ class DistributedBatchIterator:
             self._order = self.sampler.global_indices()
         first = self._next_number * self.effective_batch_size
         self._next_number += 1
-        joined = self._order[first : first + self.effective_batch_size]
+        global_batch = self._order[first : first + self.effective_batch_size]
         # A copy: PyTorch warns of read-only arrays as indices.
-        own: Indices = joined[self.sampler.rank :: self.sampler.world_size].copy()
+        own: Indices = global_batch[self.sampler.rank :: self.sampler.world_size].copy()
         return own
 
     def reset(self, epoch: int | None = None, batch: int = 0) -> None:

@@ -22,20 +22,20 @@ class Shard(NamedTuple):
     """A rank's part of a step: the places of each micro-batch in the epoch's order; rows over all ranks."""
 
     pieces: list[range]
-    joined_rows: int
+    global_rows: int
 
 
 class SingleRow(NamedTuple):
     """A micro-batch of a single row, which a model with batch norm cannot be trained on."""
 
-    joined_rows: int  # of its step, over all ranks; 0: unknown
+    global_rows: int  # of its step, over all ranks; 0: unknown
     is_tail: bool  # whether only the last step of an epoch has one
 
 
 class UnevenStep(NamedTuple):
     """A step in which ranks have different numbers of micro-batches."""
 
-    joined_rows: int = 0  # over all ranks; 0: unknown
+    global_rows: int = 0  # over all ranks; 0: unknown
     counts: Sequence[int] = ()  # micro-batches by rank; empty: unknown
     is_tail: bool = False  # whether only the last step of an epoch is uneven
 
@@ -63,7 +63,7 @@ class Sharding(ABC):
             shards = [self.shard(rank, step) for rank in range(self.world_size)]
             counts = [len(shard.pieces) for shard in shards]
             if len(set(counts)) > 1:
-                return UnevenStep(shards[0].joined_rows, counts, is_tail=step > 0)
+                return UnevenStep(shards[0].global_rows, counts, is_tail=step > 0)
         return None
 
     def _kinds_of_steps(self) -> list[int]:
@@ -116,8 +116,8 @@ class RowSharding(Sharding):
     def single_row(self, *, together: bool = False) -> SingleRow | None:
         for step in self._kinds_of_steps():
             if any(sum(each) == 1 if together else 1 in each for each in self._rounds(step)):
-                joined_rows = self.shard(0, step).joined_rows
-                return SingleRow(joined_rows, is_tail=joined_rows < self._effective_batch_size)
+                global_rows = self.shard(0, step).global_rows
+                return SingleRow(global_rows, is_tail=global_rows < self._effective_batch_size)
         return None
 
 

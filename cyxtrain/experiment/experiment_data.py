@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cyxtrain.config.settings import unknown_name
-from cyxtrain.data.sources.open import gives_batches
+from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.datasets import load_digits
 from cyxtrain.environment.regular_files import at_a_glance, memory_bytes, open_regular
 from cyxtrain.errors import ConfigError, brief
@@ -150,7 +150,7 @@ def open_data(values: Mapping[str, Any], names: Names) -> Data:
 def as_validation(part: tuple[Any, ...]) -> Any:
     """Return a part as an argument of `fit` for validation."""
     if len(part) == 1:
-        return part[0] if gives_batches(part[0]) else (part[0], None)
+        return part[0] if yields_batches(part[0]) else (part[0], None)
     return part
 
 

@@ -26,7 +26,7 @@ from cyxtrain.metrics.weighting import (
     BatchLoss,
     Weighting,
     batch_loss_of,
-    models_own,
+    loss_in_output,
     weight_of_classes,
     weighting_of,
 )
@@ -45,7 +45,7 @@ class WeightedLosses(NamedTuple):
 
 
 def with_weights(loss_fn: Any, loss_weights: Mapping[str, float] | None) -> Any:
-    """Return a loss_fn that knows its `loss_weights`, if there are any."""
+    """Return a loss_fn together with its `loss_weights`, if there are any."""
     return loss_fn if loss_weights is None else WeightedLosses(loss_fn, loss_weights)
 
 
@@ -65,7 +65,7 @@ class Loss:
         is_binary: Whether targets are 0 or 1, one per output, and outputs above `threshold` predict 1.
         weightings: The weighting of each of several losses, by name in the history; empty for one loss.
         items: How to count `num_items_in_batch` for the model; None if the model is not given it.
-        obeys_items: Whether the model's loss is the sum of its terms, divided by that number.
+        uses_num_items: Whether the model's loss is the sum of its terms, divided by that number.
         gathers: The calls of `all_gather_with_grad` that model and loss make in each batch.
         shown: Names of further numbers in the history: several losses, and other scalars of the model.
         warning: What is wrong with its weighting; "" if nothing is.
@@ -80,7 +80,7 @@ class Loss:
         self.weightings: dict[str, Weighting] = {}
         self.shown: tuple[str, ...] = ()
         self.items: ItemRule | None = None
-        self.obeys_items = False
+        self.uses_num_items = False
         self.warning = ""
         self.gathers: list[GatherCall] = []
         self._factors = _checked_factors(loss_fn, given)
@@ -144,27 +144,27 @@ class Loss:
         """Whether the step needs the weights of the other ranks."""
         return Weighting.TERMS in (self.weightings.values() or [self.weighting])
 
-    def may_be_left_out(self, *, is_accelerator: bool) -> list[bool]:
-        """Return, for each loss that `added` returns, whether a batch of weight 0 may give 0 / 0.
+    def may_have_zero_weight(self, *, is_accelerator: bool) -> list[bool]:
+        """Return, for each loss that `terms` returns, whether a batch of weight 0 may give 0 / 0.
 
         A loss of torch.nn gives a sum, which is 0 then. Gathered rows have gradients in each backward: other ranks
         wait for them.
 
         Args:
-            is_accelerator: Asking would wait for the device: then losses that are 0, and not 0 / 0, add zeros.
+            is_accelerator: Reading weights would wait for the device: then losses of 0, and not 0 / 0, add zeros.
         """
-        may_count_nothing = self.counts_terms and not self.is_known and not self.gathers
+        may_be_empty = self.counts_terms and not self.is_known and not self.gathers
         known = [is_accelerator and each.is_known for each in self.by_output.values()]
-        known = known or [is_accelerator and self.obeys_items] * max(len(self.weightings), 1)
-        return [may_count_nothing and not is_known for is_known in known]
+        known = known or [is_accelerator and self.uses_num_items] * max(len(self.weightings), 1)
+        return [may_be_empty and not is_known for is_known in known]
 
-    def added(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
+    def terms(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
         """Return (factor, weighting, loss) of each loss that a batch's loss is the sum of."""
         if not self.weightings:
             return [(1.0, self.weighting, loss)]
         return [(self._factors.get(name, 1.0), each, loss.parts[name]) for name, each in self.weightings.items()]
 
-    def nothing(self) -> BatchLoss:
+    def without_rows(self) -> BatchLoss:
         """Return the loss of no rows."""
         zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
         return replace(zero, parts=dict.fromkeys(self.shown, zero))
@@ -185,7 +185,7 @@ class Loss:
         wants_floats = self.is_known and not isinstance(self.function, _CLASS_LOSSES)
         return target.to(dtype if wants_floats else torch.int64)
 
-    def look_at(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
+    def inspect(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
         """Set the weighting by the data, which is of the same kind on every rank.
 
         Args:
@@ -196,7 +196,7 @@ class Loss:
         function = self.function
         for name, each in self.by_output.items():
             own = targets[name] if isinstance(targets, dict) else None
-            each.look_at(own, are_all=are_all, rows_have_weights=rows_have_weights)
+            each.inspect(own, are_all=are_all, rows_have_weights=rows_have_weights)
         self._name_parts()
         if rows_have_weights and not self.by_output:
             require(
@@ -223,16 +223,16 @@ class Loss:
             self._summing = copy.copy(function)
             self._summing.reduction = "sum"
 
-    def look_at_result(self, result: Any, rows: int) -> None:
+    def inspect_result(self, result: Any, rows: int) -> None:
         """Set the weighting by what the user's function (the loss) or the model (its output) returned for some rows."""
         if self.by_output:
             for name, each in self.by_output.items():
                 with _of_output(name):
-                    each.look_at_result(result[name], rows)
+                    each.inspect_result(result[name], rows)
             self._name_parts()
             return
         if self.function is None:
-            self._look_at_own(result)
+            self._inspect_model_losses(result)
             return
         if self._of_each is not None and not self.is_known:
             of_each = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == rows
@@ -254,9 +254,9 @@ class Loss:
             self._gives_pairs = pair
             self.weighting = Weighting.TERMS if pair else self.weighting
 
-    def _look_at_own(self, output: Any) -> None:
+    def _inspect_model_losses(self, output: Any) -> None:
         """Find the losses and other scalars that a model returns."""
-        own, scalars = models_own(output)
+        own, scalars = loss_in_output(output)
         if own is None:
             self.weightings = {name: weighting_of(value) for name, value in scalars.items()}
             unknown = [name for name in self._factors if name not in scalars]
@@ -271,9 +271,9 @@ class Loss:
             )
         self.shown = tuple(scalars)
 
-    def obey_items(self, rule: ItemRule) -> None:
+    def use_num_items(self, rule: ItemRule) -> None:
         """Take the model's loss for the sum of its terms, divided by what a rule counts."""
-        self.items, self.obeys_items, self.weighting = rule, True, Weighting.TERMS
+        self.items, self.uses_num_items, self.weighting = rule, True, Weighting.TERMS
 
     def _name_parts(self) -> None:
         if self.by_output:
@@ -329,45 +329,45 @@ class Loss:
         found = {}
         for name, each in self.by_output.items():
             own, answer = part_of(output, name), part_of(target, name)
-            found[name] = each.function(own, _prepared(each, answer, own))
+            found[name] = each.function(own, _converted_target(each, answer, own))
         return found
 
     def _of_several(self, output: Any, batch: Batch) -> BatchLoss:
         parts = {}
         for name, each in self.by_output.items():
             own = part_of(output, name)
-            answer = _prepared(each, part_of(batch.targets, name), own)
+            answer = _converted_target(each, part_of(batch.targets, name), own)
             parts[f"{name}_loss"] = each(own, replace(batch, targets=answer))
-        return self._joined(parts, batch.rows)
+        return self._sum_of_losses(parts, batch.rows)
 
     def _own(self, output: Any, batch: Batch) -> BatchLoss:
         """Return the loss and the other scalars that a model computed."""
         rows = batch.rows
-        own, scalars = models_own(output)
+        own, scalars = loss_in_output(output)
         parts = {name: batch_loss_of(scalars[name], rows) for name in self.shown if name in scalars}
         if len(parts) < len(self.shown):  # a number that this batch does not have
-            parts = {**self.nothing().parts, **parts}
+            parts = {**self.without_rows().parts, **parts}
         if own is None:
             missing = [name for name in (self.weightings or scalars) if name not in scalars]
             if missing or not scalars:
                 raise ConfigError(NO_LOSS)
             if not self.weightings:  # the first result
-                self._look_at_own(output)
+                self._inspect_model_losses(output)
                 return self._own(output, batch)
-            return self._joined(parts, rows)
+            return self._sum_of_losses(parts, rows)
         self._check_form(own)
-        if self.items is not None and self.obeys_items:
+        if self.items is not None and self.uses_num_items:
             return BatchLoss(own.reshape(()), self.items.items(batch), self.items.count(batch), parts)
         return replace(batch_loss_of(own, rows), parts=parts)
 
-    def _joined(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
+    def _sum_of_losses(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
         """Return the sum of several losses, weighted by samples; each part has its own weight."""
-        added = self.added(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
-        if added[0][2].value.is_cpu:
-            counted = [factor * each.mean for factor, _, each in added if each.weight]
-            total = torch.stack(counted).sum() if counted else added[0][2].value * math.nan
+        terms = self.terms(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
+        if terms[0][2].value.is_cpu:
+            counted = [factor * each.mean for factor, _, each in terms if each.weight]
+            total = torch.stack(counted).sum() if counted else terms[0][2].value * math.nan
         else:
-            means = torch.stack([factor * each.mean.double() for factor, _, each in added])
+            means = torch.stack([factor * each.mean.double() for factor, _, each in terms])
             total = means.nansum().masked_fill(means.isnan().all(), math.nan)
         return BatchLoss(total, rows, rows, parts)
 
@@ -419,7 +419,7 @@ def _of_output(name: str) -> Iterator[None]:
         raise ConfigError(f"output {name!r}: {error}") from error
 
 
-def _prepared(loss: Loss, target: Any, output: Any) -> Any:
+def _converted_target(loss: Loss, target: Any, output: Any) -> Any:
     floats = isinstance(output, Tensor) and output.is_floating_point()
     return loss.prepare_target(target, output.dtype) if isinstance(target, Tensor) and floats else target
 

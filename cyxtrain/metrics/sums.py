@@ -28,7 +28,7 @@ _Number = Tensor | float
 
 
 class Correct(NamedTuple):
-    """Numbers of right predictions, and of predictions that count, in a batch."""
+    """Numbers of correct predictions, and of predictions that are counted, in a batch."""
 
     correct: _Number
     counted: _Number

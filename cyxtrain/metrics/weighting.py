@@ -55,14 +55,14 @@ class BatchLoss:
 
     @property
     def mean(self) -> Tensor:
-        """The mean over this rank's part; NaN if nothing in it counts."""
+        """The mean over this rank's part; NaN if its weight is 0."""
         if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # without waiting for it
             return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
         return self.value * self.terms / self.weight if self.weight else self.value * math.nan
 
     @functools.cached_property
-    def counts(self) -> bool:
-        """Whether anything in it counts; waits for an accelerator once if the weight depends on the data."""
+    def has_weight(self) -> bool:
+        """Whether its weight is not 0; waits for an accelerator once if the weight depends on the data."""
         return bool(self.weight)
 
 
@@ -89,7 +89,7 @@ def batch_loss_of(value: Any, rows: int) -> BatchLoss:
 
 
 def weight_of_classes(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tensor:
-    """Return the sum of the weights of a batch's classes, 0-dim; ignored classes weigh nothing."""
+    """Return the sum of the weights of a batch's classes, 0-dim; ignored classes have weight 0."""
     valid = target != function.ignore_index
     if function.weight is None:
         return valid.sum()
@@ -100,7 +100,7 @@ def weight_of_classes(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor
     return of_each.masked_fill_(~valid, 0.0).sum()
 
 
-def models_own(output: Any) -> tuple[Any, dict[str, Any]]:
+def loss_in_output(output: Any) -> tuple[Any, dict[str, Any]]:
     """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added."""
     scalars: dict[str, Any] = {}
     if isinstance(output, Mapping):

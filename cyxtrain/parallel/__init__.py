@@ -4,7 +4,7 @@ from cyxtrain.parallel.gathering import (
     GatherCall,
     all_gather_with_grad,
     backward_alike,
-    gather_nothing,
+    gather_no_rows,
     gathering_alone,
     gathers_kept,
 )
@@ -15,7 +15,7 @@ __all__ = [
     "GatherCall",
     "all_gather_with_grad",
     "backward_alike",
-    "gather_nothing",
+    "gather_no_rows",
     "gathering_alone",
     "gathers_kept",
     "unwrap",

@@ -140,7 +140,7 @@ class Bucket:
             numbers: `flags`, on the host; None: this rank has all gradients, so each parameter was used.
             is_finite: Whether what was received, in all buckets, is finite.
         """
-        nowhere = set() if self.complete or numbers is None else self._used_nowhere(numbers)
+        nowhere = set() if self.complete or numbers is None else self._unused_on_all_ranks(numbers)
         self.exchange.complete(is_finite=is_finite, unused=nowhere)
         for slot, parameter in enumerate(self._parameters):
             if slot in nowhere:
@@ -153,7 +153,7 @@ class Bucket:
             else:
                 parameter.grad.copy_(self._views[slot])
 
-    def _used_nowhere(self, numbers: Sequence[float]) -> set[int]:
+    def _unused_on_all_ranks(self, numbers: Sequence[float]) -> set[int]:
         """Return the slots of the parameters that no rank with samples has used."""
         # In whole ranks: NCCL multiplies by 1/N before it adds, so N shares need not make 1.
         world_size, absent = dist.get_world_size(self._group), numbers[len(self._parameters)]

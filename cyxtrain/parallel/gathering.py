@@ -96,7 +96,7 @@ gathers_kept = functools.partial(_recording, is_local=False)
 """Within, records the calls of `all_gather_with_grad` with their results, for `backward_alike`; yields them."""
 
 
-def gather_nothing(calls: Sequence[GatherCall], device: torch.device) -> None:
+def gather_no_rows(calls: Sequence[GatherCall], device: torch.device) -> None:
     """Make the calls that other ranks make, on a device, without rows."""
     with torch.enable_grad():
         for call in calls:

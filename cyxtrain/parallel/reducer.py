@@ -35,7 +35,7 @@ from cyxtrain.world import runtime
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
 _SPARSE = -1  # in place of the index of a bucket
 _NOT_MEASURED = contextlib.nullcontext()
-_open: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers with hooks on a module
+_open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers with hooks on a module
 
 
 class Reducer:
@@ -86,16 +86,16 @@ class Reducer:
         self._device_waits: accelerator.Stopwatch | None = None
         self._handles: list[Any] = []
         self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
-        for other in _open:
+        for other in _open_reducers:
             if not other._names.keys().isdisjoint(self._names):
                 other._newer.add(self)
-        _open.add(self)
-        own = weakref.ref(self)  # a hook must not keep the reducer, and with it the buckets, alive
+        _open_reducers.add(self)
+        reference = weakref.ref(self)  # a hook must not keep the reducer, and with it the buckets, alive
         sparse = [parameter for _, parameter in self._sparse.parameters]
         for index, parameters in [*enumerate(buckets), (_SPARSE, sparse)]:
             for slot, parameter in enumerate(parameters):
                 torch_compat.attach_hooks(parameter)
-                hook = functools.partial(Reducer._on_gradient, own, index, slot)
+                hook = functools.partial(Reducer._on_gradient, reference, index, slot)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def take_over(self, earlier: Reducer) -> None:
@@ -135,7 +135,7 @@ class Reducer:
         """Return those of the `parameters` that the module did not have."""
         return [parameter for parameter in parameters if id(parameter) not in self._kinds]
 
-    def note_forward(self) -> None:
+    def record_forward(self) -> None:
         """Record the parameters' versions: they must not change until backward has averaged their gradients."""
         self._versions = torch_compat.versions_of(self._trained)
 
@@ -182,8 +182,8 @@ class Reducer:
         """Remove the hooks; `.grad` stays."""
         for handle in self._handles:
             handle.remove()
-        _open.discard(self)
-        for other in _open:
+        _open_reducers.discard(self)
+        for other in _open_reducers:
             other._newer.discard(self)
 
     def synchronize(self, group: Any, *, absent: bool = False) -> None:
@@ -196,9 +196,9 @@ class Reducer:
         self._finish(check=absent and not self._allow_unused)
 
     @staticmethod
-    def _on_gradient(own: weakref.ref[Reducer], index: int, slot: int, _: Tensor) -> None:
+    def _on_gradient(reference: weakref.ref[Reducer], index: int, slot: int, _: Tensor) -> None:
         """Copy a gradient to its bucket, and launch the buckets that are complete. Called by autograd."""
-        self = own()
+        self = reference()
         if self is None:
             return
         if self.held or self._newer:  # of two wrappers of one module, the newer one averages
@@ -226,7 +226,7 @@ class Reducer:
         self._use(runtime.group_for(self.device))
         if self._versions is None:  # the loss is not from the wrapper's forward
             self._check_module()
-            self.note_forward()
+            self.record_forward()
         self._begin()
         backward = _Backward(self)
         self._backward = weakref.ref(backward)
@@ -387,9 +387,9 @@ def _layout(
 
 def _gradient_buffers(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedGradientBuffer | None]:
     """Return memory for each bucket that all ranks share, if they can. All ranks call it."""
-    are_here = all(spec.device.type == "cpu" for spec in layout)
+    are_on_cpu = all(spec.device.type == "cpu" for spec in layout)
     group = runtime.group_for(torch.device("cpu"))
-    if config.compression is not None or not are_here or not isinstance(group, RingProcessGroup):
+    if config.compression is not None or not are_on_cpu or not isinstance(group, RingProcessGroup):
         return [None] * len(layout)
     return group.make_gradient_buffers([(spec.count, spec.dtype) for spec in layout])
 

@@ -44,13 +44,13 @@ class Report:
         own = [each.detach().to(device).reshape(1) for each in losses]
         self._sizes = [len(numbers), *map(len, shared), len(own)]
         self._merge = merge
-        joined = torch.cat([*vectors, *shared])
-        found = torch.sum(joined * 0)  # 0, or NaN
+        values = torch.cat([*vectors, *shared])
+        found = torch.sum(values * 0)  # 0, or NaN
         if unused:
             found += torch.cat(list(unused)).sum()
         self.bad = found.ne(0).float()
         """1 if the step must be skipped, otherwise 0: on the device, 0-dim, float32; the same on every rank."""
-        self._copy = accelerator.HostCopy(torch.cat([self.bad.view(1), joined, *own]))
+        self._copy = accelerator.HostCopy(torch.cat([self.bad.view(1), values, *own]))
         self._found: tuple[Tensor, ...] | None = None
 
     @property
@@ -75,7 +75,7 @@ class Report:
         return True
 
     @property
-    def spoilt(self) -> list[nn.Parameter]:
+    def nonfinite(self) -> list[nn.Parameter]:
         """The parameters whose gradients are not finite."""
         are_finite = self._parts[1].isfinite().tolist()
         return [parameter for parameter, finite in zip(self._parameters, are_finite, strict=True) if not finite]

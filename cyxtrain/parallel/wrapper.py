@@ -93,7 +93,7 @@ class DistributedDataParallel(nn.Module):
             self._prepare()
         output = self.module(*inputs, **named_inputs)
         if averages and self._reducer is not None:
-            self._reducer.note_forward()
+            self._reducer.record_forward()
         given = _first_tensor(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
         self._latest.input, self._latest.output = _reference(given), _reference(output)
         if self._reducer is not None and self.training:

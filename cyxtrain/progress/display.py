@@ -28,7 +28,7 @@ class Display:
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
         """Start an epoch; the number of steps may be unknown."""
 
-    def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
+    def step(self, global_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
         """Count a step; `measured` returns this rank's numbers so far."""
 
     def draw(self, steps: int, text: str) -> None:
@@ -79,8 +79,8 @@ class LiveDisplay(_PlainDisplay):
         self._began = self._drawn = time.perf_counter()
 
     @override
-    def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
-        self._rows += joined_rows
+    def step(self, global_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
+        self._rows += global_rows
         self._steps += 1
         now = time.perf_counter()
         if now - self._drawn >= REFRESH_SECONDS:

@@ -118,7 +118,7 @@ class DistributedAMPTrainer:
         self._state = TrainingState(self.model, self.optimizer, 0, rates, self.scaler, loss=self._loss)
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._step: TrainingStep | None = None
-        self._joined_rows = 1
+        self._global_rows = 1
         self._share = _Calls(0, 1, self._placement)
         self._results: list[Result] = []
         self._at_rest = contextlib.ExitStack()
@@ -194,16 +194,16 @@ class DistributedAMPTrainer:
     def _take_call(self, step: TrainingStep, batch: Batch) -> float:
         """Accumulate a micro-batch, and step with the last one; return its loss."""
         if not self._share.calls:
-            self._share = _Calls(self.step, self._joined_rows, self._placement)
+            self._share = _Calls(self.step, self._global_rows, self._placement)
             step.begin()
         self._share.calls += 1
         is_last, loss = self._share.calls == self.accumulation_steps, 0.0
         if batch.rows:
             self._share.batches.append(batch)
-            self._results.append(step.add(batch, self._share, is_last=is_last))
+            self._results.append(step.accumulate_micro_batch(batch, self._share, is_last=is_last))
             loss = self._value_of(self._results[-1])
         elif is_last:
-            step.add_nothing(self._share)
+            step.join_without_rows(self._share)
         if is_last:
             if step.finish(self._share, self._results) is Verdict.TAKEN:
                 self._ddp.sync_buffers()  # rank 0 may save them before the next step
@@ -282,20 +282,20 @@ class DistributedAMPTrainer:
     def _open(self, rows: Rows) -> TrainingStep:
         """Find out from the first batch how the model is called, and what gradients are divided by for now."""
         device = self._placement.device
-        self._loss.look_at(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
+        self._loss.inspect(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
         call = ModelCall(self.model, Precision(_PRECISION, device), rows.inputs, rows.targets, self._loss)
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
             self._check_weights(call, Batch(0, *self._placement.place(rows)))
-        own = "" if self._loss.items is None or not self._loss.obeys_items else self._loss.items.name
+        own = "" if self._loss.items is None or not self._loss.uses_num_items else self._loss.items.name
         known = next(filter(None, runtime.gather_texts(own)), "")  # a rank may have nothing to count in its first batch
         if known:
-            self._loss.obey_items(rule_named(known, Batch(0, *self._example)))
+            self._loss.use_num_items(rule_named(known, Batch(0, *self._example)))
         # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
         # same number for all ranks and calls, so that gradients can be added.
         unit = torch.tensor([max(num_rows(rows.inputs), 1)], device="cpu")
         dist.broadcast(unit, 0, group=runtime.cpu_group())
-        self._joined_rows = int(unit) * self.accumulation_steps * self.world_size
+        self._global_rows = int(unit) * self.accumulation_steps * self.world_size
         setup = ModelSetup(
             placement=self._placement, loss=self._loss, call=call, metrics=Metrics(), num_micro_batches=None
         )
@@ -314,7 +314,7 @@ class DistributedAMPTrainer:
             warn(self._loss.warning)
 
     def _forget_step(self) -> None:
-        self._share = _Calls(self.step, self._joined_rows, self._placement)
+        self._share = _Calls(self.step, self._global_rows, self._placement)
         self._results = []
         self._ddp.forget()
         self._ddp.module.zero_grad()
@@ -327,8 +327,8 @@ class _Calls(Share):
         calls: So far, with those that had no rows.
     """
 
-    def __init__(self, number: int, joined_rows: int, placement: Placement) -> None:
-        super().__init__(number, joined_rows, DeviceCopier(placement))
+    def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
+        super().__init__(number, global_rows, DeviceCopier(placement))
         self.batches: list[Batch] = []
         self.calls = 0
 

@@ -85,16 +85,16 @@ def evaluate_rows(
     rows: CheckedData,
     *,
     distributed: bool,
-    give_up: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     callbacks: Callbacks | None = None,
 ) -> Evaluation | None:
-    """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank gave up.
+    """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
 
     Args:
         model: Not wrapped.
         rows: All of them.
         distributed: Whether the ranks share the work; otherwise this one does it all.
-        give_up: Called after each batch; returns whether to skip the others.
+        should_stop: Called after each batch; returns whether to skip the rest.
         callbacks: Called with each batch.
     """
     loss, device = rows.loss, rows.placement.device
@@ -111,7 +111,7 @@ def evaluate_rows(
             totals.metrics.add(output, batch.answers, batch.rows)
         hooks.on_test_batch_end(number, totals.lazy_values)
 
-    complete = _run_all(model, rows, evaluate_batch, distributed=distributed, give_up=give_up)
+    complete = _run_all(model, rows, evaluate_batch, distributed=distributed, should_stop=should_stop)
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
     return Evaluation(**measured) if complete else None
 
@@ -125,7 +125,7 @@ def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool) -> A
         distributed: Whether the ranks share the work; otherwise this one does it all.
 
     Raises:
-        ConfigError: The model does not return tensors with a row per row.
+        ConfigError: The model does not return tensors with one output row per input row.
     """
     outputs = _Outputs(model, rows.call, rows.loss)
     _run_all(model, rows, outputs.add, distributed=distributed)
@@ -140,11 +140,11 @@ def _run_all(
     step: Callable[[Batch], object],
     *,
     distributed: bool,
-    give_up: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Call `step` with each of this rank's batches, in evaluation mode; return whether none was skipped.
 
-    A rank that fails tells the others.
+    An error on any rank is raised on all.
     """
     rank, world_size = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
     problem, complete = None, False
@@ -155,7 +155,7 @@ def _run_all(
             batches = rows.source.whole_batches(rows.batch_size, rows.placement, rank, world_size)
             for batch in marked_steps(batches, rows.placement.device):
                 step(batch)
-                if give_up():
+                if should_stop():
                     break
             else:
                 complete = True
@@ -226,8 +226,8 @@ def _outputs(output: Any, rows: int) -> Tree:
         return make(parts)
     found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ConfigError(
-        "predict needs a model that returns a tensor with a row per row of X, or several in a dictionary, a tuple or a "
-        f"list; for {rows} rows it returned {found}."
+        "predict needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
+        f"tuple or a list; for {rows} rows it returned {found}."
     )
 
 

@@ -1,4 +1,4 @@
-"""One call of `fit`: epoch after epoch, the steps of each, and what is made of its numbers."""
+"""One call of `fit`: running the steps of each epoch, and recording their metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch
 from cyxtrain.progress.profiling import Profile
 from cyxtrain.training.checkpoints.manager import CheckpointManager
-from cyxtrain.training.checkpoints.resume import Checkpoint, asked_to_stop, restore_rank
+from cyxtrain.training.checkpoints.resume import Checkpoint, restore_rank, stop_requested_in
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.inputs.facts import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
@@ -33,7 +33,7 @@ from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
-from cyxtrain.training.trained import forgotten, warn_of_forgotten
+from cyxtrain.training.trained import params_without_optimizer, warn_of_params_without_optimizer
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
@@ -43,33 +43,33 @@ class FitLoop:
 
     Args:
         state: What is trained.
-        plan: What is to be done.
+        plan: The checked settings and data.
         ddp: The model, wrapped.
-        resumed: The checkpoint that the fit continues from; None: it begins.
+        checkpoint: What the fit continues from; None: starts fresh.
     """
 
     def __init__(
-        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, resumed: Checkpoint | None
+        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, checkpoint: Checkpoint | None
     ) -> None:
         self._state = state
         self._plan = plan
         self._ddp = ddp
-        self._resumed = self._unrestored = resumed
+        self._checkpoint = self._pending_restore = checkpoint
         self._device = plan.data.placement.device
         self._last_epoch = state.position.first_epoch + plan.config.epochs
-        self._began = self._epoch_began = time.perf_counter() - state.history.total_time_seconds
+        self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
         self._manager = CheckpointManager(
             state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better
         )
         self._requests = StopSignals(plan.config, state, keeps_time=runtime.is_master())
         self._callbacks = plan.callbacks
         state.begin_loop(plan.callbacks, plan.feed.state_dict)
-        self._step: TrainingStep | None = None  # of the current epoch; between two epochs there is none
+        self._step: TrainingStep | None = None  # None between two epochs
         self._samples_before = 0
         self._saved_step = -1
-        if plan.uses_reports:
+        if plan.defers_verdicts:
             ddp.use_reports()
-        self._forgotten: set[str] = set()
+        self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device)
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
@@ -104,11 +104,11 @@ class FitLoop:
         self._end_epoch(step)
 
     def _train_one_step(self, step: TrainingStep, share: Share) -> None:
-        """Take a step; then do what callbacks, checkpoints and the requests of any rank ask for after it."""
+        """Run a step; then the callbacks, checkpoints and requests of any rank that follow it."""
         self._callbacks.on_train_batch_begin(share.number)
-        received = self._ddp.exchange_signals(self._requests.own())
+        received = self._ddp.exchange_signals(self._requests.local())
         step(share)
-        self._state.take_step(share.joined_rows, self._plan.feed.position)
+        self._state.take_step(share.global_rows, self._plan.feed.position)
         requests = received()
         self._apply_end(requests)
         self._callbacks.on_train_batch_end(share.number, step.totals.lazy_values)
@@ -120,7 +120,7 @@ class FitLoop:
 
     @contextlib.contextmanager
     def _resources(self) -> Iterator[None]:
-        """Hold what a fit needs of this process and of the other ranks; release it however the fit ends."""
+        """Acquire the resources of a fit; release them however it ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._release_data)
             stack.enter_context(freed_memory_kept())
@@ -129,7 +129,7 @@ class FitLoop:
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._profile)
             stack.enter_context(self._requests.catching_signals())
-            stack.enter_context(_errors_reported(self._ddp))  # before the writer closes, which may take its time
+            stack.enter_context(_errors_reported(self._ddp))  # before the writer closes, which may take long
             try:
                 yield
             except BaseException as error:
@@ -141,71 +141,71 @@ class FitLoop:
         del self._manager  # it refers to this object: a cycle would keep the data's workers until garbage collection
 
     def _begin(self) -> None:
-        """Let callbacks begin, or continue from the checkpoint."""
+        """Call `on_train_begin`; if the fit resumes, load the checkpoint."""
         self._callbacks.call("set_params", self._plan.params(self._last_epoch))
-        if self._resumed is not None:
-            self._state.forget_added_groups()  # a callback may add them when training begins
+        if self._checkpoint is not None:
+            self._state.drop_callback_param_groups()  # a callback may add them when training begins
         self._call("on_train_begin", {})
-        if self._resumed is not None:
-            # Again: what a callback does to a model or a rate when training begins was done before.
-            checkpoint, source = self._resumed
+        if self._checkpoint is not None:
+            # Reload: on_train_begin may have altered the model or rates, and the checkpoint already includes that.
+            checkpoint, source = self._checkpoint
             self._state.load_values(checkpoint, source)
             self._state.load_trained(checkpoint)
             self._state.rates.resume_from(self._plan.schedule_steps(self._state.rates.warmup_steps))
             self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
             self._ddp.load_compression_state(self._state.compression)
-            self._state.request_stop(self._state.stop_training or asked_to_stop(checkpoint))
+            self._state.request_stop(self._state.stop_training or stop_requested_in(checkpoint))
         self._manager.check()
 
     def _begin_epoch(self) -> TrainingStep:
         plan, state, position = self._plan, self._state, self._state.position
         if position.samples == 0:
             self._call("on_epoch_begin", position.epoch, {})
-        if plan.fuses:
+        if plan.uses_fused_optimizer:
             fuse(state.optimizer)
         steps = plan.steps_per_epoch
         reset_peak_memory(self._device)
-        # Epochs count from 1 for people; the order of samples is that of number 0 first.
+        # Displayed epochs start at 1; the sampling order is indexed from 0.
         steps_left = None if steps is None else steps - position.epoch_steps
         plan.display.begin_epoch(position.epoch + 1, self._last_epoch, steps_left)
         self._samples_before = position.samples
-        self._epoch_began = time.perf_counter()
-        # Of a compression that keeps the errors of each step, a step cannot be undone after the next one has begun.
-        waits = plan.uses_reports and self._ddp.config.compression != "powersgd"
+        self._epoch_started_at = time.perf_counter()
+        # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
+        may_defer = plan.defers_verdicts and self._ddp.config.compression != "powersgd"
         guard = FiniteGuard(
             self._ddp,
             plan.config.on_nonfinite,
             position,
             self._device,
             state.loss_scale,
-            ends=plan.ends_on_nan,
-            waits=waits,
+            ends_fit=plan.ends_on_nan,
+            may_defer=may_defer,
         )
         self._step = step = TrainingStep(self._ddp, state, plan.data, guard)
         seed_generators(plan.config.seed, position.epoch, position.samples, runtime.get_rank(), self._device)
-        if self._unrestored is not None:
-            restore_rank(*self._unrestored, step.totals, self._device)
-            self._unrestored = None
-        self._warn_of_forgotten()
+        if self._pending_restore is not None:
+            restore_rank(*self._pending_restore, step.totals, self._device)
+            self._pending_restore = None
+        self._warn_of_params_without_optimizer()
         self._put_into_training()
         return step
 
     @contextlib.contextmanager
     def _shares(self, step: TrainingStep) -> Iterator[Iterable[Share]]:
-        """Give this rank's shares of the rest of the epoch; afterwards it is known which steps were taken."""
+        """Yield this rank's shares of the rest of the epoch; on exit, wait for pending verdicts."""
         with memory_explained(), contextlib.closing(self._plan.shares(self._state.position)) as shares:
             try:
                 yield marked_steps(step.clock.data.each(shares), self._device)
-                step.guard.settle()
+                step.guard.wait_for_verdict()
             except BaseException:
-                step.guard.give_up()
+                step.guard.abort()
                 raise
 
     def _end_steps(self, step: TrainingStep) -> None:
-        """Note where in the data the epoch ended, and apply requests of its last step that are known only now."""
+        """Record where in the data the epoch ended; apply requests that arrived with its last step."""
         feed = self._plan.feed
         self._state.position.end_steps(feed.position, is_over=feed.is_over)
-        if self._plan.uses_reports:
+        if self._plan.defers_verdicts:
             requests = self._ddp.received()
             self._apply_end(requests)
             self._apply(requests, step)
@@ -214,7 +214,7 @@ class FitLoop:
         """Measure, validate, record and save the epoch."""
         plan, position = self._plan, self._state.position
         measured = step.totals.over_ranks(runtime.cpu_group())
-        seconds, note = time.perf_counter() - self._epoch_began, step.guard.explain_epoch()
+        seconds, note = time.perf_counter() - self._epoch_started_at, step.guard.explain_epoch()
         if plan.feed.is_over and not position.epoch_steps:
             self._step = None
             return  # the data had ended before the epoch began
@@ -242,11 +242,11 @@ class FitLoop:
             self._state.model,
             rows,
             distributed=True,
-            give_up=lambda: self._requests.want_to_stop,
+            should_stop=lambda: self._requests.want_to_stop,
             callbacks=self._callbacks,
         )
-        received, gave_up = self._requests.agree(speaks=found is None)
-        if gave_up is not None:
+        received, stopping_rank = self._requests.agree(flagged=found is None)
+        if stopping_rank is not None:
             self._callbacks.call("on_test_end", {})
             stop_if_requested(received)
         assert found is not None
@@ -254,8 +254,8 @@ class FitLoop:
         return found
 
     def prepare_to_save(self) -> None:
-        """Take into the state what each rank has of its own, and any rank's request to end. All ranks call it."""
-        self._settle()
+        """Gather per-rank state, and any rank's request to end. All ranks call it."""
+        self._wait_for_verdict()
         if self._step is not None:
             self._manager.gather(self._step.totals)
         else:
@@ -264,30 +264,30 @@ class FitLoop:
 
     def prepare_to_evaluate(self) -> None:
         """Make the model the same on every rank. All ranks call it."""
-        self._settle()
+        self._wait_for_verdict()
         self._ddp.sync_buffers()
 
     def _prepare_to_write(self) -> dict[str, Any]:
-        """Give rank 0, which writes, the buffers and the compression's state of all ranks. All ranks call it."""
+        """Gather buffers and compression state on rank 0, which writes. All ranks call it."""
         self._ddp.sync_buffers()
         return self._ddp.compression_state()
 
-    def _settle(self) -> None:
+    def _wait_for_verdict(self) -> None:
         if self._step is not None:
-            self._step.guard.settle()
+            self._step.guard.wait_for_verdict()
 
     def _call(self, hook: str, *arguments: Any) -> list[float]:
         """Call a hook of all callbacks; return the requests of all ranks.
 
-        Learning rates that callbacks set on any rank are set on all; of several ranks, the first one's. What they
-        unfreeze, freeze, or add to the optimizer must be the same on all.
+        Learning rates that callbacks set on any rank are set on all; the lowest such rank wins. Callbacks
+        must freeze, unfreeze and add parameters to the optimizer alike on all ranks.
         """
         rates, state = self._state.rates, self._state
         before, trained = rates.now(), trained_facts(state.trained, state.optimizer)
         self._callbacks.call(hook, *arguments)
         rates.follow_groups()
         facts = trained_facts(state.trained, state.optimizer)
-        received, rank = self._requests.agree(speaks=rates.now() != before or facts != trained)
+        received, rank = self._requests.agree(flagged=rates.now() != before or facts != trained)
         if rank is not None:
             agree(facts)
             found = torch.tensor(rates.now(), dtype=torch.float64, device="cpu")
@@ -304,37 +304,37 @@ class FitLoop:
         """Save, or stop, if any rank requests it."""
         if not any(received):
             return
-        self._settle()
+        self._wait_for_verdict()
         number = self._state.position.step
         if received[StopRequest.SAVE] > 0 and number > self._saved_step:
             self._manager.save_step(step.totals)
             self._requests.saved()
-            self._saved_step = number + int(self._plan.uses_reports)  # the next step still has the old request
+            self._saved_step = number + int(self._plan.defers_verdicts)  # the next step still has the old request
         stop_if_requested(received)
 
     def _check_and_save(self, step: TrainingStep) -> None:
         """Compare the replicas, and save, if that is due after this step."""
         every = self._plan.config.check_replicas_every_n_steps
         if every and self._state.position.step % every == 0:
-            step.guard.settle()
+            step.guard.wait_for_verdict()
             self._ddp.check_replicas()
         if self._manager.is_due():
-            step.guard.settle()
+            step.guard.wait_for_verdict()
             self._manager.save_step(step.totals)
 
-    def _warn_of_forgotten(self) -> None:
-        """Warn once of each parameter that the optimizer does not have, also of those that a callback unfreezes."""
-        found = forgotten(self._state.trained, self._state.optimizer)
-        if runtime.is_master() and not self._forgotten.issuperset(found):
-            warn_of_forgotten(self._state.trained, [name for name in found if name not in self._forgotten])
-        self._forgotten.update(found)
+    def _warn_of_params_without_optimizer(self) -> None:
+        """Warn once about each trained parameter that is not in the optimizer, also after a callback unfroze it."""
+        found = params_without_optimizer(self._state.trained, self._state.optimizer)
+        if runtime.is_master() and (new := [name for name in found if name not in self._warned_params]):
+            warn_of_params_without_optimizer(self._state.trained, new)
+        self._warned_params.update(found)
 
     def _show(self, step: TrainingStep, share: Share) -> None:
         plan = self._plan
-        plan.display.step(share.joined_rows, step.totals.cheap_values)
+        plan.display.step(share.global_rows, step.totals.cheap_values)
         every = plan.config.log_every_n_batches
         if every and (share.number + 1) % every == 0:
-            step.guard.settle()
+            step.guard.wait_for_verdict()
             text = numbers(step.totals.over_ranks(runtime.cpu_group()))
             of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
             plan.display.line(f"batch {share.number + 1}{of}  {text}")
@@ -345,7 +345,7 @@ class FitLoop:
         return {name: values[-1] for name, values in history.history.items() if len(values) == len(history.epochs)}
 
     def _publish_times(self, step: TrainingStep) -> None:
-        """Publish what the parts of the epoch's steps took, on all ranks."""
+        """Publish the time per phase of the epoch's steps, on all ranks."""
         clock = step.clock
         clock.communicated(clock.data, self._plan.feed.seconds_communicated())
         clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
@@ -357,7 +357,7 @@ class FitLoop:
         self, measured: dict[str, float], validation: Evaluation | None, seconds: float, rows: int, note: str
     ) -> None:
         """Add an epoch to the history. Times are rank 0's, so that the history is the same on every rank."""
-        times = torch.tensor([seconds, time.perf_counter() - self._began], dtype=torch.float64, device="cpu")
+        times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
         plan, history = self._plan, self._state.history

@@ -70,7 +70,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     besides = _count(state.trained) - _count(model)
     if besides:
         facts.append(("loss", f"learns {counted(besides, 'parameter')} of its own"))
-    if loss.items is not None and loss.obeys_items:
+    if loss.items is not None and loss.uses_num_items:
         facts.append(("loss", f"the model's, divided by the number of {loss.items.name} (num_items_in_batch)"))
     targets = plan.data.source.targets
     if loss.by_output and isinstance(targets, dict) and (others := targets.keys() - loss.by_output.keys()):
@@ -116,7 +116,7 @@ def _flops(plan: FitPlan) -> Iterator[tuple[str, str]]:
 def _optimizer(state: TrainingState, plan: FitPlan) -> str:
     spares = spares_norms_and_biases(state.optimizer, state.trained)
     words = [type(state.optimizer).__name__]
-    words += ["by PyTorch's fused kernel"] if plan.fuses else []
+    words += ["by PyTorch's fused kernel"] if plan.uses_fused_optimizer else []
     words += ["no weight decay on norms and biases"] if spares else []
     return ", ".join(words)
 

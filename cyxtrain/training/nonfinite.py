@@ -1,7 +1,7 @@
 """Losses or gradients that are NaN or infinite: the step is skipped, and the rank at fault named.
 
-Gradients are averaged before they are checked, and one rank's NaN is in the average: all ranks come to the same verdict
-without a message. Only then do they run their batches again, each by itself, to find the rank at fault.
+Gradients are averaged before they are checked, and one rank's NaN is in the average: all ranks reach the same verdict
+without a message. Only then does each recompute its batches locally to find the rank at fault.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from cyxtrain.world import runtime
 
 SKIP = "skip"
 MAX_SKIPPED = 10
-"""Steps in a row that are not taken before training gives up."""
+"""Skipped steps in a row before training stops with an error."""
 _SHOWN_RANKS = 4
 _REPORT_SECONDS = 10.0
-"""After an error the device may never come to a report."""
+"""After an error the device may never send a report."""
 _LOOK = (
     "Lower the learning rate (and start again, or load_checkpoint() an earlier one and fit() without resume, which "
     "would bring the old rate back), look for 0/0, log(0) and sqrt(0) in model and loss, look at the data"
@@ -45,19 +45,19 @@ _LOOK_IN_LOOP = "Look for 0/0, log(0) and sqrt(0) in model and loss, and at the 
 
 
 class Verdict(enum.Enum):
-    """What becomes of a step, on every rank alike."""
+    """Whether a step is taken; the same on every rank."""
 
     TAKEN = "taken"
     OVERFLOW = "not taken, because the loss scale was too large: loss and metrics are right"
-    SKIPPED = "not taken, because something is wrong"
+    SKIPPED = "not taken, because a loss or a gradient is not finite"
 
 
 @dataclass
 class _Pending:
-    """A step whose report is on its way to the host, and what restores the state before it."""
+    """A step whose report has not reached the host, and what restores the state before it."""
 
     share: Share
-    again: Callable[[], Sequence[Tensor]]
+    recompute: Callable[[], Sequence[Tensor]]
     report: Report
     buffers: BuffersKept
     rows: int
@@ -70,13 +70,13 @@ class FiniteGuard:
 
     Cost of a step: the gradients are read once, and the buffers are copied. On an accelerator the host does not wait
     for that: the device itself skips such a step (`report`), and the host learns of it when the next step's backward
-    has been launched, or at `settle`.
+    has been launched, or at `wait_for_verdict`.
 
     Args:
         on_nonfinite: "raise", or "skip": the step is skipped, and training continues.
         scale: Of the loss, or None; updated here. An overflow that a smaller one may cure is not an error.
-        ends: Whether such a step ends the fit in good order.
-        waits: Whether all ranks compute on accelerators, and the wrapper uses reports; then a verdict may be late.
+        ends_fit: Whether such a step ends the fit in good order.
+        may_defer: Whether all ranks compute on accelerators, and the wrapper uses reports: a verdict may be late.
         is_fit: Whether `fit` takes the steps, and not a loop of the user's.
     """
 
@@ -88,17 +88,18 @@ class FiniteGuard:
         device: torch.device,
         scale: LossScale | None = None,
         *,
-        ends: bool = False,
-        waits: bool = False,
+        ends_fit: bool = False,
+        may_defer: bool = False,
         is_fit: bool = True,
     ) -> None:
         self._ddp = ddp
-        self.is_late = waits and on_nonfinite != SKIP and not ends and not (scale is not None and scale.is_dynamic)
-        """Whether the verdict on a step comes in the next one: what the next step does must not depend on it."""
+        is_dynamic = scale is not None and scale.is_dynamic
+        self.defers_verdicts = may_defer and on_nonfinite != SKIP and not ends_fit and not is_dynamic
+        """Whether the verdict on a step arrives in the next one: what the next step does must not depend on it."""
         self._pending: _Pending | None = None
-        self._spare = BuffersKept(ddp.module) if self.is_late else None
+        self._spare = BuffersKept(ddp.module) if self.defers_verdicts else None
         self._skips = on_nonfinite == SKIP
-        self._ends = ends
+        self._ends_fit = ends_fit
         self._is_fit = is_fit
         self._position = position
         self._device = device
@@ -109,28 +110,28 @@ class FiniteGuard:
         self._rows = 0
 
     def before_step(self) -> None:
-        """Keep what a forward changes."""
-        if self._spare is not None:  # what the step before has kept may still be needed
+        """Copy what a forward changes."""
+        if self._spare is not None:  # the copy of the previous step may still be needed
             self._buffers, self._spare = self._spare, self._buffers
         self._buffers.keep()
         self._rows = self._ddp.buffer_rows
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Undo what a forward has changed since `before_step`."""
-        self._buffers.bring_back()
+        self._buffers.restore()
         self._ddp.buffer_rows = self._rows
 
-    def verdict(self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Verdict:
+    def verdict(self, share: Share, losses: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]) -> Verdict:
         """Return whether to take the step, or raise NonFiniteError, with the model restored; all ranks call it.
 
         Args:
             share: Of this rank.
             losses: Of its micro-batches.
-            again: Runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad` then
-                holds this rank's own gradients.
+            recompute: Runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad`
+                then holds this rank's own gradients.
         """
         finite = self._ddp.is_finite()
-        curable = self._scale is not None and self._scale.can_fall
+        scale_can_fall = self._scale is not None and self._scale.can_fall
         if self._scale is not None:
             self._used_scale = self._scale.value
             self._scale.update(overflowed=not finite)
@@ -138,33 +139,33 @@ class FiniteGuard:
             self._position.count_skipped(skipped=False)
             self._taken += 1
             return Verdict.TAKEN
-        if curable and self._ddp.losses_are_finite():
-            self.bring_back()
+        if scale_can_fall and self._ddp.losses_are_finite():
+            self.restore()
             self._overflows += 1
             return Verdict.OVERFLOW
-        spoilt = self._spoilt_gradients()
-        self._explain(share, losses, again, spoilt, self.bring_back)
+        nonfinite = self._nonfinite_gradients()
+        self._explain(share, losses, recompute, nonfinite, self.restore)
         return Verdict.SKIPPED
 
     def report(
         self,
         share: Share,
         losses: Sequence[Tensor],
-        again: Callable[[], Sequence[Tensor]],
+        recompute: Callable[[], Sequence[Tensor]],
         undo_rates: Callable[[], None],
     ) -> Report:
-        """Start to send the verdict on a step to the host, and settle the previous step, if `is_late`.
+        """Start to send the verdict on a step to the host; then read that of the previous step.
 
         All ranks call it, after backward. The step may be launched so that the device skips it if the report is bad.
-        `undo_rates` restores learning rates and schedule. Raises as `settle`.
+        `undo_rates` restores learning rates and schedule. Raises as `wait_for_verdict`.
         """
         report = self._ddp.report(losses)
-        self.settle()
+        self.wait_for_verdict()
         position = {**vars(self._position)}
-        self._pending = _Pending(share, again, report, self._buffers, self._rows, position, undo_rates)
+        self._pending = _Pending(share, recompute, report, self._buffers, self._rows, position, undo_rates)
         return report
 
-    def settle(self) -> None:
+    def wait_for_verdict(self) -> None:
         """Wait for the report of the latest step; all ranks call it at the same point.
 
         Raises:
@@ -182,11 +183,11 @@ class FiniteGuard:
         self._undo(pending)
         self._ddp.read_report(pending.report)
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
-        spoilt = [names[id(parameter)] for parameter in pending.report.spoilt]
+        nonfinite = [names[id(parameter)] for parameter in pending.report.nonfinite]
         undo = functools.partial(self._undo, pending)
-        self._explain(pending.share, pending.report.losses, pending.again, spoilt, undo)
+        self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, undo)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Undo the latest step if it was skipped: an error ends the fit, on this rank."""
         pending, self._pending = self._pending, None
         with contextlib.suppress(RuntimeError):  # the device may have failed
@@ -194,7 +195,7 @@ class FiniteGuard:
                 self._undo(pending)
 
     def _undo(self, pending: _Pending) -> None:
-        pending.buffers.bring_back()
+        pending.buffers.restore()
         self._ddp.buffer_rows = pending.rows
         self._position.restore(pending.position)
         pending.undo_rates()
@@ -203,21 +204,21 @@ class FiniteGuard:
         self,
         share: Share,
         losses: Sequence[Tensor],
-        again: Callable[[], Sequence[Tensor]],
-        spoilt: Sequence[str],
+        recompute: Callable[[], Sequence[Tensor]],
+        nonfinite: Sequence[str],
         undo: Callable[[], None],
     ) -> None:
-        """Find the rank at fault; raise or warn. All ranks call it; `spoilt`: parameters with non-finite averages."""
+        """Find the rank at fault; raise or warn. All ranks call it; `nonfinite`: parameters with such averages."""
         with generators_kept(self._device), self._ddp.suspended():
-            once_more = again()
-            own = self._facts(share, losses, once_more) if share.rows else {}
+            recomputed_losses = recompute()
+            facts = self._facts(share, losses, recomputed_losses) if share.rows else {}
         undo()
         self._ddp.sync_buffers()  # as the next forward would
-        everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
-        self._judge(share, everyone, _words(everyone, spoilt, self._ddp.config.compression))
+        facts_by_rank = [json.loads(text) for text in runtime.gather_texts(json.dumps(facts))]
+        self._raise_or_warn(share, facts_by_rank, _words(facts_by_rank, nonfinite, self._ddp.config.compression))
 
     def explain_epoch(self) -> str:
-        """Return how many steps of the epoch the loss scale has cost, or ""; warn if nothing is learned."""
+        """Return how many steps of the epoch the loss scale has cost, or ""; warn if no step changed the model."""
         if self._scale is None:
             return ""
         problem = ""
@@ -235,9 +236,9 @@ class FiniteGuard:
         overflows = counted(self._overflows, "step") + f" overflowed, loss scale {self._scale.value:g}"
         return overflows if self._overflows else ""
 
-    def _judge(self, share: Share, everyone: Sequence[dict[str, Any]], words: str) -> None:
+    def _raise_or_warn(self, share: Share, facts_by_rank: Sequence[dict[str, Any]], words: str) -> None:
         """Raise, or warn and continue with the next step."""
-        position, ranks = self._position, _ranks_at_fault(everyone)
+        position, ranks = self._position, _ranks_at_fault(facts_by_rank)
         where = f"step {position.step + 1}: {words}."
         if self._is_fit:
             where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
@@ -247,14 +248,14 @@ class FiniteGuard:
                 count = "" if position.skipped == 1 else f", {position.skipped} in a row"
                 warn(f"{where} The step is skipped{count}.")
             return
-        if self._ends:
+        if self._ends_fit:
             position.stop()
             if runtime.is_master():
                 warn(f"{where} The step is not taken, and a callback ends the fit.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips or not self._is_fit else ', or skip such steps with on_nonfinite="skip"'
-        has_data = any(facts.get("data") for facts in everyone)
+        has_data = any(facts.get("data") for facts in facts_by_rank)
         look = _LOOK if self._is_fit else _LOOK_IN_LOOP
         remedy = "Fix or drop those rows of the data" if has_data else look
         error = NonFiniteError(
@@ -277,13 +278,13 @@ class FiniteGuard:
         named = self._ddp.module.named_parameters()
         return {name: values_of(parameter.grad) for name, parameter in named if parameter.grad is not None}
 
-    def _spoilt_gradients(self) -> list[str]:
+    def _nonfinite_gradients(self) -> list[str]:
         return [name for name, gradient in self._gradients().items() if not _is_finite(gradient)]
 
-    def _facts(self, share: Share, losses: Sequence[Tensor], once_more: Sequence[Tensor]) -> dict[str, Any]:
+    def _facts(self, share: Share, losses: Sequence[Tensor], recomputed_losses: Sequence[Tensor]) -> dict[str, Any]:
         """Return what is not finite on this rank, as JSON values."""
         parameters = self._ddp.module.named_parameters()
-        value = _first_not_finite(once_more)
+        value = _first_not_finite(recomputed_losses)
         if value is None and _first_not_finite(losses):
             by_chance = "and finite when its batch runs again: the computation is random, as with dropout"
             value = f"{_first_not_finite(losses)}, {by_chance}"
@@ -291,27 +292,27 @@ class FiniteGuard:
             "data": "; ".join(_rows(share)),
             "parameters": shortened(name for name, value in parameters if not _is_finite(value)),
             "loss": value,
-            "gradients": shortened(self._spoilt_gradients()),
+            "gradients": shortened(self._nonfinite_gradients()),
         }
 
 
-def _ranks_at_fault(everyone: Sequence[dict[str, Any]]) -> list[int]:
-    return [rank for rank, facts in enumerate(everyone) if any(facts.values())]
+def _ranks_at_fault(facts_by_rank: Sequence[dict[str, Any]]) -> list[int]:
+    return [rank for rank, facts in enumerate(facts_by_rank) if any(facts.values())]
 
 
-def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str], compression: str | None) -> str:
+def _words(facts_by_rank: Sequence[dict[str, Any]], nonfinite: Iterable[str], compression: str | None) -> str:
     """Describe which rank has what that is not finite."""
-    ranks = _ranks_at_fault(everyone)
+    ranks = _ranks_at_fault(facts_by_rank)
     if not ranks:
         too_large = "to be added" if compression is None else f"for compression={compression!r}"
         return (
-            f"the gradients of {shortened(spoilt)} are not finite in the average over ranks; those that each rank "
+            f"the gradients of {shortened(nonfinite)} are not finite in the average over ranks; those that each rank "
             f"makes when it runs its batch once more are: they are too large {too_large}, or chance decides, as in "
             "dropout"
         )
     texts = []
     for rank in ranks[:_SHOWN_RANKS]:
-        facts = everyone[rank]
+        facts = facts_by_rank[rank]
         parts = [
             facts["data"],
             f"parameters are not finite ({facts['parameters']})" if facts["parameters"] else "",
@@ -332,7 +333,7 @@ def _rows(share: Share) -> list[str]:
     before = 0
     for batch in share:
         parts = {"X": batch.inputs, "y": batch.targets, "sample_weight": batch.weights}
-        for name, values in (leaf for own, part in parts.items() for leaf in leaves(part, own)):
+        for name, values in (leaf for prefix, part in parts.items() for leaf in leaves(part, prefix)):
             if not _is_finite(values):
                 found.setdefault(name, []).extend(before + row for row in rows_not_finite(values))
         before += batch.rows

@@ -41,7 +41,7 @@ from cyxtrain.world import runtime
 
 @dataclass
 class Position:
-    """How far training is: the same on every rank, and all that decides what comes next."""
+    """Training progress: the same on every rank, and enough to determine the next step."""
 
     epoch: int = 0
     """Completed epochs."""
@@ -122,7 +122,7 @@ class TrainingState:
         trainer: Number of the trainer in its program, from 1.
         run: Identifies this run: "id"; "started" (seconds since 1970); the "launched" command and the "trainer" in it;
             digests of the "data" and of the "validation" data, or "". The same on every rank.
-        ranks: What each rank has of its own in the middle of an epoch; empty unless gathered for a checkpoint.
+        ranks: Per-rank state in the middle of an epoch; empty unless gathered for a checkpoint.
         compression: Error feedback of gradient compression, of all ranks; empty unless gathered for a checkpoint.
         stop_training: Whether a callback on this rank asks to end the fit.
         kept: States of callbacks from a checkpoint, by name, until a callback takes them over.
@@ -180,7 +180,7 @@ class TrainingState:
         effective_batch_size: int,
         lengths: tuple[int, int | None, int | None],
         initial_epoch: int | None,
-        arithmetic: dict[str, Any],
+        numerics: dict[str, Any],
     ) -> None:
         """Begin a fit at the current position. All ranks call it.
 
@@ -190,7 +190,7 @@ class TrainingState:
             effective_batch_size: Samples per step over all ranks.
             lengths: Steps of the warm-up, of the fit and of its schedule, as `LearningRates.begin` takes them.
             initial_epoch: Number of epochs that count as completed; None: those that are.
-            arithmetic: Numerics of the fit.
+            numerics: Numerics of the fit.
         """
         position = self.position
         self.built_groups = len(self.optimizer.param_groups)
@@ -203,8 +203,8 @@ class TrainingState:
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
-        self.config, self.kept, self.arithmetic = config, {}, arithmetic
-        self._forget_ranks()
+        self.config, self.kept, self.arithmetic = config, {}, numerics
+        self._clear_rank_states()
         self.loss_scale = make_loss_scale(config)
         self.rates.interval = config.scheduler_interval or "step"
         self.rates.begin(scaling_of(config, effective), *lengths)
@@ -216,7 +216,7 @@ class TrainingState:
         source: str,
         config: DistributedTrainingConfig,
         data: Mapping[str, str],
-        arithmetic: dict[str, Any],
+        numerics: dict[str, Any],
         *,
         is_new_run: bool,
     ) -> None:
@@ -227,14 +227,14 @@ class TrainingState:
             source: Its name for messages.
             config: Of the fit.
             data: As `begin_fit`.
-            arithmetic: As `begin_fit`.
+            numerics: As `begin_fit`.
             is_new_run: Whether later checkpoints of that fit do not belong to this run.
         """
         self.loss_scale = make_loss_scale(config)
         self.load(state, source)
         self.load_trained(state)
         self.history.world_size = runtime.get_world_size()
-        self.config, self.arithmetic = config, arithmetic
+        self.config, self.arithmetic = config, numerics
         self.rates.interval = config.scheduler_interval or "step"
         if is_new_run:
             self._begin_run(data)
@@ -255,14 +255,14 @@ class TrainingState:
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
         """Count a step, as `Position.take`; what was gathered for a checkpoint before it is out of date."""
         self.position.take(rows, read)
-        self._forget_ranks()
+        self._clear_rank_states()
 
     def end_epoch(self) -> None:
         """Count a completed epoch."""
         self.position.epoch += 1
         self.position.samples = self.position.epoch_steps = 0
         self.rates.end_epoch()
-        self._forget_ranks()
+        self._clear_rank_states()
 
     def complete_fit(self) -> None:
         """Count a completed call of `fit`."""
@@ -281,11 +281,11 @@ class TrainingState:
         self.device_usage = usage
 
     def keep_ranks(self, ranks: list[dict[str, Any]]) -> None:
-        """Take what each rank has of its own into the next checkpoint."""
+        """Store per-rank state for the next checkpoint."""
         self.ranks = ranks
 
     def keep_compression(self, compression: dict[str, Any]) -> None:
-        """Take the error feedback of gradient compression into the next checkpoint."""
+        """Store the error feedback of gradient compression for the next checkpoint."""
         self.compression = compression
 
     def keep_metadata(self, metadata: dict[str, Any]) -> None:
@@ -293,14 +293,14 @@ class TrainingState:
         self.metadata = metadata
 
     def _begin_run(self, data: Mapping[str, str]) -> None:
-        """Make this a run of its own, to which no earlier checkpoint belongs."""
+        """Begin a new run, to which no earlier checkpoint belongs."""
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
         launched, _ = process_env.launched_run()
         self.runs.add(name)
         self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, **data}
 
-    def _forget_ranks(self) -> None:
+    def _clear_rank_states(self) -> None:
         self.ranks, self.compression = [], {}
 
     def to_checkpoint(self) -> CheckpointState:
@@ -402,7 +402,7 @@ class TrainingState:
             self.loss_scale.load_state_dict(state.others["loss_scale"], source)
 
     def load_trained(self, state: CheckpointState) -> None:
-        """Freeze and unfreeze parameters as in the fit of a checkpoint; older checkpoints do not tell."""
+        """Freeze and unfreeze parameters as in a checkpoint; older checkpoints do not record it."""
         if "trained" not in state.others:
             return
         trained = set(state.others["trained"])
@@ -410,6 +410,6 @@ class TrainingState:
             if parameter.requires_grad != (name in trained):
                 parameter.requires_grad_(name in trained)
 
-    def forget_added_groups(self) -> None:
+    def drop_callback_param_groups(self) -> None:
         """Remove the groups that callbacks added to the optimizer since the fit began."""
         drop_groups(self.optimizer, self.built_groups)

@@ -89,7 +89,7 @@ class StopSignals:
         self._saved = time.monotonic()
         self._timer: threading.Timer | None = None
 
-    def own(self) -> list[float]:
+    def local(self) -> list[float]:
         """Return the requests of this rank as signals."""
         if self._ends is not None or self._save_seconds is not None:
             self._check_clock(time.monotonic())
@@ -111,12 +111,12 @@ class StopSignals:
     @property
     def want_to_stop(self) -> bool:
         """Whether this rank requests to stop."""
-        return first_reason_to_stop(self.own()) is not None
+        return first_reason_to_stop(self.local()) is not None
 
-    def agree(self, *, speaks: bool = False) -> tuple[list[float], int | None]:
-        """Return (requests of any rank, the first rank that speaks, or None), the same on every rank. All call it."""
+    def agree(self, *, flagged: bool = False) -> tuple[list[float], int | None]:
+        """Return (requests of any rank, the lowest flagged rank or None), the same on every rank. All call it."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        numbers = torch.tensor([*self.own(), float(world_size - rank) if speaks else 0.0], device="cpu")
+        numbers = torch.tensor([*self.local(), float(world_size - rank) if flagged else 0.0], device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
         *received, first = numbers.tolist()
         return received, world_size - int(first) if first else None

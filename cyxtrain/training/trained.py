@@ -59,15 +59,15 @@ def _has_state(module: nn.Module) -> bool:
     return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
 
-def forgotten(trained: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def params_without_optimizer(trained: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of parameters that require gradients and are in no group of the optimizer."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = trained.named_parameters()
     return [plain_name(name) for name, each in named if each.requires_grad and id(each) not in known]
 
 
-def warn_of_forgotten(trained: nn.Module, names: Sequence[str]) -> None:
-    """Warn of parameters of the model, or of its loss, that the optimizer does not have."""
+def warn_of_params_without_optimizer(trained: nn.Module, names: Sequence[str]) -> None:
+    """Warn about parameters of the model or its loss that are not in the optimizer."""
     own_loss = isinstance(trained, Trained)
     require = "require" if len(names) > 1 else "requires"
     everything = "[*model.parameters(), *loss_fn.parameters()]" if own_loss else "model.parameters()"

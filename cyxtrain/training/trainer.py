@@ -1,6 +1,6 @@
-"""Keras's `fit` for any module, on as many ranks as there are.
+"""Keras's `fit` for any module, on any number of ranks.
 
-fit -> FitLoop (`fit_loop.py`), which takes one epoch after the other -> TrainingStep (`step.py`).
+fit -> FitLoop (`fit_loop.py`), which runs the epochs -> TrainingStep (`step.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.checkpoints.resume import Checkpoint, start_or_resume
-from cyxtrain.training.checkpoints.resume_diff import arithmetic
+from cyxtrain.training.checkpoints.resume_diff import numerics_of
 from cyxtrain.training.delegation import delegated
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
@@ -54,13 +54,13 @@ from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
 
 _numbers = itertools.count(1)
-"""A program that is restarted makes the same trainers in the same order."""
+"""Numbers trainers so that a restarted program matches them up."""
 
 
 class DistributedTrainer:
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
-    It can be made before `cyxtrain.init()`; `fit` and its like join the world by themselves.
+    It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
 
     Args:
         model: Any `nn.Module`; a wrapped one is unwrapped.
@@ -74,8 +74,8 @@ class DistributedTrainer:
             ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
             "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
             objects; or several by name. Accuracy is measured if targets are classes; "accuracy" requires it.
-        scheduler: Of the learning rate: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one of
-            `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
+        scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
+            of `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
             `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
@@ -84,7 +84,7 @@ class DistributedTrainer:
             DISTRIBUTED_BACKEND=cpu asks for CPUs; otherwise the CPU. "cuda" is this rank's own GPU.
 
     Attributes:
-        model: Not wrapped.
+        model: The unwrapped model.
         loss_fn, loss_weights: As given.
         optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
@@ -182,7 +182,7 @@ class DistributedTrainer:
     def step_seconds(self) -> list[dict[str, float]]:
         """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
 
-        Averages by rank, the same on every rank. On a GPU, the time until work was launched, not completed; for
+        Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
         communication over NCCL, how long the GPU waited.
         """
         return self._state.step_seconds
@@ -281,13 +281,13 @@ class DistributedTrainer:
         Every rank passes the same data and trains on its share. Calling `fit` again continues training.
 
         Args:
-            X: Inputs, with a row per sample, or several by name; or a Dataset, a DataLoader, or what gives batches.
-            y: Targets, with a row per sample; or validation data if `X` gives batches.
+            X: Inputs, with a row per sample, or several by name; or a Dataset, a DataLoader, or an iterable of batches.
+            y: Targets, with a row per sample; or validation data if `X` yields batches.
             *more: X_val, y_val and the config, or the config.
             X_val: Inputs to validate with.
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
-            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or what gives batches.
+            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches.
             sample_weight: How much the loss of each row counts, shape (n,).
             class_weight: How much the rows of each class count, by class number.
             callbacks: For this fit, called after the trainer's own.
@@ -322,48 +322,49 @@ class DistributedTrainer:
         history: TrainingHistory | None = delegated(self, "fit", arguments, keywords)
         if history is not None:
             return history
-        plan, ddp, resumed, notes = self._open(arguments, keywords)
-        with self._prepared(plan, ddp):
-            plan.display.header([*explain(self._state, plan, self.ddp_config), *notes])
-            self._fit = FitLoop(self._state, plan, ddp, resumed)
+        plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
+        with self._fit_context(plan, ddp):
+            plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
+            self._fit = FitLoop(self._state, plan, ddp, checkpoint)
             stopped = self._fit.fit()
         self._finish(plan, stopped)
         return self._state.history
 
     def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> None:
-        """Count a completed fit; show why another one stopped, and exit or raise if that is asked for."""
+        """Record completion, or report why the fit stopped; exit or raise if that was requested."""
         if stopped is None:
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
         exit_for(stopped)
 
-    def _open(
+    def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
-        """Check with all ranks what `fit` is asked for; return the plan, and where it begins, with lines about that."""
+        """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
-        self._call_roll("fit", works_alone=False)
-        asked, opened = open_fit(lambda: self._parsed(arguments, keywords), self._loss, self.epoch)
-        plan, everyone = agree_on(lambda: self._plan(asked, opened))
-        plan.take_facts(everyone)
+        self._check_same_call("fit", works_alone=False)
+        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
+        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
+        plan.merge_facts(facts_by_rank)
         with ending_group_on_error():
-            warn_of_data(everyone)
-            resumed, notes = start_or_resume(self._state, plan, arithmetic(self.model, plan, self.ddp_config))
+            warn_of_data(facts_by_rank)
+            numerics = numerics_of(self.model, plan, self.ddp_config)
+            checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
-        return plan, ddp, resumed, notes
+        return plan, ddp, checkpoint, header_lines
 
     @contextlib.contextmanager
-    def _prepared(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:
-        """Set modes, precision and kernels as a fit needs them; restore them, and the wrappers, afterwards."""
+    def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:
+        """Set modes, precision and kernels for a fit; restore them, and the wrappers, afterwards."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(float32_products(plan.config.float32_precision))
-            if plan.fuses:
+            if plan.uses_fused_optimizer:
                 stack.enter_context(fused(self.optimizer))
             stack.enter_context(recomputed(self._recomputed))
             stack.enter_context(compiled(self.model, plan.config.compile, by_layer=plan.compiles_layers))
@@ -397,18 +398,18 @@ class DistributedTrainer:
             batch_size: Rows at once; None: as in the last fit.
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
-            sample_weight: How much the loss of each row counts, shape (n,); None: all alike.
+            sample_weight: How much the loss of each row counts, shape (n,); None: equally.
             verbose: Keras's argument; nothing is printed either way.
 
         Raises:
             ConfigError: The input is wrong: two rows of it are tried first.
-            CollectiveMismatchError: Ranks call different things.
+            CollectiveMismatchError: Ranks make different calls.
         """
         given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
         evaluation: Evaluation | None = delegated(self, "evaluate", (X, y), given)
         if evaluation is not None:
             return evaluation
-        distributed = self._call_roll("evaluate", works_alone=True, distributed=distributed)
+        distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
         rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
         with float32_products(self.config.float32_precision):
             evaluation = evaluate_rows(self.model, rows, distributed=distributed)
@@ -438,13 +439,13 @@ class DistributedTrainer:
 
         Raises:
             ConfigError: The input is wrong (two rows of it are tried first), or the model does not return tensors with
-                a row per row.
-            CollectiveMismatchError: Ranks call different things.
+                one output row per input row.
+            CollectiveMismatchError: Ranks make different calls.
         """
         given = {"batch_size": batch_size, "distributed": distributed}
         if (output := delegated(self, "predict", (X,), given)) is not None:
             return output
-        distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
+        distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True)
         with float32_products(self.config.float32_precision):
             return predict_rows(self.model, rows, distributed=distributed)
@@ -481,16 +482,16 @@ class DistributedTrainer:
         return text
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write model, optimizer, position and history as one file. All ranks call it, or rank 0 alone, which writes.
+        """Save model, optimizer, position and history in one file. All ranks or only rank 0 may call it; rank 0 writes.
 
         Args:
             path: Of the file, on rank 0; other ranks' values are ignored.
 
         Raises:
             CheckpointError: It could not be written; the previous file, if any, is intact.
-            CollectiveMismatchError: Ranks call different things.
+            CollectiveMismatchError: Ranks make different calls.
         """
-        together = self._call_roll("save_checkpoint", works_alone=True)
+        together = self._check_same_call("save_checkpoint", works_alone=True)
         if together and self._fit is not None:
             self._fit.prepare_to_save()  # a callback calls this
         on_master(lambda: write_checkpoint(path, self._state.to_checkpoint()), together=together)
@@ -507,11 +508,11 @@ class DistributedTrainer:
         """
         if self._fit is not None:
             raise ConfigError("load_checkpoint was called within fit, by a callback: call it when the fit has ended.")
-        self._call_roll("load_checkpoint", works_alone=False)
+        self._check_same_call("load_checkpoint", works_alone=False)
         self._state.load_file(path)
 
-    def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
-        """Join the world, and compare the call with the other ranks'; return whether all of them make it."""
+    def _check_same_call(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
+        """Join the world, and check that all ranks make the same call; return whether they do."""
         if distributed and self._fit is None:
             runtime.join_for_all(works_alone=works_alone)
         else:
@@ -545,28 +546,28 @@ class DistributedTrainer:
         runtime.join_if_nobody_has()
         return runtime.get_world_size()
 
-    def _parsed(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
-        """Return what a fit is asked for; the schedule's interval is the trainer's unless the config sets it."""
+    def _parse_arguments(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
+        """Return a fit's arguments; the schedule's interval is the trainer's unless the config sets it."""
         arguments = parse_fit(*data, **keywords)
         interval = arguments.config.scheduler_interval or self._scheduler_interval
         return replace(arguments, config=replace(arguments.config, scheduler_interval=interval))
 
-    def _plan(self, arguments: FitArguments, opened: Sources) -> tuple[FitPlan, dict[str, Any]]:
+    def _plan(self, arguments: FitArguments, sources: Sources) -> tuple[FitPlan, dict[str, Any]]:
         """Return this rank's plan, and what must be the same on every rank."""
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
-        given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened, first)
+        given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, sources, first)
         with recomputed(self._recomputed):
             plan, facts = plan_fit(*given)
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, plan.config, steps))
-        plan.callbacks.meet(self, plan.params(first + plan.config.epochs))
-        own = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
+        plan.callbacks.set_trainer(self, plan.params(first + plan.config.epochs))
+        must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
-            own |= value_facts(self._state.trained)
-        return plan, {**facts, **own, "the number of epochs trained before": self.epoch}
+            must_match |= value_facts(self._state.trained)
+        return plan, {**facts, **must_match, "the number of epochs trained before": self.epoch}
 
 
 def name_of_loss(loss_fn: Any) -> str:

@@ -169,7 +169,7 @@ class Drawn(Display):
     def __init__(self, into: list[dict[str, float]]) -> None:
         self._into = into
 
-    def step(self, joined_rows: int, measured: Callable[[], Any]) -> None:
+    def step(self, global_rows: int, measured: Callable[[], Any]) -> None:
         self._into.append(dict(measured()))
 
 

@@ -1,4 +1,4 @@
-"""Batches on the device, and this rank's share of a joined batch."""
+"""Batches on the device, and this rank's share of a global batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from cyxtrain.data.batches.collate import answers_in
-from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, one_ahead
+from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, prefetch_one
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
@@ -26,7 +26,7 @@ class Batch:
     number: int  # of the batch in its epoch, from 0; the same on every rank
     inputs: Tree  # shape (rows, ...), or several such
     targets: Tree | None
-    weights: Tensor | None = None  # shape (rows,), or None: all rows count alike
+    weights: Tensor | None = None  # shape (rows,), or None: all rows have weight 1
     items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: those of this batch
 
     @property
@@ -43,9 +43,9 @@ class Batch:
 class Share(ABC):
     """This rank's part of a step, micro-batch by micro-batch. It can be iterated again."""
 
-    def __init__(self, number: int, joined_rows: int, copier: DeviceCopier) -> None:
+    def __init__(self, number: int, global_rows: int, copier: DeviceCopier) -> None:
         self.number = number
-        self.joined_rows = joined_rows
+        self.global_rows = global_rows
         self.next: Share | None = None
         """The share of the next step, if its rows may be fetched before this step is complete."""
         self._copier = copier
@@ -76,13 +76,13 @@ class Share(ABC):
             assert receive is not None
             yield Batch(self.number, *receive())
 
-    def ahead(self, timed: AbstractContextManager[object]) -> None:
+    def prefetch_next(self, timed: AbstractContextManager[object]) -> None:
         """Begin to copy the micro-batch after the latest one to the accelerator; on a CPU, do nothing.
 
         Call it when the backward of the latest one has been launched: the accelerator is busy while the host fetches.
         An error in the data is raised when that micro-batch is needed.
         """
-        if self._copier.is_ahead:
+        if self._copier.prefetches:
             with timed:
                 is_last = self._latest + 1 >= len(self)
                 following, index = (self.next, 0) if is_last else (self, self._latest + 1)
@@ -103,14 +103,14 @@ class RowShare(Share):
     def __init__(
         self,
         number: int,
-        joined_rows: int,
+        global_rows: int,
         pieces: Sequence[Indices],
         fetch: Callable[[Indices], Rows],
         copier: DeviceCopier,
         *,
         keeps: bool,
     ) -> None:
-        super().__init__(number, joined_rows, copier)
+        super().__init__(number, global_rows, copier)
         self._pieces, self._fetch_rows, self._keeps = pieces, fetch, keeps
         self._kept: list[Rows] = []
 
@@ -178,10 +178,10 @@ class StreamShare(Share):
         return [f"{row} of the rank's in this step" for row in rows]
 
 
-def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, ahead: bool = True) -> Iterator[Batch]:
-    """Yield batches on the device; if `ahead`, each after the copy of the next one has begun."""
+def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, prefetches: bool = True) -> Iterator[Batch]:
+    """Yield batches on the device; if `prefetches`, each after the copy of the next one has begun."""
     sent = ((number, copier.send(rows)) for number, rows in batches)
-    for number, receive in one_ahead(sent) if ahead and copier.is_ahead else sent:
+    for number, receive in prefetch_one(sent) if prefetches and copier.prefetches else sent:
         yield Batch(number, *receive())
 
 

@@ -78,12 +78,12 @@ def as_channels_last(tensor: Tensor) -> Tensor:
 class DeviceCopier:
     """Copies rows to the device when the model needs them."""
 
-    is_ahead = False  # whether copies begin before the model needs the rows
+    prefetches = False  # whether copies begin before the model needs the rows
 
     def __init__(self, placement: Placement) -> None:
         self._place = placement.place
 
-    def own(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    def clone(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
         """Return a copy that no one else changes."""
         return tensor.clone(memory_format=memory_format)
 
@@ -98,7 +98,7 @@ class Prefetcher(DeviceCopier):
     The current stream keeps rows that are on an accelerator already, which it may have gathered, and conversions.
     """
 
-    is_ahead = True
+    prefetches = True
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
@@ -107,8 +107,8 @@ class Prefetcher(DeviceCopier):
         self._reached: collections.deque[torch.Event] = collections.deque()
 
     @override
-    def own(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        return _pinned(tensor, memory_format) if tensor.is_cpu else super().own(tensor, memory_format)
+    def clone(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return _pinned(tensor, memory_format) if tensor.is_cpu else super().clone(tensor, memory_format)
 
     @override
     def send(self, rows: Rows) -> Callable[[], Rows]:
@@ -161,7 +161,7 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def one_ahead(items: Iterator[_T]) -> Iterator[_T]:
+def prefetch_one(items: Iterator[_T]) -> Iterator[_T]:
     """Yield items, each after the following one was requested."""
     following = call_early(lambda: next(items, None))
     while (item := following()) is not None:

@@ -120,7 +120,7 @@ class ArraySource(Source):
     @override
     def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
         copier = make_copier(placement)
-        own = functools.partial(copier.own, memory_format=torch.contiguous_format)  # a model may change its input
+        own = functools.partial(copier.clone, memory_format=torch.contiguous_format)  # a model may change it
 
         def rows(number: int) -> Rows:
             first = number * batch_size

@@ -38,7 +38,7 @@ class _Numbered(Protocol):
     def __getitem__(self, index: Any) -> Any: ...
 
 
-def gives_batches(data: Any) -> bool:
+def yields_batches(data: Any) -> bool:
     """Return whether data include their targets: a dataset, a DataLoader, or a stream of batches."""
     if isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, _Array, type)):
         return False
@@ -58,7 +58,7 @@ def open_source(
         number: Of the epoch from which a stream is likely to be read.
         trains: Whether the rows are for training.
     """
-    if not gives_batches(inputs):
+    if not yields_batches(inputs):
         if config.sharded_data and trains:
             raise ConfigError(
                 "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "

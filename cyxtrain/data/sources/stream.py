@@ -196,13 +196,13 @@ class StreamSource(Source):
         def own() -> Iterator[tuple[int, Rows]]:
             batches = self.begin_pass(0)
             for number in itertools.count() if self._limit is None else range(self._limit):
-                rows = batches.read(copier.own)
+                rows = batches.read(copier.clone)
                 if rows is None:
                     return
                 if not self.is_shared or number % world_size == rank:
                     yield 0, self.checked(rows)
 
-        return on_device(own(), copier, ahead=not self.reads_once)
+        return on_device(own(), copier, prefetches=not self.reads_once)
 
     @override
     def table_rows(self, batch_size: int) -> int:
@@ -317,7 +317,7 @@ class StreamFeed(Feed):
                 share.next = None if self._source.reads_once or following.number == end else following
                 yield share
                 share.next, share = None, following
-            elif self._begins_again(place.epoch, share.number):
+            elif self._restarts(place.epoch, share.number):
                 share = StreamShare(share.number, read, copier)
             else:
                 return
@@ -327,14 +327,14 @@ class StreamFeed(Feed):
         read = share.batches_read
         self._next = self._next[0], self._next[1] + read
         began = time.perf_counter()
-        joined = torch.tensor([share.rows], dtype=torch.int64, device="cpu")
-        dist.all_reduce(joined, group=runtime.cpu_group())
+        total = torch.tensor([share.rows], dtype=torch.int64, device="cpu")
+        dist.all_reduce(total, group=runtime.cpu_group())
         self._seconds += time.perf_counter() - began
-        share.joined_rows = int(joined)
-        self._is_empty = self._is_empty and not share.joined_rows
-        return share.joined_rows > 0
+        share.global_rows = int(total)
+        self._is_empty = self._is_empty and not share.global_rows
+        return share.global_rows > 0
 
-    def _begins_again(self, epoch: int, steps: int) -> bool:
+    def _restarts(self, epoch: int, steps: int) -> bool:
         """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""
         was_empty, self._is_empty = self._is_empty, True
         self._pass, self._next = None, (self._next[0] + 1, 0)
@@ -351,7 +351,8 @@ class StreamFeed(Feed):
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
         """Return this rank's batches of the next step, and how many batches were read for it."""
         batches, is_shared = self._current_pass(), self._source.is_shared
-        found = [batches.read(copier.own) for _ in range(self._batches_per_step if is_shared else self.micro_batches)]
+        count = self._batches_per_step if is_shared else self.micro_batches
+        found = [batches.read(copier.clone) for _ in range(count)]
         num_read = sum(rows is not None for rows in found) if is_shared else len(found)
         own = found[self._rank :: self._world_size] if is_shared else found
         return [self._source.checked(rows) for rows in own if rows is not None], num_read

@@ -22,7 +22,7 @@ from cyxtrain.world.agreement import raise_together
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one fit, and keeps those that are asked for. Every rank has one and calls it alike.
+    """Writes the checkpoints of one fit, and keeps those that the settings name. Every rank calls it alike.
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
     written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
@@ -62,7 +62,7 @@ class CheckpointManager:
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:
-        """Look for what would make the first checkpoint fail; raise on all ranks. All ranks call it, before the first step."""
+        """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
         problem: Exception | None = None
         if self._writer is not None:
             try:
@@ -91,7 +91,7 @@ class CheckpointManager:
             self._save(f"step-{self._state.position.step:08d}")
 
     def gather(self, totals: MetricSums) -> None:
-        """Take into the state what each rank has of its own in the middle of an epoch. All ranks call it."""
+        """Gather the per-rank state in the middle of an epoch. All ranks call it."""
         own = {
             "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
@@ -103,7 +103,7 @@ class CheckpointManager:
         self.gather_compression()
 
     def gather_compression(self) -> None:
-        """Take the state of gradient compression into the state of the rank that writes. All ranks call it."""
+        """Gather the state of gradient compression on the rank that writes. All ranks call it."""
         state = self._compression_state()
         self._state.keep_compression(state if self._writer is not None or runtime.is_master() else {})
 
@@ -116,7 +116,7 @@ class CheckpointManager:
             self._save(f"epoch-{epoch:04d}", is_best=is_best)
 
     def finish(self, totals: MetricSums | None) -> None:
-        """Save the last state, and wait until all is on the disk; `totals`: of the epoch in which the fit stops, or None."""
+        """Save the last state, and wait for the disk; `totals`: of the epoch in which the fit stops, or None."""
         # Also for whoever saves by hand afterwards.
         if totals is not None:
             self.gather(totals)

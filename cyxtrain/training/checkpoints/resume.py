@@ -14,18 +14,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
 from cyxtrain.checkpoint.format.names import plain_parameters
-from cyxtrain.checkpoint.validation import check_content, taking_over
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
+from cyxtrain.checkpoint.validation import check_content, taking_over
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
+from cyxtrain.training.checkpoints import resume_diff
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
-from cyxtrain.training.checkpoints.resume_diff import differences
-from cyxtrain.training.checkpoints.resume_diff import as_in_checkpoint, describe_changes, describe_restored, restored_settings
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
@@ -39,7 +38,7 @@ _SAME_FIELDS = (
     "steps_per_epoch",
     "drop_last",
 )
-"""What decides the samples of a step, beside the data."""
+"""What decides the samples of a step, besides the data."""
 _BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
 """What a checkpoint was made with that is older than a field."""
 _DATA = {"data": "the training data differ", "validation": "the validation data differ"}
@@ -49,8 +48,8 @@ Checkpoint = tuple[CheckpointState, str]
 """A checkpoint, and its name for messages."""
 
 
-def asked_to_stop(checkpoint: CheckpointState) -> bool:
-    """Return whether a callback had asked to end the fit, which the ranks had not yet agreed on."""
+def stop_requested_in(checkpoint: CheckpointState) -> bool:
+    """Return whether a callback had requested to end the fit, and ranks had not yet agreed on it."""
     return any(each.get("stop") is True for each in checkpoint.ranks)
 
 
@@ -79,11 +78,11 @@ def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, d
 
 
 def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
-    """Return the checkpoint to continue from, on every rank; None: there is none, or none is asked for.
+    """Return the checkpoint to continue from, on every rank; None: there is none, or `resume` is not set.
 
     A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
     it was complete: the program then sees the model between two calls as it was. If the launcher has restarted the
-    ranks, the newest checkpoint of this launch takes precedence over `resume`. Raises CheckpointError, on every rank, if
+    ranks, the newest checkpoint of this launch takes precedence over `resume`. Raises CheckpointError on every rank if
     the named one does not exist or is corrupt.
     """
     launched, _ = process_env.launched_run()  # rank 0's, which reads
@@ -108,7 +107,7 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 
 def start_or_resume(
-    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
 ) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
     """Go to where a fit begins or continues; return the checkpoint, and lines for the header. All ranks call it.
 
@@ -117,7 +116,7 @@ def start_or_resume(
         ConfigError: It is of a fit with other samples.
     """
     try:
-        return _begin_or_resume(state, plan, arithmetic)
+        return _begin_or_resume(state, plan, numerics)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
         runtime.gather_texts("")  # all ranks have read it when the first one leaves
@@ -125,7 +124,7 @@ def start_or_resume(
 
 
 def _begin_or_resume(
-    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
 ) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
     is_named = plan.resume not in (None, AUTO)
     found = find_checkpoint(plan, state)
@@ -136,31 +135,31 @@ def _begin_or_resume(
         _check_schedule(plan, state.rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
         _warn_of_warmup(plan)
         effective, lengths = plan.feed.effective_batch_size, (plan.warmup_steps, plan.all_steps, scheduled)
-        state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, arithmetic)
+        state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, numerics)
         return None, _describe_start(plan, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
-    given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
-    plan.config = as_in_checkpoint(asked, checkpoint.config)
-    state.resume_from(checkpoint, source, plan.config, data, arithmetic, is_new_run=is_named)
+    given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
+    plan.config = resume_diff.as_in_checkpoint(asked, checkpoint.config)
+    state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=is_named)
     with taking_over(source):
         _resume_data(plan, state, checkpoint)
     if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
         state.change_epochs(max(left, 0))
         plan.config = state.config
-    notes = describe_restored(given, restored_settings(state, plan.config)) + _describe_frozen(trained, _trained(state))
+    restored = resume_diff.describe_restored(given, resume_diff.restored_settings(state, plan.config))
+    header_lines = restored + _describe_frozen(trained, _trained(state))
     stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
     if not plan.is_over(state.position):
-        notes += [("schedule", stretched)] if stretched else []
+        header_lines += [("schedule", stretched)] if stretched else []
         to_come = plan.schedule_steps(state.rates.warmup_steps_left, state.position)
         _check_schedule(plan, state.rates.scheduler, to_come)
-    notes += _describe_dropped(checkpoint)
-    _warn_of_differences(
-        name, differences(checkpoint.arithmetic, arithmetic), describe_changes(asked, checkpoint.config)
-    )
-    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *notes]
+    header_lines += _describe_dropped(checkpoint)
+    computed = resume_diff.differences(checkpoint.arithmetic, numerics)
+    _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))
+    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *header_lines]
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:
@@ -184,9 +183,7 @@ def _check_schedule(
 ) -> None:
     """Refuse a schedule that would raise, and warn if its length differs from the fit's.
 
-    Args:
-        steps: Times that it is still to be stepped; None: unknown.
-        steps_per_epoch: None also if a fit continues: the schedule has been stepped before.
+    `steps` remain; None: unknown. `steps_per_epoch` is None also if a fit continues: the schedule was stepped before.
     """
     interval = plan.config.scheduler_interval or "step"
     check_schedule(scheduler, steps or 0, interval)
@@ -279,9 +276,8 @@ def _newest_of_call(
     If one of an earlier call is newer, or this call begins at another epoch than the one on disk, the earlier ones were
     trained differently since.
 
-    Args:
-        call: Its number, from 1, and the epochs before it.
-        launched: The command and the trainer in it that must have written it; None: any.
+    `call` is its number, from 1, and the epochs before it; `launched` the command and the trainer in it that must have
+    written it, None: any.
     """
     for found in folder.newest_first():
         own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == launched

@@ -22,23 +22,23 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import TrainingState
 
-_DONE = ("learning_rate_scaling", "warmup_steps")
-"""What a fit does once to its rates: a checkpoint has the rates themselves."""
+_APPLIED_ONCE = ("learning_rate_scaling", "warmup_steps")
+"""Settings applied once to learning rates: a checkpoint has the resulting rates."""
 _EACH_STEP = (
     *("accumulation_steps", "clip_norm", "clip_value", "clip_adaptive", "sync_batchnorm"),
     *("scheduler_interval", "channels_last"),
 )
-"""What a fit does in each step; precision and compilation are told with the arithmetic."""
+"""Settings of each step; precision and compilation are reported with the numerics."""
 _NO_OPTIONS = {"params", "lr", "initial_lr"}
-"""What an optimizer keeps with its options; of rates, what they began with counts."""
+"""Entries of a parameter group that are not compared as options; learning rates are compared by initial value."""
 
 
 def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> DistributedTrainingConfig:
     """Return the config with the checkpoint's values of what a fit does once."""
-    fields = {name: saved.get(name, getattr(config, name)) for name in _DONE}
+    fields = {name: saved.get(name, getattr(config, name)) for name in _APPLIED_ONCE}
     if config.precision == saved.get("precision") == "fp16":
-        began = _loss_scaling(saved)["initial_scale"]
-        fields["amp"] = dataclasses.replace(config.amp or AMPConfig(), initial_scale=began)
+        initial = _loss_scaling(saved)["initial_scale"]
+        fields["amp"] = dataclasses.replace(config.amp or AMPConfig(), initial_scale=initial)
     return dataclasses.replace(config, **fields)
 
 
@@ -52,10 +52,10 @@ def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -
         options.append({name: value for name, value in shown.items() if not isinstance(value, torch.Tensor)})
         options[-1]["lr"] = rate
     own = dataclasses.asdict(config)
-    done = {name: own[name] for name in _DONE}
+    applied_once = {name: own[name] for name in _APPLIED_ONCE}
     if config.precision == "fp16":
-        done["initial_scale"] = _loss_scaling(own)["initial_scale"]
-    return {"settings": [done], "optimizer": options, "schedule": schedule_settings(state.rates.scheduler)}
+        applied_once["initial_scale"] = _loss_scaling(own)["initial_scale"]
+    return {"settings": [applied_once], "optimizer": options, "schedule": schedule_settings(state.rates.scheduler)}
 
 
 def describe_restored(
@@ -90,11 +90,11 @@ def _loss_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     return dataclasses.asdict(AMPConfig()) | dict(given or {})
 
 
-def arithmetic(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
+def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
     """Return the numerics in use, as JSON values by their names in messages."""
     device = plan.data.placement.device
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
-    travelling = {
+    exchange = {
         "the size of buckets": ddp_config.bucket_size_mb,
         "the compression of gradients": ddp_config.compression or "none",
         "the rank of their approximation": ddp_config.matrix_approximation_rank,
@@ -104,19 +104,19 @@ def arithmetic(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[s
         "the parameters' dtypes": ", ".join(dtypes),
         "the precision": plan.config.precision,
         "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
-        "the optimizer's kernel": "fused" if plan.fuses else "as it was built",
+        "the optimizer's kernel": "fused" if plan.uses_fused_optimizer else "as it was built",
         "the device": device.type,
         "the backend": dist.get_backend(),
         **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
         "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
-        **(travelling if dist.get_world_size() > 1 else {}),  # alone they do not
+        **(exchange if dist.get_world_size() > 1 else {}),  # alone they do not
     }
 
 
-def _product_precision(device: torch.device, asked: str | None) -> str:
+def _product_precision(device: torch.device, requested: str | None) -> str:
     """Return the precision of float32 matrix products, whichever of PyTorch's two settings decides it."""
     backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with float32_products(asked):
+    with float32_products(requested):
         return str(backend.fp32_precision)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import require, require_integer, unknown_name
-from cyxtrain.data.sources.open import gives_batches
+from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.errors import ConfigError
 
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
@@ -42,7 +42,7 @@ _TRIED: dict[str, Any] = {
 
 @dataclass
 class FitArguments:
-    """What `fit` was asked for.
+    """The arguments of `fit`.
 
     Attributes:
         inputs: X.
@@ -82,9 +82,9 @@ def parse_fit(
     resume: Any = None,
     **settings: Any,
 ) -> FitArguments:
-    """Return what `fit` is asked for, in one form; raise ConfigError for arguments that do not go together."""
+    """Return normalized arguments of `fit`; raise ConfigError for arguments that contradict each other."""
     arrays, config = _split([X, y, *more], [X_val, y_val], config, settings)
-    if gives_batches(arrays[0]) and arrays[2] is None and gives_batches(arrays[1]):  # fit(loader, val_loader, config)
+    if yields_batches(arrays[0]) and arrays[2] is None and yields_batches(arrays[1]):  # fit(loader, val_loader, config)
         require(validation_data is None, "fit got validation data twice: by position, and as validation_data.")
         validation_data, arrays[1] = arrays[1], None
     if arrays[2] is not None:
@@ -179,7 +179,7 @@ def _validation(validation: Any, settings: DistributedTrainingConfig) -> tuple[A
         return None
     if settings.validation_split:
         raise ConfigError("fit got validation data and validation_split: give one of them.")
-    if gives_batches(validation):
+    if yields_batches(validation):
         return validation, None, None
     if not isinstance(validation, (tuple, list)) or len(validation) not in (2, 3):
         raise ConfigError(

@@ -41,7 +41,7 @@ ONE_VALUE = "more than 1 value per channel"
 """PyTorch's words where batch norm is trained on a single value per channel."""
 _ONE_ROW = "Give each of {} at least two rows at once: set a larger batch_size; or use nn.GroupNorm instead."
 _REENTRANT = "Checkpointing is not compatible"
-"""PyTorch's words where gradient checkpointing with use_reentrant=True meets a backward that is asked for gradients."""
+"""PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called."""
 
 
 class DryRun:
@@ -110,7 +110,7 @@ class DryRun:
             return measures
 
     def _count_flops(self, source: Source, batch: Batch) -> None:
-        """Count operations; if that fails, training goes on without."""
+        """Count operations; if that fails, training continues without it."""
         with contextlib.suppress(Exception):
             self.flops_per_row = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1])) / batch.rows
 
@@ -151,7 +151,7 @@ class DryRun:
             f"{_described(batch.targets)}"
         ):
             result = loss.function(output, batch.targets)
-        loss.look_at_result(result, batch.rows)
+        loss.inspect_result(result, batch.rows)
         return output, _total(result)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
@@ -173,7 +173,7 @@ class DryRun:
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
         """Return the loss that the model computes itself."""
         try:
-            self._loss.look_at_result(output, batch.rows)
+            self._loss.inspect_result(output, batch.rows)
             return self._loss(output, batch).value
         except ConfigError as error:
             if self._model.training:

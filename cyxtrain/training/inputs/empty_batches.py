@@ -45,11 +45,11 @@ class EmptyBatch:
     def __call__(self, model: Callable[..., Any]) -> Tensor:
         """Return what to call `backward` on, 0-dim."""
         found = self._loss(self.forward(model), self._batch)
-        return torch.stack([each.value for _, _, each in self._loss.added(found)]).sum() * 0.0
+        return torch.stack([each.value for _, _, each in self._loss.terms(found)]).sum() * 0.0
 
     @staticmethod
     @contextlib.contextmanager
-    def apart(model: nn.Module) -> Iterator[None]:
+    def using_running_statistics(model: nn.Module) -> Iterator[None]:
         """Make SyncBatchNorm use its running statistics, so that no rank needs another one."""
         layers = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
         with modes_kept(*layers):

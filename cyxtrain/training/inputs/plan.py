@@ -89,11 +89,11 @@ class FitPlan:
     """One call of `fit` that passed all checks.
 
     Attributes:
-        fuses: Whether the optimizer uses PyTorch's fused kernel.
+        uses_fused_optimizer: Whether the optimizer uses PyTorch's fused kernel.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: those of the trainer.
         ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.
-        uses_reports: Whether all ranks compute on accelerators, and the host need not wait for a step.
+        defers_verdicts: Whether all ranks compute on accelerators, and the host need not wait for a step.
         attempt: How often a launcher has restarted the ranks, at most.
         devices: Those in use and those visible, in words.
     """
@@ -105,11 +105,11 @@ class FitPlan:
     display: Display
     resume: str | None
     callbacks: Callbacks
-    fuses: bool
+    uses_fused_optimizer: bool
     compiles_layers: bool
     initial_epoch: int | None = None
     ends_on_nan: bool = False
-    uses_reports: bool = False
+    defers_verdicts: bool = False
     attempt: int = 0
     devices: str = ""
     training_seconds: float = 0.0
@@ -120,13 +120,13 @@ class FitPlan:
         """Type in which matrices are multiplied."""
         return self.data.call.precision.dtype or self.data.placement.dtype
 
-    def take_facts(self, everyone: Sequence[dict[str, Any]]) -> None:
-        """Take over the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
-        check_devices(everyone, self.data.placement.device)
-        self.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
-        self.uses_reports = all(facts["_is_on_accelerator"] for facts in everyone)
-        self.attempt = max(facts["_attempt"] for facts in everyone)
-        self.devices = explain_device(self.data.placement.device, everyone)
+    def merge_facts(self, facts_by_rank: Sequence[dict[str, Any]]) -> None:
+        """Merge the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
+        check_devices(facts_by_rank, self.data.placement.device)
+        self.ends_on_nan = any(facts["_ends_on_nan"] for facts in facts_by_rank)
+        self.defers_verdicts = all(facts["_is_on_accelerator"] for facts in facts_by_rank)
+        self.attempt = max(facts["_attempt"] for facts in facts_by_rank)
+        self.devices = explain_device(self.data.placement.device, facts_by_rank)
 
     def params(self, last_epoch: int) -> dict[str, Any]:
         """Return what callbacks are given with `set_params`; `last_epoch` counts from 1."""
@@ -192,7 +192,7 @@ class FitPlan:
 
     def shares(self, position: Position) -> Generator[Share]:
         """Yield this rank's shares of the rest of the epoch."""
-        yield from self.feed.shares(place_of(position), self.data.placement, asked_steps(self.config))
+        yield from self.feed.shares(place_of(position), self.data.placement, requested_steps(self.config))
 
     def steps_left(self, position: Position) -> int:
         """Return the steps to the end of the last epoch, or to where a callback ends the fit; 0 if unknown."""
@@ -221,7 +221,7 @@ class FitPlan:
             self.training_seconds = self.training_rows / history.samples_per_second
 
 
-def asked_steps(config: DistributedTrainingConfig) -> int | None:
+def requested_steps(config: DistributedTrainingConfig) -> int | None:
     """Return the limit of steps of an epoch that the config sets."""
     return min(filter(None, (int(config.fast_dev_run), config.steps_per_epoch)), default=None)
 
@@ -229,8 +229,8 @@ def asked_steps(config: DistributedTrainingConfig) -> int | None:
 def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
     """Return how many optimizer steps an epoch has, at most; None: unknown until its batches end."""
     if config.steps_per_epoch is not None:
-        return asked_steps(config)  # the data are gone through again when they are over
-    limits = (asked_steps(config), feed.steps_per_epoch)
+        return requested_steps(config)  # the data are gone through again when they are over
+    limits = (requested_steps(config), feed.steps_per_epoch)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -275,8 +275,8 @@ def plan_fit(
     }
     display = make_display(config.verbose and rank == 0)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
-    fuses = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
-    ways = (fuses, compiles_by_layer(model, config.compile, data.placement.device, world_size))
+    uses_fused_optimizer = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
+    ways = (uses_fused_optimizer, compiles_by_layer(model, config.compile, data.placement.device, world_size))
     plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
     _check_best(plan)
     return plan, facts
@@ -331,17 +331,17 @@ def _check_best(plan: FitPlan) -> None:
     raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, plan.measured)}")
 
 
-def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
+def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
     """Warn on rank 0 of data that are not finite, and of a loss that is weighted wrongly."""
     follows = {
         "_data": "on_nonfinite decides what happens if that makes the loss NaN.",
         "_validation": "val_loss may become NaN, and then no epoch is the best one.",
     }
-    warnings = [facts["_loss"] for facts in everyone if facts["_loss"]]
+    warnings = [facts["_loss"] for facts in facts_by_rank if facts["_loss"]]
     if warnings and runtime.is_master():
         warn(warnings[0])
     for name, what in follows.items():
-        found = [facts[name] for facts in everyone if facts[name][1]]
+        found = [facts[name] for facts in facts_by_rank if facts[name][1]]
         if found and runtime.is_master():
             where, count = found[0][0], sum(rows for _, rows in found)
             more = f", the first of {count:,} such rows" if count > 1 else ""
@@ -406,7 +406,7 @@ def _dry_run(
     if not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example
-    loss.look_at(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
+    loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
     with memory_explained(trains=trains_on is not None):
         placement = place_model(model, loss, device, channels_last=config.channels_last)
         place_state(optimizer)

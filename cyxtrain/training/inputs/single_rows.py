@@ -32,8 +32,8 @@ def check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     single = feed.single_row(together=together) if norms else None
     if single is None or not _has_one_value_per_row(model, norms, plan.data):
         return
-    rows = counted(single.joined_rows, "row")
-    if single.joined_rows == 0:
+    rows = counted(single.global_rows, "row")
+    if single.global_rows == 0:
         what, remedy = "the DataLoader's batch_sampler makes a batch of a single row", "Let it leave that out"
     elif single.is_tail:
         full = f"full ones have {feed.effective_batch_size:,}"
@@ -90,10 +90,10 @@ def _described(uneven: UnevenStep, plan: FitPlan) -> str:
     if not uneven.counts:
         return f"{needs}, ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
     if uneven.is_tail:
-        which = f"the last step of an epoch has {counted(uneven.joined_rows, 'row')} of {plan.data.source.describe()}"
+        which = f"the last step of an epoch has {counted(uneven.global_rows, 'row')} of {plan.data.source.describe()}"
         remedy = "set drop_last=True, or another batch_size"
     else:
-        which = f"a step has {counted(uneven.joined_rows, 'row')}"
+        which = f"a step has {counted(uneven.global_rows, 'row')}"
         remedy = "set another batch_size or accumulation_steps"
     counts = ", ".join(map(str, uneven.counts))
     return f"{needs}, {which}, which are {counts} micro-batches by rank ({remedy})"

@@ -9,7 +9,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.inputs.arguments import parse_fit
-from cyxtrain.training.inputs.plan import asked_steps, steps_per_epoch
+from cyxtrain.training.inputs.plan import requested_steps, steps_per_epoch
 from cyxtrain.training.inputs.training_data import open_fit
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
@@ -32,7 +32,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     runtime.roll_call("count_steps")
     config = parse_fit(*data, **keywords).config
     if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have
-        steps = asked_steps(config)
+        steps = requested_steps(config)
     else:
         arguments, opened = open_fit(lambda: parse_fit(*data, **keywords), None, 0)
         config = arguments.config

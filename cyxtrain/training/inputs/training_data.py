@@ -1,4 +1,4 @@
-"""The data of a call: each rank opens its own, then all learn what the others have."""
+"""The data of a call: each rank opens its own; then ranks exchange what they must agree on."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
 def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
-    """Return what a fit is asked for, and its data; raise ConfigError on all ranks. All ranks call it.
+    """Return the arguments of a fit, and its data; raise ConfigError on all ranks. All ranks call it.
 
     Args:
-        parse: Returns what this rank is asked for, or raises.
+        parse: Returns this rank's arguments, or raises.
         loss_fn: Of the fit.
         epoch: From which it is likely to begin, from 0.
     """
 
-    def opened() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
+    def open_and_describe() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
         arguments = parse()
-        found = _open(arguments, loss_fn, epoch)
-        return (arguments, found), {**config_facts(arguments.config), **_openings(found)}
+        sources = _open_sources(arguments, loss_fn, epoch)
+        return (arguments, sources), {**config_facts(arguments.config), **_source_facts(sources)}
 
-    (arguments, found), everyone = agree_on(opened)
+    (arguments, sources), facts_by_rank = agree_on(open_and_describe)
     config = arguments.config
     with raised_on_all_ranks():
-        _share_sources(found, everyone, runtime.get_rank(), config.sharded_data)
-        _check_batch_size(found[0], config)
-    if found[0].batch_size is not None:
-        config = dataclasses.replace(config, batch_size=found[0].batch_size)
-    return dataclasses.replace(arguments, config=config), found
+        _reconcile(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
+        _check_batch_size(sources[0], config)
+    if sources[0].batch_size is not None:
+        config = dataclasses.replace(config, batch_size=sources[0].batch_size)
+    return dataclasses.replace(arguments, config=config), sources
 
 
 def open_rows(
@@ -63,22 +63,22 @@ def open_rows(
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
 
-    def opened() -> tuple[Sources, dict[str, Any]]:
+    def open_and_describe() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
-        found = (open_source(inputs, targets, weights, asked, 0, trains=False), None)
-        brings = found[0].batch_size
-        if brings is not None and batch_size not in (None, brings):
-            raise ConfigError(f"batch_size={batch_size}, and X makes batches of {brings}: leave batch_size out.")
-        return found, _openings(found)
+        sources = (open_source(inputs, targets, weights, asked, 0, trains=False), None)
+        actual = sources[0].batch_size
+        if actual is not None and batch_size not in (None, actual):
+            raise ConfigError(f"batch_size={batch_size}, and X makes batches of {actual}: leave batch_size out.")
+        return sources, _source_facts(sources)
 
     if not distributed:
-        found, facts = opened()
-        _share_sources(found, [facts], 0, config.sharded_data)
+        sources, facts = open_and_describe()
+        _reconcile(sources, [facts], 0, config.sharded_data)
     else:
-        found, everyone = agree_on(opened)
+        sources, facts_by_rank = agree_on(open_and_describe)
         with raised_on_all_ranks():
-            _share_sources(found, everyone, runtime.get_rank(), config.sharded_data)
-    return found[0]
+            _reconcile(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
+    return sources[0]
 
 
 @contextlib.contextmanager
@@ -90,24 +90,24 @@ def raised_on_all_ranks() -> Iterator[None]:
         raise on_all_ranks(error) from error.__cause__
 
 
-def _openings(found: Sources) -> dict[str, Any]:
-    """Return what ranks compare of their data: the kind, and what `Source.meet` takes."""
+def _source_facts(sources: Sources) -> dict[str, Any]:
+    """Return what ranks compare of their data: the kind, and the facts that `Source.reconcile` takes."""
     facts: dict[str, Any] = {}
-    for name, source in zip(_NAMES, found, strict=True):
-        opening = {"kind": "none"} if source is None else source.summary()
-        facts |= {f"the kind of the {name} data": opening["kind"], f"_{name}": opening}
+    for name, source in zip(_NAMES, sources, strict=True):
+        summary = {"kind": "none"} if source is None else source.summary()
+        facts |= {f"the kind of the {name} data": summary["kind"], f"_{name}": summary}
     return facts
 
 
-def _share_sources(found: Sources, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
-    for name, source in zip(_NAMES, found, strict=True):
+def _reconcile(sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
+    for name, source in zip(_NAMES, sources, strict=True):
         if source is not None:
             with naming_validation(name):
-                source.reconcile([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
+                source.reconcile([facts[f"_{name}"] for facts in facts_by_rank], rank, sharded=sharded)
 
 
-def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
-    """Return this rank's data of a fit; the last rows validate, if a fraction is asked for."""
+def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
+    """Return this rank's data of a fit; the last rows validate, if validation_split is set."""
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
     source, validation = open_source(*given, config, epoch, trains=True), None
@@ -146,12 +146,12 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
 
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
-    """Return as much validation data as is asked for."""
-    size, brings = config.validation_batch_size, validation.batch_size
-    if size is not None and brings not in (None, size):
-        raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {brings}: give one.")
+    """Return the validation data, limited to `validation_steps` batches."""
+    size, actual = config.validation_batch_size, validation.batch_size
+    if size is not None and actual not in (None, size):
+        raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {actual}: give one.")
     most = min(filter(None, (int(config.fast_dev_run), config.validation_steps)), default=None)
-    return validation if most is None else validation.shortened(most, brings or size or config.batch_size)
+    return validation if most is None else validation.shortened(most, actual or size or config.batch_size)
 
 
 @contextlib.contextmanager

@@ -63,12 +63,12 @@ class WeightCheck:
         try:
             found = [self._losses(each) for each in (self._batch, *self._alone())]
         except Exception:  # forward does without the argument, or takes one row, never
-            loss.obey_items(usual_rule(self._batch))
+            loss.use_num_items(usual_rule(self._batch))
             return ""
         counts = [each.items for each in found]
         whole = all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts)
         rule = find_rule([self._batch, *self._alone()], [round(count) for count in counts]) if whole else None
-        loss.obey_items(rule or usual_rule(self._batch))
+        loss.use_num_items(rule or usual_rule(self._batch))
         if rule is not None or self._tolerance > _TOLERANCE:
             return ""
         assert loss.items is not None

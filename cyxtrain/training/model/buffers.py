@@ -53,7 +53,7 @@ class BuffersKept:
         for copies, buffers in kinds.values():
             torch_compat.copy_all(copies, buffers)
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Restore the buffers; unchanged ones are not written."""
         for kept in self._kept:
             if kept.buffer is not None:

@@ -104,14 +104,14 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     return {"the kind of device": device.type, "_device": [str(device), platform.node(), identity]}
 
 
-def check_devices(everyone: Sequence[dict[str, Any]], device: torch.device) -> None:
+def check_devices(facts_by_rank: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Refuse ranks that share a GPU over NCCL, on every rank, if NCCL has not connected them yet."""
     group = runtime.group_for(device)
     is_connected = getattr(group, "bound_device_id", None) is not None
     if is_connected or consensus.backends_of(group).get(device.type) != "nccl":
         return
     holders: dict[str, int] = {}
-    for rank, facts in enumerate(everyone):
+    for rank, facts in enumerate(facts_by_rank):
         name, node, identity = facts["_device"]
         if identity in holders:
             error = ConfigError(
@@ -123,7 +123,7 @@ def check_devices(everyone: Sequence[dict[str, Any]], device: torch.device) -> N
         holders[identity] = rank
 
 
-def explain_device(device: torch.device, everyone: Sequence[dict[str, Any]]) -> str:
+def explain_device(device: torch.device, facts_by_rank: Sequence[dict[str, Any]]) -> str:
     """Describe which devices are used and which are visible."""
     visible, count = accelerator.visible(), accelerator.count()
     words = str(device)
@@ -134,8 +134,8 @@ def explain_device(device: torch.device, everyone: Sequence[dict[str, Any]]) -> 
     if device.type != visible.type:
         what = f"1 {visible.type} device is" if count == 1 else f"{count} {visible.type} devices are"
         return f"{words}; {what} visible and not used: {runtime.why_cpus() or f'device={str(device)!r}'}"
-    node = everyone[runtime.get_rank()]["_device"][1]
-    here = {name for name, other, _ in (facts["_device"] for facts in everyone) if other == node}
+    node = facts_by_rank[runtime.get_rank()]["_device"][1]
+    here = {name for name, other, _ in (facts["_device"] for facts in facts_by_rank) if other == node}
     used = sorted(here, key=lambda name: torch.device(name).index or 0)
     which = str(device) if len(used) == 1 else f"{used[0]} to {used[-1]}"
     return f"{which} ({len(used)} of {count} visible {accelerator.name_of(device)})"

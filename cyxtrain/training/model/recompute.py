@@ -91,4 +91,4 @@ def _buffers_kept(layer: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        kept.bring_back()
+        kept.restore()

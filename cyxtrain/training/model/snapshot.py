@@ -101,7 +101,7 @@ class _Kept:
         for generator, before in self._pythons:
             generator.setstate(before)
         for buffers in self._buffers:
-            buffers.bring_back()
+            buffers.restore()
         for tensor, copied in self._copies:
             if tensor.shape == copied.shape and not torch.equal(tensor.detach().cpu(), copied):
                 tensor.data.copy_(copied)

@@ -236,7 +236,7 @@ def test_rows_that_are_copied_ahead_are_the_rows_that_were_asked_for(kind):
     for share in feed.shares(Place(0, 0, 0), placement, None):
         for batch in share:
             torch.mm(*torch.ones(2, 2000, 2000, device=GPU))  # so that the stream is behind
-            share.ahead(contextlib.nullcontext())
+            share.prefetch_next(contextlib.nullcontext())
             torch.full((100, 64), 7.0, device=GPU)  # takes memory that was freed too early
             if batch.targets is not None:
                 wrong += (batch.inputs != expected[batch.targets]).sum()

@@ -198,7 +198,7 @@ def test_kept_buffers_come_back_in_every_form():
         for form in FORMS:
             write(getattr(model, form.replace(" ", "_")), make(form, 2.0))
         model.quantised = make("quantised", 2.0)
-        kept.bring_back()
+        kept.restore()
         assert hashes(model) == hashes(Holder(1.0, [*FORMS, "quantised"]))
         assert all(now is before for now, before in zip(model.buffers(), objects, strict=True))
 

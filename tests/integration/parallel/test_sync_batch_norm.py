@@ -127,7 +127,7 @@ def by_hand(rows: int, effective: int, at_once: int, ranks: int) -> Any:
             for number in range(max(len(shard.pieces) for shard in shards)):
                 places = [place for shard in shards for piece in shard.pieces[number : number + 1] for place in piece]
                 loss = nn.functional.cross_entropy(model(x[places].double()), y[places], reduction="sum")
-                (loss / shards[0].joined_rows).backward()
+                (loss / shards[0].global_rows).backward()
             optimizer.step()
     return flat([*model.parameters(), *model.buffers()])
 

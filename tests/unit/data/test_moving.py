@@ -13,7 +13,7 @@ from stand_in.running import run_on_stand_in
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Share
-from cyxtrain.data.batches.prefetch import Placement, one_ahead
+from cyxtrain.data.batches.prefetch import Placement, prefetch_one
 from cyxtrain.data.feed import Place
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.arrays import ArraySource
@@ -49,7 +49,7 @@ def test_on_a_cpu_rows_are_gathered_when_they_are_needed(world_size, rows_at_onc
         for share in shares(source, rank, world_size, rows_at_once, first):
             for batch in share:
                 seen.append(batch.inputs[:, 0].tolist())
-                share.ahead(contextlib.nullcontext())
+                share.prefetch_next(contextlib.nullcontext())
                 assert source.asked == seen
         assert len(seen) > 1
 
@@ -71,7 +71,7 @@ def test_an_item_that_cannot_be_made_is_an_error_in_its_turn():
         raise ValueError("no more")
 
     def take_all() -> None:
-        for item in one_ahead(items()):
+        for item in prefetch_one(items()):
             given.append((item, len(asked)))
 
     with pytest.raises(ValueError, match="no more"):
