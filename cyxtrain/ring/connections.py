@@ -48,10 +48,7 @@ class Connections:
         self.scratch = Scratch(SEGMENT_BYTES)
         sockets = result.sockets
         self.selector = _selector(result, rank)
-        machines, room = (
-            [entry.machine for entry in result.table],
-            [entry.room for entry in result.table],
-        )
+        machines, room = [entry.machine for entry in result.table], [entry.room for entry in result.table]
         self.overlaps = is_worth_it(options.communication, machines, room)
         checksums = result.checksums if options.checksums else None
         self.links = {

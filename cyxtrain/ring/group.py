@@ -106,23 +106,18 @@ class Group:
         options = options or RingOptions()
         result = rendezvous(store, rank, self._global_ranks, join_timeout, options, generation, self._registry)
         try:
-            self._connections = (
-                None
-                if world_size == 1
-                else Connections(result, rank, self._global_ranks, options, self._activity.describe)
-            )
+            connections = None
+            if world_size > 1:
+                connections = Connections(result, rank, self._global_ranks, options, self._activity.describe)
         except BaseException:
             result.close()
             raise
+        self._connections = connections
         self._collective_thread: CollectiveThread | None = None
-        self._scratch = Scratch(0) if self._connections is None else self._connections.scratch
-        self._selector = (
-            AlgorithmSelector(rank, world_size, (rank,)) if self._connections is None else self._connections.selector
-        )
-        self._executor = SingleRankExecutor() if self._connections is None else self._connections.executor
-        self.persistent = PersistentOps(
-            {} if self._connections is None else self._connections.links, self._selector, generation
-        )
+        self._scratch = Scratch(0) if connections is None else connections.scratch
+        self._selector = AlgorithmSelector(rank, world_size, (rank,)) if connections is None else connections.selector
+        self._executor = SingleRankExecutor() if connections is None else connections.executor
+        self.persistent = PersistentOps({} if connections is None else connections.links, self._selector, generation)
         self._staged = StagedReductions(self.persistent)
         self._registry.add(self)
 

@@ -305,8 +305,8 @@ class _Connector:
             unconnected_ranks = " and ".join(f"rank {name}" for name in unconnected)
             return RendezvousError(
                 f"{timed_out}: {unconnected_ranks} did not connect with all others, and rank "
-                f"{self._global_ranks[self._rank]} did. Look at their output; across machines, firewalls must allow TCP "
-                "between all ranks.",
+                f"{self._global_ranks[self._rank]} did. Look at their output; across machines, firewalls must allow "
+                "TCP between all ranks.",
                 rank=unconnected[0] if unconnected else None,
             )
         global_ranks = [self._global_ranks[peer] for peer in missing]
