@@ -41,21 +41,20 @@ class Connections:
         options: RingOptions,
         describe: Callable[[], str],
     ) -> None:
-        assert result.checksums is not None
-        assert result.acceptor is not None
-        assert result.selector is not None
+        acceptor, selector, checksums = result.acceptor, result.selector, result.checksums
+        assert acceptor is not None
+        assert selector is not None
+        assert checksums is not None
         self.rendezvous_result = result
         self.scratch = Scratch(SEGMENT_BYTES)
         sockets = result.sockets
         self.selector = _selector(result, rank)
         machines, room = [entry.machine for entry in result.table], [entry.room for entry in result.table]
         self.overlaps = is_worth_it(options.communication, machines, room)
-        checksums = result.checksums if options.checksums else None
-        self.links = {
-            peer: _link(result, rank, peer, global_ranks[peer], checksums) for peer in sockets[Role.COLLECTIVES]
-        }
+        sums = checksums if options.checksums else None
+        self.links = {peer: _link(result, rank, peer, global_ranks[peer], sums) for peer in sockets[Role.COLLECTIVES]}
         self.message_links = {
-            peer: Link(sock, global_ranks[peer], checksums=checksums) for peer, sock in sockets[Role.MESSAGES].items()
+            peer: Link(sock, global_ranks[peer], checksums=sums) for peer, sock in sockets[Role.MESSAGES].items()
         }
         controls = {global_ranks[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
         others = {global_ranks[peer]: result.table[peer].process for peer in self.links}
@@ -65,17 +64,8 @@ class Connections:
         links = (*self.links.values(), *self.message_links.values())
         # The monitor must not be in a reference cycle: what a group held is freed with it.
         stop = functools.partial(_stop, links)
-        sums = result.checksums
         self.monitor = PeerMonitor(
-            global_ranks[rank],
-            controls,
-            heartbeat,
-            result.acceptor,
-            result.selector,
-            shortest_seconds,
-            stop,
-            describe,
-            sums,
+            global_ranks[rank], controls, heartbeat, acceptor, selector, shortest_seconds, stop, describe, checksums
         )
         self.mailbox = Mailbox(self.message_links, self.monitor)
         self.executor = Executor(self.links, self.mailbox, self.monitor)
@@ -115,16 +105,14 @@ def _link(result: RendezvousResult, rank: int, peer: int, name: int, checksums: 
 
 
 def _selector(result: RendezvousResult, rank: int) -> AlgorithmSelector:
-    machines = [entry.machine for entry in result.table]
+    machines, readable = [entry.machine for entry in result.table], result.readable_by_rank
     ranks, cores = range(len(machines)), min(entry.cores for entry in result.table)
     are_together = len(set(machines)) == 1
     return AlgorithmSelector(
         rank,
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
-        can_read_peers=all(
-            other in result.readable_by_rank[reader] for reader in ranks for other in ranks if other != reader
-        ),
+        can_read_peers=all(other in readable[reader] for reader in ranks for other in ranks if other != reader),
         shares_memory=result.all_unix and len(ranks) <= FEW_RANKS,
         oversubscribed=are_together and len(ranks) > max(2, cores),
         core_per_rank=are_together and len(ranks) <= cores,

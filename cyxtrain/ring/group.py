@@ -99,20 +99,18 @@ class Group:
         """How many collectives this group has begun."""
         self._lock = threading.RLock()
         self._left = False
-        self._global_ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
+        self._global_ranks = ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
         self._registry = registry or GroupRegistry()
         self._created_at = time.monotonic()
-        self._activity = CurrentActivity()
-        options = options or RingOptions()
-        result = rendezvous(store, rank, self._global_ranks, join_timeout, options, generation, self._registry)
+        self._activity, options = CurrentActivity(), options or RingOptions()
+        result = rendezvous(store, rank, ranks, join_timeout, options, generation, self._registry)
         try:
-            connections = None
-            if world_size > 1:
-                connections = Connections(result, rank, self._global_ranks, options, self._activity.describe)
+            connections = Connections(result, rank, ranks, options, self._activity.describe) if world_size > 1 else None
         except BaseException:
             result.close()
             raise
         self._connections = connections
+        self._monitor = None if connections is None else connections.monitor
         self._collective_thread: CollectiveThread | None = None
         self._scratch = Scratch(0) if connections is None else connections.scratch
         self._selector = AlgorithmSelector(rank, world_size, (rank,)) if connections is None else connections.selector
@@ -132,14 +130,8 @@ class Group:
     def collective_thread(self, *, asynchronous: bool) -> CollectiveThread | None:
         """Return the thread that makes a call for the caller; None: the caller makes it."""
         self._activity.thread = threading.get_ident()
-        connections = self._connections
-        if (
-            self._collective_thread is None
-            and asynchronous
-            and not self._left
-            and connections is not None
-            and connections.overlaps
-        ):
+        overlaps = self._connections is not None and self._connections.overlaps
+        if self._collective_thread is None and asynchronous and not self._left and overlaps:
             with self._lock:
                 self._collective_thread = self._collective_thread or CollectiveThread()
         collective_thread = self._collective_thread
@@ -150,11 +142,8 @@ class Group:
     @property
     def reported_devices(self) -> list[tuple[str, str]]:
         """Machine and description of accelerators, by rank; empty in a world of one."""
-        return (
-            []
-            if self._connections is None
-            else [(entry.machine, entry.devices) for entry in self._connections.rendezvous_result.table]
-        )
+        table = [] if self._connections is None else self._connections.rendezvous_result.table
+        return [(entry.machine, entry.devices) for entry in table]
 
     @property
     def transport(self) -> str:
@@ -174,11 +163,11 @@ class Group:
             if staged is not None:
                 self.run_persistent(staged.header, staged.run(memory_of(flat)), timeout)
             else:
-                operation, plan = self._plan_reduction(Kind.ALL_REDUCE, tensor, flat, reduction)
+                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
                 stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
                 self._executor.run(operation, stages, self._deadline(timeout))
             copy_back(flat, tensor)
-            self._staged.create_segment_after(self, tensor, reduction, timeout)
+            self._staged.create_after(self, tensor, reduction, timeout)
 
     def run_persistent(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
         """Run a persistent operation. Cost: its exchanges, see `PersistentHeader`."""
@@ -191,10 +180,9 @@ class Group:
         """Reduce in place on rank `dst`, bitwise identical to `all_reduce`; other ranks' tensors do not change."""
         flat = flat_copy_of(check_target(tensor))
         with self._lock:
-            operation, plan = self._plan_reduction(Kind.REDUCE, tensor, flat, reduction, dst)
-            stages = plan.stages(
-                lambda spans: algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
-            )
+            operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
+            rank, size = self.rank, self.world_size
+            stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
             self._executor.run(operation, stages, self._deadline(timeout))
         if self.rank == dst:
             copy_back(flat, tensor)
@@ -227,15 +215,13 @@ class Group:
             if flat.data_ptr() != own.data_ptr():
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
-                operation, plan = self._plan_reduction(
-                    Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size
-                )
+                operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
                 self._executor.run(operation, plan.by_reading(memory_of(source), spans), self._deadline(timeout))
             copy_back(flat, output)
             return
         flat = source.clone()
         with self._lock:
-            operation, plan = self._plan_reduction(Kind.REDUCE_SCATTER, output, flat, reduction)
+            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
             stages = plan.by_tree() if plan.is_few else plan.by_chunks(spans)
             self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[slice(*spans[self.rank])], output)
@@ -248,12 +234,12 @@ class Group:
         # Ranks must agree on all sizes; a header holds only a few.
         shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
         with self._lock:
-            operation, plan = self._plan_reduction(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
+            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
             stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
             self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[end - sizes[self.rank] : end], output)
 
-    def _plan_reduction(
+    def _plan(
         self,
         kind: Kind,
         tensor: Tensor,
@@ -404,26 +390,23 @@ class Group:
 
     def _raise_failure(self, operation: Numbered) -> None:
         """Raise the group's error, if it has failed: a later result could only be wrong."""
-        failure = None if self._connections is None else self._connections.monitor.failure
-        if failure is not None:
-            assert self._connections is not None
-            self._connections.monitor.is_raised = True
-            raise at_operation(failure, operation)
+        if self._monitor is not None and self._monitor.failure is not None:
+            self._monitor.is_raised = True
+            raise at_operation(self._monitor.failure, operation)
 
     @property
     def raised_failure(self) -> CyxtrainError | None:
         """The error that ended this group, once this rank's program has seen it; else None."""
-        monitor = None if self._connections is None else self._connections.monitor
-        return monitor.failure if monitor is not None and monitor.is_raised else None
+        return self._monitor.failure if self._monitor is not None and self._monitor.is_raised else None
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
         """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""
-        if self._connections is not None:
-            self._connections.monitor.call_on_failure(function)
+        if self._monitor is not None:
+            self._monitor.call_on_failure(function)
 
     def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
         """Return the error that ended this group, as this rank raises it; wait for it at most `seconds`."""
-        monitor = None if self._connections is None else self._connections.monitor
+        monitor = self._monitor
         failure = None if monitor is None else monitor.await_failure(seconds) if seconds else monitor.failure
         if monitor is None or failure is None:
             return None
@@ -449,10 +432,8 @@ class Group:
 
     def peer_failure(self, since: float) -> CyxtrainError | None:
         """Return the error of a group that lost a rank, if it is still open or failed after `since`."""
-        monitor = None if self._connections is None else self._connections.monitor
-        if monitor is None or not isinstance(
-            monitor.failure, (PeerLostError, PeerSilentError, DistributedTrainingError)
-        ):
+        monitor, lost = self._monitor, (PeerLostError, PeerSilentError, DistributedTrainingError)
+        if monitor is None or not isinstance(monitor.failure, lost):
             return None
         return None if self._left and monitor.failed_at < since else monitor.failure
 
@@ -466,8 +447,8 @@ class Group:
 
     def fail(self, reason: str | CyxtrainError) -> None:
         """End the group because of an error of this rank, and tell all ranks why."""
-        if self._connections is not None:
+        if self._monitor is not None:
             rank = self._global_ranks[self.rank]
             error = reason if isinstance(reason, CyxtrainError) else None
-            self._connections.monitor.is_raised = True
-            self._connections.monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
+            self._monitor.is_raised = True
+            self._monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))

@@ -277,9 +277,8 @@ class Mailbox:
                 message = Message(operation, peer, _allocate(payload_bytes))
                 inbox.unclaimed.append(message)
         except FrameError as error:
-            raise self._monitor.fail(
-                PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)
-            ) from None
+            failure = PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)
+            raise self._monitor.fail(failure) from None
         inbox.current, inbox.sum = message, payload_sum(inbox.head)
         self._finish(peer, inbox, message)
 

@@ -233,7 +233,7 @@ def test_leaving_while_another_thread_waits_in_a_collective_ends_that_wait():
 
     for error in run_threads(2, rank_main):
         assert (type(error), error.rank) == (PeerLostError, 0)
-        assert "it left in the middle of a collective" in str(error)
+        assert "it left while another of its threads was in a collective" in str(error)
 
 
 def test_leaving_while_another_thread_waits_for_a_message_ends_that_wait():

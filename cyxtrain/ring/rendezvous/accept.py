@@ -189,9 +189,8 @@ class Acceptor:
                     return
         except HandshakeError as error:
             hello = stranger.handshake.hello
-            known = hello is not None and (
-                hello.rank in self.unauthenticated or len(self.unauthenticated) < _MAX_COUNTED
-            )
+            counts = self.unauthenticated
+            known = hello is not None and (hello.rank in counts or len(counts) < _MAX_COUNTED)
             if isinstance(error, NoProofError) and hello is not None and known:
                 self.unauthenticated[hello.rank] += 1
             self._reject(sock, str(error))

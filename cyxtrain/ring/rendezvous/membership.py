@@ -221,9 +221,8 @@ class Membership:
     def unconnected(self) -> list[int]:
         """Return which ranks, by name, have not reported that they are connected."""
         with self._store_of_rank_0():
-            return [
-                name for rank, name in enumerate(self._global_ranks) if not self.store.has(self._key(f"met/{rank}"))
-            ]
+            has_met = [self.store.has(self._key(f"met/{rank}")) for rank in range(len(self._global_ranks))]
+            return [rank for rank, met in zip(self._global_ranks, has_met, strict=True) if not met]
 
     def _await_readers(self) -> None:
         """Let the other ranks read the cause before the store ends with rank 0."""
@@ -254,9 +253,8 @@ class Membership:
             for rank in range(len(self._global_ranks)):
                 record = None if rank in self._records else self._record_of(rank)
                 if record is not None:
-                    reason = why_incompatible(
-                        self._global_ranks[rank], record, self._global_ranks[self._rank], self._own
-                    )
+                    name, own_name = self._global_ranks[rank], self._global_ranks[self._rank]
+                    reason = why_incompatible(name, record, own_name, self._own)
                     if reason:
                         raise RendezvousError(reason, rank=self._global_ranks[rank])
                     self._records[rank] = record

@@ -168,10 +168,8 @@ class StagedReductions:
             keep(self._kept, key, found)
         return found
 
-    def create_segment_after(
-        self, ranks: Ranks, tensor: Tensor, reduction: Reduction, timeout: timedelta | None
-    ) -> None:
-        """Make the segment, once, after an all_reduce that could have used it: all ranks are in step then."""
+    def create_after(self, ranks: Ranks, tensor: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
+        """Create the segment, once, after an all_reduce that could have used it: all ranks are in step then."""
         if not self._was_tried and self._array_of(tensor, reduction) is not None:
             self._was_tried = True
             self._segment = make_segment(ranks, [LONGEST_STAGED_BYTES], timeout)
