@@ -1,9 +1,9 @@
 """Callbacks for `fit`: `cx.callbacks.Callback` to derive from, and ready ones under Keras's names."""
 
 from cyxtrain.callbacks.averaging import EMA
-from cyxtrain.callbacks.callback import Callback
+from cyxtrain.callbacks.callback import Callback, LambdaCallback
+from cyxtrain.callbacks.csv_logger import CSVLogger
 from cyxtrain.callbacks.early_stopping import EarlyStopping
-from cyxtrain.callbacks.file_callbacks import CSVLogger, LambdaCallback
 from cyxtrain.callbacks.model_checkpoint import ModelCheckpoint
 from cyxtrain.callbacks.monitors import GradientNormMonitor, SlowRankMonitor, TerminateOnNaN, ThroughputMonitor, Timer
 from cyxtrain.callbacks.progress_bar import ProgressBar

@@ -356,3 +356,23 @@ def _refuse_late_reading() -> NoReturn:
 
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions; Keras's arguments.
+
+    Args:
+        **hooks: A function for each hook, by the hook's name and with its arguments.
+
+    Raises:
+        ConfigError: There is no such hook, or a value is not a function.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        known = [name for name in dir(Callback) if name.startswith("on_")]
+        for name, function in hooks.items():
+            if name not in known:
+                raise unknown_name("LambdaCallback", name, known, "hook named")
+            if not callable(function):
+                raise ConfigError(f"LambdaCallback.{name} must be a function, got {function!r}.")
+            setattr(self, name, function)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from cyxtrain.ring import PeerMemory, listen_unix, open_to_reading
+from cyxtrain.ring import PeerMemory, allow_peer_reads, listen_unix
 
 _SECONDS = 20.0
 _PROGRAM = """
@@ -53,7 +53,7 @@ def _failure_of(listener: socket.socket) -> str:
 
 def _failure_of_reading() -> str:
     """Return why a second process cannot read this one's memory."""
-    probe = open_to_reading()
+    probe = allow_peer_reads()
     if not probe:
         return "Linux only" if sys.platform != "linux" else "not available on this system"
     arguments = json.dumps([inspect.getfile(PeerMemory), os.getpid(), probe])

@@ -22,8 +22,8 @@ from cyxtrain.config.settings import check_arguments, is_number, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.by_name import Names, is_path, make, named, section_of
-from cyxtrain.experiment.experiment_config import Config
-from cyxtrain.experiment.experiment_data import Data, as_validation, open_data
+from cyxtrain.experiment.config import Config
+from cyxtrain.experiment.data import Data, as_validation, open_data
 from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
 from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model

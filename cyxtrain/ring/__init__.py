@@ -22,7 +22,7 @@ from cyxtrain.ring.rendezvous.store import open_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError, poll_until
 from cyxtrain.ring.wire.link import Deadline, watch_over
 from cyxtrain.ring.wire.payload import is_finite, memory_of
-from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
+from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 from cyxtrain.ring.work import CallOptions
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "SharedGradientBuffer",
     "StoreClient",
     "StoreLostError",
+    "allow_peer_reads",
     "await_all_ranks",
     "dial_once",
     "foreign_value",
@@ -51,7 +52,6 @@ __all__ = [
     "listen_unix",
     "memory_of",
     "open_store",
-    "open_to_reading",
     "own_record",
     "parse_record",
     "poll_until",

@@ -43,9 +43,9 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         timeout: Of joining and of every collective.
         join_timeout: Of joining alone.
         generation: Frames of another generation are refused.
-        names: By rank, its rank in the world, for errors; None: the same.
+        global_ranks: By rank, its rank in the world, for errors; None: the same.
         options: Settings of the ring; None: the defaults.
-        siblings: The other groups of the same world; None: there are none.
+        registry: The other groups of the same world; None: there are none.
 
     Raises:
         RendezvousError: The ranks did not find each other.
@@ -60,30 +60,30 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         *,
         join_timeout: timedelta | None = None,
         generation: int = 0,
-        names: Sequence[int] | None = None,
+        global_ranks: Sequence[int] | None = None,
         options: RingOptions | None = None,
-        siblings: GroupRegistry | None = None,
+        registry: GroupRegistry | None = None,
     ) -> None:
         PyTorchGroup.__init__(self, store, rank, world_size)
         self._store = store
         self._group = Group(
-            store, rank, world_size, timeout, join_timeout or timeout, generation, names, options, siblings
+            store, rank, world_size, timeout, join_timeout or timeout, generation, global_ranks, options, registry
         )
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
         self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
         self.register_for(_devices(), self._group)
 
     @property
-    def told(self) -> list[tuple[str, str]]:
+    def reported_devices(self) -> list[tuple[str, str]]:
         """Machine and description of accelerators, by rank; empty in a world of one."""
-        return self._group.told
+        return self._group.reported_devices
 
     def get_group_store(self) -> dist.Store:
         """Return the store that the group was made with."""
         return self._store
 
     def shutdown(self) -> None:
-        """Leave the group with a goodbye; harmless if called twice."""
+        """Leave the group with a goodbye. Idempotent."""
         self._at_exit.cancel()
         super().shutdown()
         # A reference to this group must not keep the port of the store open.
@@ -119,15 +119,15 @@ def _create(options: Any, ready: Any) -> RingProcessGroup:
     if isinstance(ready, RingProcessGroup):
         return ready
     settings = dataclasses.replace(RingOptions.from_environment(), group_name=options.group_id)
-    names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
+    global_ranks = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
     return RingProcessGroup(
         options.store,
         options.group_rank,
         options.group_size,
         options.timeout,
-        names=names,
+        global_ranks=global_ranks,
         options=settings,
-        siblings=WORLD_GROUPS,
+        registry=WORLD_GROUPS,
     )
 
 

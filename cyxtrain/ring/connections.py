@@ -26,49 +26,49 @@ class Connections:
     """Links, mailbox, monitor and executor of a group of several ranks.
 
     Args:
-        meeting: The connections; owned from now on.
+        result: The connections; owned from now on.
         rank: This rank.
-        names: By rank, its rank in the world, for errors.
+        global_ranks: By rank, its rank in the world, for errors.
         options: Settings of the ring.
         describe: Returns what this rank is doing.
     """
 
     def __init__(
         self,
-        meeting: RendezvousResult,
+        result: RendezvousResult,
         rank: int,
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         options: RingOptions,
         describe: Callable[[], str],
     ) -> None:
-        assert meeting.checksums is not None
-        assert meeting.acceptor is not None
-        assert meeting.selector is not None
-        self.meeting = meeting
+        acceptor, selector, checksums = result.acceptor, result.selector, result.checksums
+        assert acceptor is not None
+        assert selector is not None
+        assert checksums is not None
+        self.rendezvous_result = result
         self.scratch = Scratch(SEGMENT_BYTES)
-        sockets = meeting.sockets
-        self.selector = _selector(meeting, rank)
-        machines, room = ([entry.machine for entry in meeting.table], [entry.room for entry in meeting.table])
+        sockets = result.sockets
+        self.selector = _selector(result, rank)
+        machines, room = [entry.machine for entry in result.table], [entry.room for entry in result.table]
         self.overlaps = is_worth_it(options.communication, machines, room)
-        checksums = meeting.checksums if options.checksums else None
-        self.links = {peer: _link(meeting, rank, peer, names[peer], checksums) for peer in sockets[Role.COLLECTIVES]}
+        sums = checksums if options.checksums else None
+        self.links = {peer: _link(result, rank, peer, global_ranks[peer], sums) for peer in sockets[Role.COLLECTIVES]}
         self.message_links = {
-            peer: Link(sock, names[peer], checksums=checksums) for peer, sock in sockets[Role.MESSAGES].items()
+            peer: Link(sock, global_ranks[peer], checksums=sums) for peer, sock in sockets[Role.MESSAGES].items()
         }
-        controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
-        others = {names[peer]: meeting.table[peer].process for peer in self.links}
-        own = meeting.table[rank].process
-        pulse = Heartbeat(own, others, options.heartbeat_timeout_seconds, time.monotonic())
-        shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in meeting.table)
+        controls = {global_ranks[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
+        others = {global_ranks[peer]: result.table[peer].process for peer in self.links}
+        own = result.table[rank].process
+        heartbeat = Heartbeat(own, others, options.heartbeat_timeout_seconds, time.monotonic())
+        shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in result.table)
         links = (*self.links.values(), *self.message_links.values())
         # The monitor must not be in a reference cycle: what a group held is freed with it.
         stop = functools.partial(_stop, links)
-        sums = meeting.checksums
-        self.watch = PeerMonitor(
-            names[rank], controls, pulse, meeting.acceptor, meeting.selector, shortest_seconds, stop, describe, sums
+        self.monitor = PeerMonitor(
+            global_ranks[rank], controls, heartbeat, acceptor, selector, shortest_seconds, stop, describe, checksums
         )
-        self.mailbox = Mailbox(self.message_links, self.watch)
-        self.executor = Executor(self.links, self.mailbox, self.watch)
+        self.mailbox = Mailbox(self.message_links, self.monitor)
+        self.executor = Executor(self.links, self.mailbox, self.monitor)
 
     @property
     def transport(self) -> str:
@@ -81,14 +81,14 @@ class Connections:
 
     def abandon(self) -> None:
         """Close everything without a goodbye, in a forked child."""
-        self.watch.abandon()
-        self.meeting.abandon()
+        self.monitor.abandon()
+        self.rendezvous_result.abandon()
 
     def close(self, collectives: int) -> None:
         """Say goodbye, unless the group has failed, and close everything; `collectives`: how many it has done."""
-        self.watch.leave(collectives)
+        self.monitor.leave(collectives)
         self.mailbox.close()
-        self.meeting.close()
+        self.rendezvous_result.close()
 
 
 def _stop(links: Iterable[Link]) -> None:
@@ -97,23 +97,23 @@ def _stop(links: Iterable[Link]) -> None:
         link.stop()
 
 
-def _link(meeting: RendezvousResult, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
+def _link(result: RendezvousResult, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
     """Return the link for collectives to a peer."""
-    memory = PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None
-    offers = rank in meeting.readers[peer]
-    return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=offers, checksums=checksums)
+    memory = PeerMemory(result.table[peer].process.pid) if peer in result.readable_by_rank[rank] else None
+    offers = rank in result.readable_by_rank[peer]
+    return Link(result.sockets[Role.COLLECTIVES][peer], name, memory, offers=offers, checksums=checksums)
 
 
-def _selector(meeting: RendezvousResult, rank: int) -> AlgorithmSelector:
-    machines = [entry.machine for entry in meeting.table]
-    ranks, cores = range(len(machines)), min(entry.cores for entry in meeting.table)
+def _selector(result: RendezvousResult, rank: int) -> AlgorithmSelector:
+    machines, readable = [entry.machine for entry in result.table], result.readable_by_rank
+    ranks, cores = range(len(machines)), min(entry.cores for entry in result.table)
     are_together = len(set(machines)) == 1
     return AlgorithmSelector(
         rank,
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
-        can_read_peers=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
-        shares_memory=meeting.all_unix and len(ranks) <= FEW_RANKS,
+        can_read_peers=all(other in readable[reader] for reader in ranks for other in ranks if other != reader),
+        shares_memory=result.all_unix and len(ranks) <= FEW_RANKS,
         oversubscribed=are_together and len(ranks) > max(2, cores),
         core_per_rank=are_together and len(ranks) <= cores,
     )

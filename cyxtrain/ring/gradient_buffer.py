@@ -48,7 +48,7 @@ class SharedGradientBuffer:
 
         Cost: two meetings of all ranks; each reads and writes its chunk of every rank's elements once.
         """
-        self._group.take_rounds(self._reduction.header, self._rounds(), timeout_of(opts))
+        self._group.run_persistent(self._reduction.header, self._rounds(), timeout_of(opts))
         return [self.tensor]
 
     def _rounds(self) -> Iterator[Exchange]:
@@ -75,7 +75,7 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
     persistent = group.persistent
     can_share = persistent.has_peers and persistent.selector.shares_memory
     sizes = [count * dtype.itemsize for count, dtype in kinds]
-    with group.together():
+    with group.exclusive():
         segment = make_segment(group, sizes) if can_share and any(sizes) else None
     buffers: list[SharedGradientBuffer | None] = [None] * len(kinds)
     if segment is None:

@@ -1,4 +1,4 @@
-"""Collectives on tensors: their numbering, their failure and the group's end.
+"""Collectives on tensors: numbering, error handling and shutdown.
 
 A group is immutable: its ranks never change, and its generation distinguishes its frames from a later group's.
 """
@@ -19,7 +19,7 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
 from cyxtrain.ring.collective_thread import CollectiveThread
 from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.executor import SoloExecutor
+from cyxtrain.ring.executor import SingleRankExecutor
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
@@ -51,7 +51,7 @@ from cyxtrain.ring.wire.payload import (
     write,
 )
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
-from cyxtrain.ring.wire.reduction import Reducing
+from cyxtrain.ring.wire.reduction import ReductionPlan
 from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 _LEAVE_SECONDS = 1.0
@@ -59,7 +59,7 @@ _LEAVE_SECONDS = 1.0
 
 
 class Group:
-    """One rank of a group: every collective on tensors, its numbering, its failure and its end.
+    """One rank of a group: collectives on tensors, numbering, error handling and shutdown.
 
     All ranks call a collective in the same order, with the same shapes, dtypes and reductions. It runs in the calling
     thread. The first error is final: every later call raises it again.
@@ -71,9 +71,9 @@ class Group:
         timeout: Of each collective.
         join_timeout: Of joining.
         generation: Frames of another generation are refused.
-        names: By rank, its rank in the world, for errors; None: the same.
+        global_ranks: By rank, its rank in the world, for errors; None: the same.
         options: Settings of the ring; None: the defaults.
-        siblings: The other groups of the same world; None: there are none.
+        registry: The other groups of the same world; None: there are none.
 
     Raises:
         RendezvousError: The ranks did not find each other.
@@ -87,9 +87,9 @@ class Group:
         timeout: timedelta,
         join_timeout: timedelta,
         generation: int = 0,
-        names: Sequence[int] | None = None,
+        global_ranks: Sequence[int] | None = None,
         options: RingOptions | None = None,
-        siblings: GroupRegistry | None = None,
+        registry: GroupRegistry | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -99,40 +99,39 @@ class Group:
         """How many collectives this group has begun."""
         self._lock = threading.RLock()
         self._left = False
-        self._names = tuple(range(world_size)) if names is None else tuple(names)
-        self._siblings = siblings or GroupRegistry()
-        self._made_at = time.monotonic()
-        self._doing = CurrentActivity()
-        options = options or RingOptions()
-        meeting = rendezvous(store, rank, self._names, join_timeout, options, generation, self._siblings)
+        self._global_ranks = ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
+        self._registry = registry or GroupRegistry()
+        self._created_at = time.monotonic()
+        self._activity, options = CurrentActivity(), options or RingOptions()
+        result = rendezvous(store, rank, ranks, join_timeout, options, generation, self._registry)
         try:
-            self._ring = (
-                None if world_size == 1 else Connections(meeting, rank, self._names, options, self._doing.describe)
-            )
+            connections = Connections(result, rank, ranks, options, self._activity.describe) if world_size > 1 else None
         except BaseException:
-            meeting.close()
+            result.close()
             raise
+        self._connections = connections
+        self._monitor = None if connections is None else connections.monitor
         self._collective_thread: CollectiveThread | None = None
-        self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
-        self._selector = AlgorithmSelector(rank, world_size, (rank,)) if self._ring is None else self._ring.selector
-        self._executor = SoloExecutor() if self._ring is None else self._ring.executor
-        self.persistent = PersistentOps({} if self._ring is None else self._ring.links, self._selector, generation)
+        self._scratch = Scratch(0) if connections is None else connections.scratch
+        self._selector = AlgorithmSelector(rank, world_size, (rank,)) if connections is None else connections.selector
+        self._executor = SingleRankExecutor() if connections is None else connections.executor
+        self.persistent = PersistentOps({} if connections is None else connections.links, self._selector, generation)
         self._staged = StagedReductions(self.persistent)
-        self._siblings.add(self)
+        self._registry.add(self)
 
-    def together(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which no other thread's collective runs."""
+    def exclusive(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager in which no other thread's collective runs."""
         return self._lock
 
-    def name_of(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """Return a rank's rank in the world."""
-        return self._names[rank]
+        return self._global_ranks[rank]
 
     def collective_thread(self, *, asynchronous: bool) -> CollectiveThread | None:
         """Return the thread that makes a call for the caller; None: the caller makes it."""
-        self._doing.thread = threading.get_ident()
-        ring = self._ring
-        if self._collective_thread is None and asynchronous and not self._left and ring is not None and ring.overlaps:
+        self._activity.thread = threading.get_ident()
+        overlaps = self._connections is not None and self._connections.overlaps
+        if self._collective_thread is None and asynchronous and not self._left and overlaps:
             with self._lock:
                 self._collective_thread = self._collective_thread or CollectiveThread()
         collective_thread = self._collective_thread
@@ -141,47 +140,49 @@ class Group:
         return collective_thread
 
     @property
-    def told(self) -> list[tuple[str, str]]:
+    def reported_devices(self) -> list[tuple[str, str]]:
         """Machine and description of accelerators, by rank; empty in a world of one."""
-        return [] if self._ring is None else [(entry.machine, entry.devices) for entry in self._ring.meeting.table]
+        table = [] if self._connections is None else self._connections.rendezvous_result.table
+        return [(entry.machine, entry.devices) for entry in table]
 
     @property
     def transport(self) -> str:
         """How collectives reach other ranks; see `Connections`. Alone: "none"."""
-        return "none" if self._ring is None else self._ring.transport
+        return "none" if self._connections is None else self._connections.transport
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
         """Reduce in place, on all ranks. Cost: see the table in docs/ring.md."""
         with self._lock:
-            small = self.persistent.of(tensor, reduction)
+            small = self.persistent.find(tensor, reduction)
             if small is not None:
-                self.take_rounds(small.header, small.rounds(tensor), timeout)
+                self.run_persistent(small.header, small.rounds(tensor), timeout)
                 return
         flat = flat_view_of(check_target(tensor))
         with self._lock:
-            staged = self._staged.of(tensor, reduction)
+            staged = self._staged.find(tensor, reduction)
             if staged is not None:
-                self.take_rounds(staged.header, staged.staged(memory_of(flat)), timeout)
+                self.run_persistent(staged.header, staged.run(memory_of(flat)), timeout)
             else:
-                operation, work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction)
-                stages = work.all(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
+                stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
                 self._executor.run(operation, stages, self._deadline(timeout))
             copy_back(flat, tensor)
-            self._staged.make_after(self, tensor, reduction, timeout)
+            self._staged.create_after(self, tensor, reduction, timeout)
 
-    def take_rounds(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
-        """Do a persistent operation. Cost: that of its exchanges, see `PersistentHeader`."""
+    def run_persistent(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
+        """Run a persistent operation. Cost: its exchanges, see `PersistentHeader`."""
         with self._lock:
             header.sequence = self.sequence + 1
             self._begin(header)
-            self._executor.take_rounds(header, rounds, timeout or self.timeout)
+            self._executor.run_persistent(header, rounds, timeout or self.timeout)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
-        """Reduce in place on rank `dst`, with the bits of `all_reduce`; the other ranks keep their tensors."""
+        """Reduce in place on rank `dst`, bitwise identical to `all_reduce`; other ranks' tensors do not change."""
         flat = flat_copy_of(check_target(tensor))
         with self._lock:
-            operation, work = self._reducing(Kind.REDUCE, tensor, flat, reduction, dst)
-            stages = work.all(lambda spans: algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank]))
+            operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
+            rank, size = self.rank, self.world_size
+            stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
             self._executor.run(operation, stages, self._deadline(timeout))
         if self.rank == dst:
             copy_back(flat, tensor)
@@ -194,7 +195,7 @@ class Group:
         timeout: timedelta | None = None,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Reduce the flat `source`, and leave each rank its part, with the bits of `all_reduce`.
+        """Reduce the flat `source`; each rank gets its part, bitwise identical to `all_reduce`.
 
         Args:
             output: Receives this rank's part.
@@ -214,14 +215,14 @@ class Group:
             if flat.data_ptr() != own.data_ptr():
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
-                operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
-                self._executor.run(operation, work.by_reading(memory_of(source), spans), self._deadline(timeout))
+                operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
+                self._executor.run(operation, plan.by_reading(memory_of(source), spans), self._deadline(timeout))
             copy_back(flat, output)
             return
         flat = source.clone()
         with self._lock:
-            operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction)
-            stages = work.by_tree() if work.is_few else work.by_chunks(spans)
+            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
+            stages = plan.by_tree() if plan.is_few else plan.by_chunks(spans)
             self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[slice(*spans[self.rank])], output)
 
@@ -233,12 +234,12 @@ class Group:
         # Ranks must agree on all sizes; a header holds only a few.
         shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
         with self._lock:
-            operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
-            stages = work.all(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
+            stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
             self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[end - sizes[self.rank] : end], output)
 
-    def _reducing(
+    def _plan(
         self,
         kind: Kind,
         tensor: Tensor,
@@ -247,12 +248,12 @@ class Group:
         dst: int | None = None,
         parts: int = 1,
         shape: tuple[int, ...] | None = None,
-    ) -> tuple[Operation, Reducing]:
+    ) -> tuple[Operation, ReductionPlan]:
         """Number a reduction of `parts` times `flat`; an unsupported dtype is refused before."""
-        quick = self._selector.sums_identically(parts * flat.numel(), flat.element_size())
-        combiner = Combiner(reduction, flat, self._scratch, quick=quick)
+        use_numpy = self._selector.sums_identically(parts * flat.numel(), flat.element_size())
+        combiner = Combiner(reduction, flat, self._scratch, use_numpy=use_numpy)
         operation = self._operation(kind, tensor, reduction, dst, shape)
-        return operation, Reducing(reduction, flat, combiner, self._scratch, self._selector)
+        return operation, ReductionPlan(reduction, flat, combiner, self._scratch, self._selector)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copy the tensor of rank `src` to all."""
@@ -266,7 +267,7 @@ class Group:
         copy_back(flat, tensor)
 
     def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
-        """Return rank 0's file descriptor on every rank; see `segment.Ranks`. Call it within `together`."""
+        """Return rank 0's file descriptor on every rank; see `segment.Ranks`. Call it within `exclusive`."""
         with self._lock:
             operation = Operation(Kind.BROADCAST, self.sequence, generation=self._generation)
             return self._executor.share_descriptor(operation, descriptor, 0, self._deadline(timeout))
@@ -323,8 +324,8 @@ class Group:
         (begin, end), (first, last) = send[self.rank], receive[self.rank]
         if end - begin != last - first:
             raise ConfigError(
-                f"all_to_all: rank {self._names[self.rank]} sends {end - begin} elements to itself, and is to receive "
-                f"{last - first} from itself."
+                f"all_to_all: rank {self._global_ranks[self.rank]} sends {end - begin} elements to itself and "
+                f"receives {last - first} from itself; both must be the same."
             )
         schedule = algorithms.all_to_all(self.rank, self.world_size, send, receive)
         buffers = Buffers(memory_of(source), memory_of(target), source.element_size())
@@ -337,14 +338,14 @@ class Group:
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until all ranks have called it."""
         nothing = Buffers(memoryview(bytearray()), memoryview(bytearray()), 1)
-        stage = Stage(algorithms.agreement(self.rank, self.world_size), nothing)
+        stage = Stage(algorithms.dissemination_barrier(self.rank, self.world_size), nothing)
         with self._lock:
             self._executor.run(self._operation(Kind.BARRIER, None), [stage], self._deadline(timeout))
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
         """Start a send or recv of a flat tensor, which is kept until it is done."""
-        if peer == self.rank or self._ring is None:
-            raise ConfigError(f"rank {self._names[self.rank]} cannot send to or receive from itself.")
+        if peer == self.rank or self._connections is None:
+            raise ConfigError(f"rank {self._global_ranks[self.rank]} cannot send to or receive from itself.")
         if not ANY_SOURCE <= peer < self.world_size:
             raise ConfigError(f"rank {peer} is not in this group of {self.world_size}.")
         operation = Operation(
@@ -352,7 +353,7 @@ class Group:
         )
         self._raise_failure(operation)
         message = Message(operation, peer, memory_of(flat))
-        mailbox = self._ring.mailbox
+        mailbox = self._connections.mailbox
         failure: CyxtrainError | None = None
         try:
             (mailbox.post_receive if receiving else mailbox.post_send)(message)
@@ -376,84 +377,81 @@ class Group:
         code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
-        name = -1 if root is None else self._names[root]
-        self._begin(begun := Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
-        return begun
+        name = -1 if root is None else self._global_ranks[root]
+        self._begin(operation := Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
+        return operation
 
     def _begin(self, operation: Numbered) -> None:
         """Make an operation the current one, unless the group has failed."""
         self._raise_failure(operation)
         self.sequence += 1
-        self._executor.spins = self._collective_thread is None or not self._collective_thread.is_current
-        self._doing.latest = operation
+        self._executor.spin_before_blocking = self._collective_thread is None or not self._collective_thread.is_current
+        self._activity.latest = operation
 
     def _deadline(self, timeout: timedelta | None) -> Deadline:
         return Deadline((timeout or self.timeout).total_seconds())
 
     def _raise_failure(self, operation: Numbered) -> None:
         """Raise the group's error, if it has failed: a later result could only be wrong."""
-        failure = None if self._ring is None else self._ring.watch.failure
-        if failure is not None:
-            assert self._ring is not None
-            self._ring.watch.is_raised = True
-            raise at_operation(failure, operation)
+        if self._monitor is not None and self._monitor.failure is not None:
+            self._monitor.is_raised = True
+            raise at_operation(self._monitor.failure, operation)
 
     @property
     def raised_failure(self) -> CyxtrainError | None:
         """The error that ended this group, once this rank's program has seen it; else None."""
-        watch = None if self._ring is None else self._ring.watch
-        return watch.failure if watch is not None and watch.is_raised else None
+        return self._monitor.failure if self._monitor is not None and self._monitor.is_raised else None
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
         """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""
-        if self._ring is not None:
-            self._ring.watch.call_on_failure(function)
+        if self._monitor is not None:
+            self._monitor.call_on_failure(function)
 
     def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
         """Return the error that ended this group, as this rank raises it; wait for it at most `seconds`."""
-        watch = None if self._ring is None else self._ring.watch
-        failure = None if watch is None else watch.await_failure(seconds) if seconds else watch.failure
-        if watch is None or failure is None:
+        monitor = self._monitor
+        failure = None if monitor is None else monitor.await_failure(seconds) if seconds else monitor.failure
+        if monitor is None or failure is None:
             return None
-        watch.is_raised = True
+        monitor.is_raised = True
         return in_call(failure, during)
 
     def leave(self) -> None:
-        """Leave with a goodbye, unless the group has failed; harmless if called twice."""
+        """Leave with a goodbye, unless the group has failed. Idempotent."""
         if self._collective_thread is not None:
             self._collective_thread.close(_LEAVE_SECONDS)
         if not self._lock.acquire(timeout=_LEAVE_SECONDS):
-            self.fail("it left in the middle of a collective that another of its threads was in.")
+            self.fail("it left while another of its threads was in a collective.")
             self._lock.acquire()
         try:
             left, self._left, self._staged = self._left, True, StagedReductions(self.persistent)
-            if self._ring is not None and not left:
-                loss = self._siblings.loss(self._made_at)
-                if loss is not None:
-                    self._ring.watch.fail(loss)  # the cause; a goodbye would blame this rank
-                self._ring.close(self.sequence)
+            if self._connections is not None and not left:
+                peer_failure = self._registry.peer_failure(self._created_at)
+                if peer_failure is not None:  # the cause: a goodbye would be reported instead
+                    self._connections.monitor.fail(peer_failure)
+                self._connections.close(self.sequence)
         finally:
             self._lock.release()
 
-    def loss(self, since: float) -> CyxtrainError | None:
-        """Return the error of a group that lost a rank, if the group still stands or failed after `since`."""
-        watch = None if self._ring is None else self._ring.watch
-        if watch is None or not isinstance(watch.failure, (PeerLostError, PeerSilentError, DistributedTrainingError)):
+    def peer_failure(self, since: float) -> CyxtrainError | None:
+        """Return the error of a group that lost a rank, if it is still open or failed after `since`."""
+        monitor, lost = self._monitor, (PeerLostError, PeerSilentError, DistributedTrainingError)
+        if monitor is None or not isinstance(monitor.failure, lost):
             return None
-        return None if self._left and watch.failed_at < since else watch.failure
+        return None if self._left and monitor.failed_at < since else monitor.failure
 
     def abandon(self) -> None:
         """Close all connections without a goodbye, as a forked child does."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
         self._collective_thread, self._staged = None, StagedReductions(self.persistent)
-        if self._ring is not None:
-            self._ring.abandon()
+        if self._connections is not None:
+            self._connections.abandon()
 
     def fail(self, reason: str | CyxtrainError) -> None:
         """End the group because of an error of this rank, and tell all ranks why."""
-        if self._ring is not None:
-            rank = self._names[self.rank]
-            ended = reason if isinstance(reason, CyxtrainError) else None
-            self._ring.watch.is_raised = True
-            self._ring.watch.fail(ended or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
+        if self._monitor is not None:
+            rank = self._global_ranks[self.rank]
+            error = reason if isinstance(reason, CyxtrainError) else None
+            self._monitor.is_raised = True
+            self._monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))

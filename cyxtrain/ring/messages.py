@@ -100,9 +100,9 @@ class _Sleeper:
 class Mailbox:
     """The messages of one rank; thread-safe."""
 
-    def __init__(self, links: dict[int, Link], watch: PeerMonitor) -> None:
+    def __init__(self, links: dict[int, Link], monitor: PeerMonitor) -> None:
         self._links = links
-        self._watch = watch
+        self._monitor = monitor
         self._outboxes: dict[int, deque[Message]] = {peer: deque() for peer in links}
         self._inboxes = {peer: _Inbox() for peer in links}
         self._receives: list[Message] = []
@@ -141,7 +141,7 @@ class Mailbox:
         try:
             while not self._finish_or_sleep(message, deadline):
                 if message.peer != ANY_SOURCE and time.monotonic() - since >= _LONG_SECONDS:
-                    with self._watch.waiting(message.operation, self._links[message.peer].rank, since):
+                    with self._monitor.waiting(message.operation, self._links[message.peer].rank, since):
                         while not self._finish_or_sleep(message, deadline):
                             pass
                     return
@@ -154,7 +154,7 @@ class Mailbox:
             if message.done:
                 return True
             if deadline.passed():
-                raise self._watch.fail(self._timeout_error(message, deadline))
+                raise self._monitor.fail(self._timeout_error(message, deadline))
             sleeper = self._idle.pop() if self._idle else _Sleeper()
             self._asleep.append(sleeper)
             readers, writers = self.waiting()
@@ -171,7 +171,7 @@ class Mailbox:
     def _timeout_error(self, message: Message, deadline: Deadline) -> CyxtrainError:
         peer = None if message.peer == ANY_SOURCE else self._links[message.peer].rank
         return CollectiveTimeoutError(
-            f"rank {self._watch.rank} timed out in {message.operation.describe()}: it waited for "
+            f"rank {self._monitor.rank} timed out in {message.operation.describe()}: it waited for "
             f"{'any rank' if peer is None else f'rank {peer}'} until its timeout of {deadline.seconds:g} s was over. "
             "Is there a matching call with the same tag? collective_timeout_ms sets the timeout.",
             rank=peer,
@@ -188,14 +188,14 @@ class Mailbox:
                 for peer in self._inboxes:
                     self._receive_all(peer)
             except LinkBroken as broken:
-                raise self._watch.fail(self._watch.explain(broken.rank, broken.reason)).again() from None
+                raise self._monitor.fail(self._monitor.explain(broken.rank, broken.reason)).again() from None
             except CyxtrainError:
                 raise
             except BaseException as error:
                 # Ctrl-C, say, between a system call and the count of its bytes.
-                rank = self._watch.rank
+                rank = self._monitor.rank
                 reason = f"rank {rank} was interrupted in a message by {error!r}: start all ranks again."
-                self._watch.fail(PeerLostError(reason, rank=rank))
+                self._monitor.fail(PeerLostError(reason, rank=rank))
                 raise
 
     def waiting(self) -> tuple[list[Pollable], list[Pollable]]:
@@ -241,7 +241,7 @@ class Mailbox:
         except LinkBroken as broken:
             inbox = self._inboxes[peer]
             awaited = inbox.current is not None or any(message.peer == peer for message in self._receives)
-            if awaited or not self._watch.has_left(broken.rank):
+            if awaited or not self._monitor.has_left(broken.rank):
                 raise
             inbox.ended = True  # a recv from any source may still be served by the others
             if self._all_ended():
@@ -268,7 +268,7 @@ class Mailbox:
         rank = self._links[peer].rank
         try:
             if is_damaged(inbox.head, self._links[peer].checksums):
-                raise self._watch.fail(damaged(rank, self._watch.rank, "a message")).again()
+                raise self._monitor.fail(damaged(rank, self._monitor.rank, "a message")).again()
             operation, payload_bytes = decode_header(inbox.head)
             if payload_bytes != operation.payload_bytes():
                 raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
@@ -277,7 +277,8 @@ class Mailbox:
                 message = Message(operation, peer, _allocate(payload_bytes))
                 inbox.unclaimed.append(message)
         except FrameError as error:
-            raise self._watch.fail(PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)) from None
+            failure = PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)
+            raise self._monitor.fail(failure) from None
         inbox.current, inbox.sum = message, payload_sum(inbox.head)
         self._finish(peer, inbox, message)
 
@@ -286,7 +287,7 @@ class Mailbox:
             checksums = self._links[peer].checksums
             if checksums is not None and checksums.of(message.data) != inbox.sum:
                 rank = self._links[peer].rank
-                raise self._watch.fail(damaged(rank, self._watch.rank, message.operation.describe())).again()
+                raise self._monitor.fail(damaged(rank, self._monitor.rank, message.operation.describe())).again()
             inbox.current = None
             self._complete(message)
             if inbox.unclaimed:
@@ -331,12 +332,12 @@ class Mailbox:
         ):
             return
         error = CollectiveMismatchError(
-            f"rank {rank} sends {found.describe()}, which does not match the recv of rank {self._watch.rank}: "
+            f"rank {rank} sends {found.describe()}, which does not match the recv of rank {self._monitor.rank}: "
             f"{ours.describe()}. send and recv must agree on the number of elements and the dtype.",
             rank=rank,
             during=ours.describe(),
         )
-        raise self._watch.fail(error).again()
+        raise self._monitor.fail(error).again()
 
 
 def _allocate(payload_bytes: int) -> memoryview:

@@ -278,7 +278,7 @@ class RingOperations:
     # The end.
 
     def shutdown(self) -> None:
-        """Leave the group with a goodbye; harmless twice."""
+        """Leave the group with a goodbye. Idempotent."""
         self._group.leave()
 
     def fail(self, reason: str | CyxtrainError) -> None:

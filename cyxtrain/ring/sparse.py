@@ -26,7 +26,7 @@ def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: time
     with torch.inference_mode(tensor.is_inference()):  # PyTorch coalesces a tensor only in the mode it was made in
         own = tensor.detach().coalesce()
         indices, values = own.indices().cpu(), own.values().cpu()
-    with group.together():
+    with group.exclusive():
         counts = _counts(group, indices.shape[0], values.shape[0], tensor.shape, timeout)
         rows, values = (_gather(group, part, counts, timeout) for part in (indices.t().contiguous(), values))
     indices, values = _added(rows.t(), values, counts)
@@ -49,9 +49,9 @@ def _counts(group: Group, sparse_dim: int, count: int, shape: torch.Size, timeou
     for rank, row in enumerate(rows):
         if row[1:] != rows[0][1:]:
             raise CollectiveMismatchError(
-                f"all_reduce of sparse tensors: rank {group.name_of(0)} has {_told(rows[0])}, rank "
-                f"{group.name_of(rank)} has {_told(row)}. Give tensors of one size on all ranks.",
-                rank=group.name_of(rank),
+                f"all_reduce of sparse tensors: rank {group.global_rank(0)} has {_told(rows[0])}, rank "
+                f"{group.global_rank(rank)} has {_told(row)}. Give tensors of one size on all ranks.",
+                rank=group.global_rank(rank),
             )
     return [row[0] for row in rows]
 

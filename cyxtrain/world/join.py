@@ -146,10 +146,10 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
     timeout = timedelta(milliseconds=config.collective_timeout_ms)
     # Made before PyTorch knows of it, which counts failed groups too: a rank that retries would use other keys.
     ring = RingProcessGroup(
-        store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=WORLD_GROUPS
+        store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, registry=WORLD_GROUPS
     )
     try:
-        reports = ring.told or [("", options.devices)]
+        reports = ring.reported_devices or [("", options.devices)]
         seen = [Seen.from_text(text) for _, text in reports]
         backend = devices.common_backend(seen)
         why_ring = "" if backend else devices.why_ring(seen, [machine for machine, _ in reports])

@@ -162,7 +162,7 @@ def spans_of(lengths):
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_agreement_ends_when_every_rank_has_heard_of_every_other(world_size):
-    schedules = [algorithms.agreement(rank, world_size) for rank in range(world_size)]
+    schedules = [algorithms.dissemination_barrier(rank, world_size) for rank in range(world_size)]
     assert Lockstep(schedules, [[] for _ in range(world_size)]).run().all_heard()
     assert {len(schedule) for schedule in schedules} == {(world_size - 1).bit_length()}
 
@@ -330,7 +330,7 @@ def test_every_schedule_first_speaks_to_the_next_rank_and_hears_the_previous(wor
         firsts = {
             (step.send_to, step.receive_from)
             for step in (
-                algorithms.agreement(rank, world_size)[0],
+                algorithms.dissemination_barrier(rank, world_size)[0],
                 algorithms.reduce_scatter(rank, world_size, spans)[0],
                 algorithms.all_gather(rank, world_size, spans, range(world_size))[0],
                 *(schedule[0] for schedule in copies_of_rank_0(rank, world_size) if world_size > algorithms.FEW_RANKS),

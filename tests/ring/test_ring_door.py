@@ -120,7 +120,7 @@ def test_a_member_is_handed_over_with_what_it_said_of_itself(house, guests):
         house.members[claim].sendall(b"welcome")
         assert guest.recv(100) == b"welcome"
     assert house.watched == 1
-    assert not house.door.unproven
+    assert not house.door.unauthenticated
 
 
 def test_a_member_that_speaks_one_byte_at_a_time_is_let_in(house, guests):
@@ -177,7 +177,7 @@ def test_who_does_not_know_the_secret_hears_our_hello_and_nothing_more(house, gu
         say(guest, caller.prove(answer))
         house.settle()
         assert hear_all(guest) == b""
-    assert house.door.unproven == {1: 3}
+    assert house.door.unauthenticated == {1: 3}
     assert not house.members
 
 
@@ -188,7 +188,7 @@ def test_a_secret_that_is_wrong_is_counted_for_so_many_ranks_only(house, guests)
         with pytest.raises(NoProofError):
             shake(house, guest, dataclasses.replace(CLAIM, rank=1000 * rank), b"another secret")
         guest.close()
-    assert len(house.door.unproven) <= 1024
+    assert len(house.door.unauthenticated) <= 1024
 
 
 def test_a_handshake_that_was_heard_before_opens_no_door(house, guests):

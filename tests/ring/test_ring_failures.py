@@ -42,7 +42,7 @@ def test_a_collective_that_takes_too_long_names_the_rank_that_holds_all_up(world
         group.set_timeout(timedelta(seconds=0.4))
         if group.rank() == absent:
             ended.wait(10)
-            wait_until(lambda: group._group._ring.watch.failure is not None)
+            wait_until(lambda: group._group._connections.monitor.failure is not None)
             return error_of(lambda: group.barrier())
         # Who comes first runs out of time first, although it waits for a rank that itself waits.
         wait_until(lambda: came == list(range(absent - 1, group.rank(), -1)))
@@ -85,11 +85,11 @@ def test_a_peer_that_trickles_does_not_move_the_deadline():
     def rank_main(group):
         if group.rank() == 0:
             return error_of(lambda: group.allreduce([torch.zeros(5000)], options_with_deadline))
-        link = group._group._ring.links[0]
+        link = group._group._connections.links[0]
         operation = Operation(Kind.ALL_REDUCE, 1, Reduction.SUM, dtype_code(torch.float32), (5000,))
         link.send(expected_header(operation.identity(), 20000).ljust(HEADER_BYTES, b"\0"))
         with contextlib.suppress(Exception):
-            while group._group._ring.watch.failure is None:
+            while group._group._connections.monitor.failure is None:
                 link.send(b"x")
                 time.sleep(0.001)
         return None
@@ -233,7 +233,7 @@ def test_leaving_while_another_thread_waits_in_a_collective_ends_that_wait():
 
     for error in run_threads(2, rank_main):
         assert (type(error), error.rank) == (PeerLostError, 0)
-        assert "it left in the middle of a collective" in str(error)
+        assert "it left while another of its threads was in a collective" in str(error)
 
 
 def test_leaving_while_another_thread_waits_for_a_message_ends_that_wait():
@@ -244,7 +244,7 @@ def test_leaving_while_another_thread_waits_for_a_message_ends_that_wait():
         errors = []
         waiting = threading.Thread(target=lambda: errors.append(error_of(group.recv([torch.zeros(1)], 1).wait)))
         waiting.start()
-        wait_until(lambda: group._group._ring.mailbox._asleep)
+        wait_until(lambda: group._group._connections.mailbox._asleep)
         group.shutdown()
         waiting.join(10)
         ended.set()
@@ -259,7 +259,7 @@ def test_leaving_while_another_thread_waits_for_a_message_ends_that_wait():
 def test_what_is_no_control_frame_ends_the_group_and_names_who_sent_it():
     def rank_main(group):
         if group.rank() == 1:
-            group._group._ring.watch._controls[0].send(b"GET / HTTP/1.0\r\n\r\n" * 2)
+            group._group._connections.monitor._controls[0].send(b"GET / HTTP/1.0\r\n\r\n" * 2)
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
     for error in run_threads(2, rank_main):
@@ -270,7 +270,7 @@ def test_what_is_no_control_frame_ends_the_group_and_names_who_sent_it():
 def test_a_goodbye_that_counts_in_words_is_refused():
     def rank_main(group):
         if group.rank() == 1:
-            monitor = group._group._ring.watch
+            monitor = group._group._connections.monitor
             monitor._controls[0].send(control_frame(2, {"collectives": "many"}, monitor._checksums))
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
@@ -279,7 +279,7 @@ def test_a_goodbye_that_counts_in_words_is_refused():
 
 def test_in_a_part_of_the_world_errors_name_the_ranks_of_the_world():
     def rank_main(world):
-        group = RingProcessGroup(store, world.rank(), 2, timedelta(seconds=5), names=[4, 7])
+        group = RingProcessGroup(store, world.rank(), 2, timedelta(seconds=5), global_ranks=[4, 7])
         try:
             if world.rank() == 1:
                 return error_of(lambda: broadcast(0)(group))

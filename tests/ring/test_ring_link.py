@@ -59,14 +59,14 @@ def test_a_deadline_passes_when_its_time_is_up(clock):
 def test_a_wait_that_ends_late_moves_the_deadline_by_as_much(clock):
     deadline = Deadline(5.0)
     clock.now += 7.0
-    deadline.woke(3.0)
+    deadline.extend_if_suspended(3.0)
     assert (deadline.left(), deadline.passed()) == (1.0, False)
 
 
 @pytest.mark.parametrize("late_seconds", [-2.0, 0.0, 0.01, 0.5])
 def test_a_wait_that_ends_early_or_hardly_late_does_not(late_seconds, clock):
     deadline = Deadline(5.0)
-    deadline.woke(late_seconds)
+    deadline.extend_if_suspended(late_seconds)
     assert deadline.left() == 5.0
 
 

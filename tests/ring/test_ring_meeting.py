@@ -117,24 +117,24 @@ def test_a_store_that_ends_because_another_group_lost_a_rank_is_not_blamed():
     gone, asked = threading.Event(), []
 
     class World:
-        def loss(self, since):  # it hears of the rank a moment after the store has gone
+        def peer_failure(self, since):  # it hears of the rank a moment after the store has gone
             asked.extend([since] * gone.is_set())
             return PeerLostError("rank 2 is lost: killed", rank=2) if len(asked) > 3 else None
 
-    siblings, world = GroupRegistry(), World()
-    siblings.add(world)
-    error = error_of_a_meeting_whose_store_ends(siblings, gone)
+    registry, world = GroupRegistry(), World()
+    registry.add(world)
+    error = error_of_a_meeting_whose_store_ends(registry, gone)
     assert isinstance(error, PeerLostError)
     assert str(error) == "rank 2 is lost: killed"
 
 
-def error_of_a_meeting_whose_store_ends(siblings, gone):
+def error_of_a_meeting_whose_store_ends(registry, gone):
     server = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, 2, False, wait_for_workers=False)
     found = []
 
     def rank_main():
-        found.append(error_of(lambda: meet(client, 1, 2, 20.0, siblings=siblings)))
+        found.append(error_of(lambda: meet(client, 1, 2, 20.0, registry=registry)))
 
     waiting = threading.Thread(target=rank_main, daemon=True)
     waiting.start()
@@ -240,7 +240,12 @@ def test_what_a_group_held_is_free_when_it_has_left_and_not_when_python_collects
         group = meet(store, rank, 2)
         reduce_once(group)
         group.shutdown()
-        parts = (group._group, group._group._ring, group._group._ring.watch, group._group._ring.meeting)
+        parts = (
+            group._group,
+            group._group._connections,
+            group._group._connections.monitor,
+            group._group._connections.rendezvous_result,
+        )
         held.extend(weakref.ref(part) for part in parts)
 
     store, held = dist.HashStore(), []

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rank_processes import _CONTEXT, rank_server  # noqa: F401 - a fixture
 
 from cyxtrain.ring.wire import peer_read
-from cyxtrain.ring.wire.peer_read import PeerMemory, address_of, open_to_reading
+from cyxtrain.ring.wire.peer_read import PeerMemory, address_of, allow_peer_reads
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
-    pytest.mark.skipif(not open_to_reading(), reason="no process can read another's memory on this system"),
+    pytest.mark.skipif(not allow_peer_reads(), reason="no process can read another's memory on this system"),
 ]
 PIECE = peer_read._PIECE_BYTES
 SIZE = 2 * PIECE + 4099
@@ -33,7 +33,7 @@ def lie_open(end, seed):
     """Runs in another process: has something in its memory until it is told to end."""
     held, token = contents(seed), ctypes.create_string_buffer(secrets.token_bytes(16), 16)
     peer_read._token = token  # forked from one server, all have the same one
-    end.send((_CONTEXT.current_process().pid, address_of(memoryview(held)), open_to_reading()))
+    end.send((_CONTEXT.current_process().pid, address_of(memoryview(held)), allow_peer_reads()))
     end.recv()
 
 
@@ -140,10 +140,10 @@ def test_a_probe_of_any_address_is_refused_without_an_error(address, token):
 
 
 def test_where_there_is_no_such_call_nothing_is_offered_and_nothing_read(monkeypatch):
-    probe, pid = open_to_reading(), _CONTEXT.current_process().pid
+    probe, pid = allow_peer_reads(), _CONTEXT.current_process().pid
     assert PeerMemory(pid).can_be_read(probe)
     monkeypatch.setattr(peer_read, "_readv", None)
-    assert open_to_reading() == ""
+    assert allow_peer_reads() == ""
     assert not PeerMemory(pid).can_be_read(probe)
     assert not PeerMemory(pid).can_be_read("")
     with pytest.raises(OSError, match="no process can read another's memory here"):
@@ -153,7 +153,7 @@ def test_where_there_is_no_such_call_nothing_is_offered_and_nothing_read(monkeyp
 def test_a_system_without_the_c_library_of_linux_has_no_such_call(monkeypatch):
     monkeypatch.setattr(peer_read, "_libc", None)
     assert peer_read._find_reader() is None
-    assert open_to_reading() == ""
+    assert allow_peer_reads() == ""
     assert sys.platform == "linux" or peer_read._readv is None
 
 

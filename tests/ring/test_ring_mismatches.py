@@ -176,7 +176,7 @@ def test_a_rank_that_was_not_waiting_hears_of_the_error_at_its_next_call():
             told.set()
             return error
         told.wait(10)
-        wait_until(lambda: group._group._ring.watch.failure is not None)
+        wait_until(lambda: group._group._connections.monitor.failure is not None)
         return error_of(lambda: group.barrier())
 
     told = threading.Event()

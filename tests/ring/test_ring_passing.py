@@ -30,7 +30,7 @@ WORLDS = with_cores((2, 2), (3, 1), *(pytest.param(*world, marks=NIGHTLY) for wo
 
 def passes(group, tensor, op=Op.SUM):
     reduction = Reduction.AVG if op == Op.AVG else Reduction[op.name]
-    return group._group._staged.of(tensor, reduction) is not None
+    return group._group._staged.find(tensor, reduction) is not None
 
 
 def open_staged(group):
@@ -190,8 +190,8 @@ def test_a_question_is_found_though_another_has_been_asked_since(world_size, cor
         open_staged(group)
         all_reduce(group, torch.zeros(COUNT))
         if group.rank() == 1:
-            reduction = group._group._staged.of(torch.zeros(COUNT), Reduction.SUM)
-            meet, first, asks = reduction._meet, group._group.sequence + 1, reduction.counters[0].has_asked
+            reduction = group._group._staged.find(torch.zeros(COUNT), Reduction.SUM)
+            meet, first, asks = reduction._barrier, group._group.sequence + 1, reduction.counters[0].has_asked
             wait_until(lambda: asks(first))
             meetings = itertools.count(1)
 
@@ -201,7 +201,7 @@ def test_a_question_is_found_though_another_has_been_asked_since(world_size, cor
                     wait_until(lambda: asks(first + 1))
                 return exchanges
 
-            reduction._meet = meet_late
+            reduction._barrier = meet_late
         return [all_reduce(group, torch.ones(COUNT)).unique().tolist() for _ in range(3)]
 
     assert run_threads(world_size, rank_main) == [[[float(world_size)]] * 3] * world_size

@@ -139,7 +139,7 @@ def test_the_time_for_which_this_process_was_stopped_counts_for_nobody(kernel):
     pulse = Heartbeat(OWN, THERE | HERE, 10.0, 0.0)
     kernel[HERE[5]] = State.STOPPED
     assert pulse.examine(1.0) is None
-    pulse.was_stopped(600.0, 603.0)
+    pulse.discount_pause(600.0, 603.0)
     assert pulse.examine(603.0) is None  # heartbeats of 3 s ago, a stop of 2 s
     assert pulse.examine(604.9) is None
     assert pulse.examine(605.0).rank == 5
@@ -152,6 +152,6 @@ def test_a_clock_never_runs_ahead(kernel):
     pulse = Heartbeat(OWN, THERE, 10.0, 0.0)
     pulse.received(1, 599.0)
     pulse.received(2, 599.0)
-    pulse.was_stopped(500.0, 600.0)
+    pulse.discount_pause(500.0, 600.0)
     assert pulse.examine(609.9) is None
     assert pulse.examine(610.0) is not None

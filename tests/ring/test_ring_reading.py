@@ -23,9 +23,9 @@ from cyxtrain.ring import connections
 from cyxtrain.ring.executor import Executor
 from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
-from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
+from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 
-pytestmark = pytest.mark.skipif(not open_to_reading(), reason="no process can read another's memory on this system")
+pytestmark = pytest.mark.skipif(not allow_peer_reads(), reason="no process can read another's memory on this system")
 MIB = 2**20
 LARGE = 500_003
 GARBAGE = -7.0

@@ -48,7 +48,7 @@ def routes_of(places, unread=(), cores=64):
         {other for other in ranks if other != rank and places[other] == places[rank] and (rank, other) not in unread}
         for rank in ranks
     ]
-    return [connections._selector(RendezvousResult(table=table, readers=readers), rank) for rank in ranks]
+    return [connections._selector(RendezvousResult(table=table, readable_by_rank=readers), rank) for rank in ranks]
 
 
 def way_of(routes, item_bytes):

@@ -130,8 +130,8 @@ class Waiting:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"run": RUN}, "it belongs to another run than rank 0, or to an earlier life of this one"),
-        ({"generation": 1}, "it belongs to another run than rank 0, or to an earlier life of this one"),
+        ({"run": RUN}, "it belongs to another run than rank 0, or to an earlier incarnation of this run"),
+        ({"generation": 1}, "it belongs to another run than rank 0, or to an earlier incarnation of this run"),
         ({"rank": 2}, "there is no rank 2 in a world of 2"),
         ({"rank": 0}, "rank 0 is taken"),
     ],

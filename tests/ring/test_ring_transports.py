@@ -205,7 +205,7 @@ def test_where_nobody_can_read_anybody_the_ring_takes_unix_sockets(monkeypatch):
 
 
 def test_where_nobody_offers_its_memory_the_ring_takes_unix_sockets(monkeypatch):
-    monkeypatch.setattr(rendezvous, "open_to_reading", lambda: "")
+    monkeypatch.setattr(rendezvous, "allow_peer_reads", lambda: "")
     assert run_threads(2, travelled) == [("unix", False)] * 2
 
 

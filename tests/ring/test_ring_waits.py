@@ -20,16 +20,16 @@ def waiting(rank=0, peer=1, sequence=7, since=100.0):
 
 
 def test_who_waits_for_nobody_is_to_blame():
-    assert waiting().blame(7, 1) == 1
+    assert waiting().find_straggler(7, 1) == 1
 
 
 def test_the_last_of_a_chain_is_to_blame():
     waits = waiting()
     waits.peer_waits(1, 7, 2)
-    assert waits.blame(7, 1) == 2
+    assert waits.find_straggler(7, 1) == 2
     waits.peer_waits(2, 7, 3)
-    assert waits.blame(7, 1) == 3
-    assert waits.blame(7, 2) == 3
+    assert waits.find_straggler(7, 1) == 3
+    assert waits.find_straggler(7, 2) == 3
 
 
 @pytest.mark.parametrize("circle", [{1: 0}, {1: 2, 2: 0}, {1: 2, 2: 1}, {1: 1}], ids=str)
@@ -37,16 +37,16 @@ def test_in_a_circle_the_next_one_is_as_good_as_any(circle):
     waits = waiting()
     for other, peer in circle.items():
         waits.peer_waits(other, 7, peer)
-    assert waits.blame(7, 1) == 1
+    assert waits.find_straggler(7, 1) == 1
 
 
 def test_what_was_said_of_another_collective_is_over():
     waits = waiting()
     waits.peer_waits(1, 6, 2)
-    assert waits.blame(7, 1) == 1
+    assert waits.find_straggler(7, 1) == 1
     waits.peer_waits(1, 7, 2)
     waits.peer_waits(2, 6, 3)
-    assert waits.blame(7, 1) == 2
+    assert waits.find_straggler(7, 1) == 2
 
 
 # --- questions ------------------------------------------------------------------------------------------------------

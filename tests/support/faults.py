@@ -232,7 +232,7 @@ def install(plan: Plan, rank: int) -> None:
             _wrap(Link, name, calls, count)
     if collectives:
         count = itertools.count(1)
-        for name in ("run", "take_rounds"):
+        for name in ("run", "run_persistent"):
             _wrap(Executor, name, collectives, count)
 
 

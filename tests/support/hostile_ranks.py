@@ -79,7 +79,7 @@ def join_and_train(path: str) -> dict[str, Any]:
         began = time.monotonic()
         wait_until(lambda: _descriptors() <= before, 10.0)
         left_seconds = time.monotonic() - began
-        watch = next(thread for thread in threading.enumerate() if thread.name == "cyxtrain-watch")
+        watch = next(thread for thread in threading.enumerate() if thread.name == "cyxtrain-monitor")
         threads = threading.active_count()
         assert watch.is_alive()
     memory = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
@@ -168,7 +168,7 @@ def run_out_of_descriptors(path: str) -> dict[str, Any]:
 
 
 def _without_descriptors(folder: Folder, lines: Lines) -> dict[str, Any]:
-    watch = next(thread for thread in threading.enumerate() if thread.name == "cyxtrain-watch")
+    watch = next(thread for thread in threading.enumerate() if thread.name == "cyxtrain-monitor")
     clock = time.pthread_getcpuclockid(watch.ident or 0)
     highest = max(int(entry) for entry in os.listdir("/proc/self/fd"))
     folder.tell("waits")  # the last file that it opens

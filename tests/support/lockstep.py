@@ -49,22 +49,22 @@ def combined(one: Any, other: Any) -> Any:
     return ((one[0], other[0]), one[1])
 
 
-def handed_over(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
+def handed_over(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
     return Way.HANDED_OVER
 
 
-def buffered(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
+def buffered(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
     return Way.BUFFERED
 
 
-def handed_over_where_long(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
+def handed_over_where_long(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
     """As where no buffer has room for what is long; what says nothing finds room in any."""
     return Way.HANDED_OVER if length else Way.BUFFERED
 
 
-def offered(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
+def offered(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
     """As where all ranks can read each other, and everything is large; what says nothing needs no memory."""
-    return Way.OFFERED if length and then is not OnReceive.EXCHANGE else Way.BUFFERED
+    return Way.OFFERED if length and on_receive is not OnReceive.EXCHANGE else Way.BUFFERED
 
 
 def apart(schedule: Sequence[Step]) -> list[ReadReduce | Transfer]:
@@ -164,7 +164,7 @@ class Lockstep:
             self._open[rank] = {"fold"}
         else:
             sends, receives = step.send_to is not None, step.receive_from is not None
-            if sends and receives and self._sources is self._targets and step.then is not OnReceive.EXCHANGE:
+            if sends and receives and self._sources is self._targets and step.on_receive is not OnReceive.EXCHANGE:
                 assert step.send[1] <= step.receive[0] or step.receive[1] <= step.send[0], "it sends what it receives"
             self._open[rank] = ({"send"} if sends else set()) | ({"receive"} if receives else set())
 
@@ -194,7 +194,7 @@ class Lockstep:
         memory = self._sources[rank]
         payload = memory[first:end]
         assert len(payload) == end - first, "it sends what it does not have"
-        way = self._way(rank, receiver, end - first, step.then)
+        way = self._way(rank, receiver, end - first, step.on_receive)
         if payload:
             self.links.add((rank, receiver))
         queue = self._sent.setdefault((rank, receiver), deque())
@@ -230,9 +230,9 @@ class Lockstep:
         assert step.receive_from is not None
         payload = self._taken(rank, step.receive_from, sent, end - start)
         target = self._targets[rank]
-        if step.then is OnReceive.COMBINE:
+        if step.on_receive is OnReceive.COMBINE:
             target[start:end] = map(combined, payload, target[start:end])
-        elif step.then is OnReceive.EXCHANGE:
+        elif step.on_receive is OnReceive.EXCHANGE:
             self._kept[rank] = payload
         else:
             target[start:end] = payload

@@ -60,8 +60,8 @@ def failed() -> bool:
     """Whether the world has failed, as this rank knows it by now, without a call."""
     group = dist.group.WORLD
     assert isinstance(group, RingProcessGroup)
-    assert group._group._ring is not None
-    return group._group._ring.watch.failure is not None
+    assert group._group._connections is not None
+    return group._group._connections.monitor.failure is not None
 
 
 def small_model() -> nn.Module:

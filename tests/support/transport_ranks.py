@@ -119,7 +119,7 @@ def group() -> RingProcessGroup:
 
 def facts() -> dict[str, Any]:
     """How collectives travel, and what is left of the meeting."""
-    ring = group()._group._ring
+    ring = group()._group._connections
     assert ring is not None
     return {
         "transport": group()._group.transport,

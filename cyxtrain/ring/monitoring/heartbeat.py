@@ -41,8 +41,8 @@ class Heartbeat:
         """Stop watching a rank that has left."""
         self._others.pop(peer, None)
 
-    def was_stopped(self, seconds: float, now: float) -> None:
-        """Discount a time for which this process itself was stopped."""
+    def discount_pause(self, seconds: float, now: float) -> None:
+        """Discount a time for which this process itself was suspended."""
         for clock in (self._last_data, self._since):
             for peer, since in clock.items():
                 clock[peer] = min(since + seconds, now)

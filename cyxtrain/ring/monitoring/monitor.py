@@ -1,7 +1,7 @@
 """Control connections of a group: heartbeats, aborts with their cause, goodbyes, and who waits for whom.
 
 One thread per group reads them all. The first error of a group is final: it is sent to all other ranks, then every link
-is stopped, so that every thread that waits wakes and finds the cause here.
+is stopped, so that every waiting thread wakes and finds the cause here.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from cyxtrain.ring.wire.frames import (
 from cyxtrain.ring.wire.link import watch_over
 
 _log = logging.getLogger("cyxtrain.ring")
-_CAUSE_SECONDS = 1.0
+_CAUSE_WAIT_SECONDS = 1.0
 """How long a broken data link waits for the cause, which arrives on another connection."""
 _BEATS_PER_TIMEOUT = 10
 _LONGEST_BEAT_SECONDS = 0.5
-"""A kernel counts from the first byte that is not acknowledged: with rarer heartbeats it would notice a cut later."""
+"""TCP_USER_TIMEOUT runs from the oldest unacknowledged byte: rarer heartbeats delay detection."""
 _LATE_SECONDS = 0.5
-"""If the thread wakes so much too late, its whole process was stopped."""
+"""If the thread wakes this late, its whole process was suspended."""
 _LEAVE_SECONDS = 2.0
-"""How long leaving waits for the thread, which may hang in a log that nothing reads."""
+"""How long `leave` waits for the thread, which may block writing to a full log pipe."""
 _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 """By number: Python raises some of them as TimeoutError, like its own timeouts."""
 
 
 class PeerMonitor:
-    """Notices, keeps and reports why a group ends.
+    """Detects, records and broadcasts the first failure of a group.
 
     Args:
         controls: The control connection to each other rank; owned from now on.
-        selector: Waits for acceptor and control connections; the data of each is the function to call.
-        heartbeat_timeout_seconds: The shortest that any rank has, which this one must keep.
+        selector: Waits for acceptor and control connections; `SelectorKey.data` is the callback.
+        heartbeat_timeout_seconds: The minimum over all ranks.
         stop_links: Wakes every thread that waits on a link of the group; called once, when the group ends.
-        describe: Returns what this rank is doing, for one that waits for it.
+        describe: Returns what this rank is doing, for a waiting peer.
 
     Attributes:
         failed_at: When the group failed, in seconds of `time.monotonic`.
@@ -99,7 +99,7 @@ class PeerMonitor:
             sock.setblocking(False)
             watch_over(sock)
             selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_data, peer))
-        self._thread = threading.Thread(target=self._run, name="cyxtrain-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="cyxtrain-monitor", daemon=True)
         self._thread.start()
 
     @property
@@ -107,12 +107,12 @@ class PeerMonitor:
         """The first error of the group, or None."""
         return self._failure
 
-    def is_over(self, peer: int) -> bool:
+    def is_closed(self, peer: int) -> bool:
         """Return whether nothing more will arrive from `peer`: it has left, or the group has failed."""
         return self._failure is not None or peer in self._departed
 
     def fail(self, error: CyxtrainError) -> CyxtrainError:
-        """Keep the first error, report it to all ranks, stop every link; return the error that counts."""
+        """Record the first error, send it to all ranks, stop every link; return the group's error."""
         with self._changed:
             if self._failure is not None:
                 return self._failure
@@ -135,7 +135,7 @@ class PeerMonitor:
             function()
 
     def await_failure(self, seconds: float) -> CyxtrainError | None:
-        """Return the first error of the group, for which this waits; None: there was none."""
+        """Wait up to `seconds` for the group's error; None: there is none."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, seconds)
             return self._failure
@@ -160,12 +160,12 @@ class PeerMonitor:
     def has_left(self, peer: int) -> bool:
         """Return whether `peer`, whose link has ended, said goodbye; wait up to a second for it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_SECONDS)
+            self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_WAIT_SECONDS)
             return self._failure is None and peer in self._departed
 
     @contextlib.contextmanager
     def waiting(self, operation: Numbered, peer: int, since: float) -> Iterator[None]:
-        """Report to all that this rank has been waiting for `peer` for long, and warn after `WARN_SECONDS`."""
+        """Report to all that this rank has been waiting for `peer` for a long time; warn later."""
         thread = threading.get_ident()
         with self._changed:
             self._waits.begin(thread, operation.sequence, peer, operation.describe(), since)
@@ -179,10 +179,10 @@ class PeerMonitor:
                 if self._failure is None and operation.sequence == MESSAGES:
                     self._send(Control.WAITING, {"sequence": MESSAGES, "peer": NOBODY})
 
-    def blame(self, sequence: int, peer: int) -> int:
-        """Return the rank at the end of the chain of waits that begins with `peer`."""
+    def find_straggler(self, sequence: int, peer: int) -> int:
+        """Return the slow rank: the end of the chain of waits that begins with `peer`."""
         with self._changed:
-            return self._waits.blame(sequence, peer)
+            return self._waits.find_straggler(sequence, peer)
 
     def leave(self, collectives: int) -> None:
         """Send a goodbye to all, unless the group has failed, stop every link and end the thread."""
@@ -200,7 +200,7 @@ class PeerMonitor:
         self._wake_writer.close()
         for sock in self._controls.values():
             with contextlib.suppress(OSError):
-                while sock.recv(65536):  # unread data would make the kernel discard what was sent last
+                while sock.recv(65536):  # close with unread data sends RST, which can discard what was sent last
                     pass
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
@@ -208,10 +208,10 @@ class PeerMonitor:
         self._wake_reader.close()
 
     def abandon(self) -> None:
-        """Close everything without a goodbye, in a forked child, which has no such thread and is no rank."""
+        """Close everything without a goodbye, in a forked child, which has no such thread and is not a rank."""
         self._changed = threading.Condition()
         self._failure = CyxtrainError(
-            f"this process was forked from rank {self.rank} and is no rank itself: only its parent can communicate."
+            f"this process was forked from rank {self.rank} and is not a rank: only its parent can communicate."
         )
         for sock in (*self._controls.values(), self._wake_reader, self._wake_writer):
             sock.close()
@@ -230,13 +230,13 @@ class PeerMonitor:
             except OSError:
                 sent = 0
             if sent < len(frame):
-                self._unreachable.add(peer)  # half a frame was sent: what follows would not be understood
+                self._unreachable.add(peer)  # a partial frame desynchronizes the stream
 
     def _run(self) -> None:
         try:
             self._read()
         except BaseException as error:
-            # Without this thread no loss would be noticed.
+            # Without this thread no failure would be detected.
             self.fail(
                 CyxtrainError(f"rank {self.rank} can no longer receive control frames ({error!r}).", rank=self.rank)
             )
@@ -251,7 +251,7 @@ class PeerMonitor:
             if now < next_tick:
                 continue
             if now - next_tick > _LATE_SECONDS:
-                self._heartbeat.was_stopped(now - next_tick, now)
+                self._heartbeat.discount_pause(now - next_tick, now)
             self._tick(now)
             next_tick = time.monotonic() + self._beat_seconds
 
@@ -278,30 +278,32 @@ class PeerMonitor:
 
     def _on_data(self, peer: int) -> None:
         """Read and apply the control frames of a peer."""
-        received, sock, broken = self._received[peer], self._controls[peer], None
+        received, sock = self._received[peer], self._controls[peer]
+        broken: OSError | None = None
         try:
-            part = sock.recv(65536)
+            data = sock.recv(65536)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            part, broken = b"", error
-        received += part
+            data, broken = b"", error
+        received += data
+        closed = not data
         self._heartbeat.received(peer, time.monotonic())
         try:
             while (frame := take_control_frame(received, self._checksums)) is not None:
                 self._apply(peer, *frame)
         except DamagedError:
             self.fail(damaged(peer, self.rank, "a control frame"))
-            part = b""
+            closed = True
         except FrameError as error:
             self.fail(PeerLostError(f"rank {peer} sent an invalid control frame ({error}).", rank=peer))
-            part = b""
-        if part:
+            closed = True
+        if not closed:
             return
         self._selector.unregister(sock)
         self._heartbeat.forget(peer)
         if peer not in self._departed:
-            self.fail(_end_of(peer, broken))
+            self.fail(_disconnect_error(peer, broken))
 
     def _apply(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
         """Apply a control frame."""
@@ -316,9 +318,9 @@ class PeerMonitor:
             with self._changed:
                 self._waits.peer_waits(peer, _number(facts, "sequence"), _number(facts, "peer"))
         elif kind is Control.QUESTION:
-            doing = self._describe()
+            activity = self._describe()
             with self._changed:
-                self._send(Control.ANSWER, {"doing": doing}, [peer])
+                self._send(Control.ANSWER, {"doing": activity}, [peer])
         elif kind is Control.ANSWER:
             with self._changed:
                 warning = self._waits.answered(peer, str(facts.get("doing")), time.monotonic())
@@ -333,12 +335,12 @@ def _number(facts: dict[str, Any], name: str) -> int:
     return value
 
 
-def _end_of(peer: int, error: OSError | None) -> PeerLostError:
-    """Return the error for a control connection that has ended without a goodbye."""
+def _disconnect_error(peer: int, error: OSError | None) -> PeerLostError:
+    """Return the error for a control connection that ended without a goodbye."""
     if error is None or error.errno not in _NETWORK_ERRORS:
         return lost(peer)
     return PeerLostError(
-        f"rank {peer} is lost: the network to it, or its machine, is gone ({error.strerror}). Look at both, and start "
-        "all ranks again.",
+        f"rank {peer} is lost: its machine, or the network to it, is unreachable ({error.strerror}). Check both, and "
+        "start all ranks again.",
         rank=peer,
     )

@@ -52,8 +52,8 @@ class WaitGraph:
         else:
             self._others[other] = (sequence, peer)
 
-    def blame(self, sequence: int, peer: int) -> int:
-        """Return the rank at the end of the chain of waits that begins with `peer`."""
+    def find_straggler(self, sequence: int, peer: int) -> int:
+        """Return the slow rank: the end of the chain of waits that begins with `peer`."""
         seen, found = {self._rank}, peer
         while found not in seen:
             seen.add(found)
@@ -67,16 +67,16 @@ class WaitGraph:
         """Return a rank to ask now what it is doing: only ranks that wait for it directly warn."""
         for wait in self._own.values():
             due = wait.asked is None and now - wait.since >= wait.warn_seconds
-            if due and self.blame(wait.sequence, wait.peer) == wait.peer:
+            if due and self.find_straggler(wait.sequence, wait.peer) == wait.peer:
                 wait.asked = now
                 return wait.peer
         return None
 
-    def answered(self, other: int, doing: str, now: float) -> str | None:
+    def answered(self, other: int, activity: str, now: float) -> str | None:
         """Return the warning about a rank that has answered; None if nothing waits for it any more."""
         for wait in self._own.values():
             if wait.asked is not None and wait.peer == other:
-                return self._warning(wait, f"It reports: {doing}.", now)
+                return self._warning(wait, f"It reports: {activity}.", now)
         return None
 
     def unanswered(self, now: float) -> str | None:

@@ -84,7 +84,7 @@ class Acceptor:
         selector: Waits for all sockets; the data of each is the function to call.
 
     Attributes:
-        unproven: By rank, how many clients claimed to be it without knowing the secret.
+        unauthenticated: By rank, how many clients claimed to be it without knowing the secret.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Acceptor:
         self._log = SparseLog(name)
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._reopens_at: float | None = None
-        self.unproven: Counter[int] = Counter()
+        self.unauthenticated: Counter[int] = Counter()
         self._listen()
 
     def remove(self, listener: socket.socket) -> None:
@@ -189,9 +189,10 @@ class Acceptor:
                     return
         except HandshakeError as error:
             hello = stranger.handshake.hello
-            known = hello is not None and (hello.rank in self.unproven or len(self.unproven) < _MAX_COUNTED)
+            counts = self.unauthenticated
+            known = hello is not None and (hello.rank in counts or len(counts) < _MAX_COUNTED)
             if isinstance(error, NoProofError) and hello is not None and known:
-                self.unproven[hello.rank] += 1
+                self.unauthenticated[hello.rank] += 1
             self._reject(sock, str(error))
             return
         # Last: a proof that arrived in time counts, even if this process was too busy to read it then.

@@ -16,8 +16,8 @@ _POLL_SECONDS = 0.001
 class RegisteredMember(Protocol):
     """A group."""
 
-    def loss(self, since: float) -> CyxtrainError | None:
-        """Return the error of a group that lost a rank, if it still stands, or did so after `since`."""
+    def peer_failure(self, since: float) -> CyxtrainError | None:
+        """Return the error of a group that lost a rank, if it is still open or failed after `since`."""
 
     def abandon(self) -> None:
         """Close every connection without telling the peers."""
@@ -34,22 +34,22 @@ class GroupRegistry:
         self._groups.add(group)
         _alive.add(group)
 
-    def loss(self, since: float) -> CyxtrainError | None:
+    def peer_failure(self, since: float) -> CyxtrainError | None:
         """Return the error of a group that has lost a rank, or None.
 
         Args:
             since: In seconds of `time.monotonic`: groups that were left before are ignored.
         """
-        losses = (group.loss(since) for group in list(self._groups))
-        return next((loss for loss in losses if loss is not None), None)
+        failures = (group.peer_failure(since) for group in list(self._groups))
+        return next((failure for failure in failures if failure is not None), None)
 
-    def await_loss(self, seconds: float) -> CyxtrainError | None:
-        """Return `loss` from now on, and wait for it for a moment if there are groups that may notice one."""
+    def await_peer_failure(self, seconds: float) -> CyxtrainError | None:
+        """Return `peer_failure` from now on; wait for it if there are groups that may notice one."""
         since = time.monotonic()
         until = since + seconds
-        while (loss := self.loss(since)) is None and self._groups and time.monotonic() < until:
+        while (failure := self.peer_failure(since)) is None and self._groups and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-        return loss
+        return failure
 
 
 WORLD_GROUPS = GroupRegistry()

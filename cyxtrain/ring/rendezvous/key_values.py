@@ -121,16 +121,16 @@ class KeyValueServer:
         self._thread.start()
 
     @property
-    def unproven(self) -> Counter[int]:
+    def unauthenticated(self) -> Counter[int]:
         """By rank, how many clients claimed to be it without knowing the secret."""
-        return self._acceptor.unproven
+        return self._acceptor.unauthenticated
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
         """Return the answer to a request of this process."""
         return self.values.answer(request)
 
     def close(self) -> None:
-        """Free the port, then end all connections, which tells the members; harmless twice."""
+        """Free the port, then end all connections, which tells the members. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -236,7 +236,7 @@ class _Member:
 class Connection:
     """A member's end of its connection to the store; `sock` is authenticated, and owned from now on."""
 
-    unproven: ClassVar[Mapping[int, int]] = {}
+    unauthenticated: ClassVar[Mapping[int, int]] = {}
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -279,7 +279,7 @@ class Connection:
         return self._socket.fileno() < 0 or not deadline.passed()
 
     def close(self) -> None:
-        """Close it; harmless twice."""
+        """Close it. Idempotent."""
         self._socket.close()
 
     abandon = close
@@ -307,9 +307,9 @@ class KeyValueStore(dist.Store):
         self.source = source
 
     @property
-    def unproven(self) -> Mapping[int, int]:
+    def unauthenticated(self) -> Mapping[int, int]:
         """By rank, how many clients claimed to be it without knowing the secret; known on rank 0."""
-        return self.source.unproven
+        return self.source.unauthenticated
 
     @contextlib.contextmanager
     def answering_within(self, seconds: float) -> Iterator[None]:

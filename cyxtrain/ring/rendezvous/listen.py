@@ -39,7 +39,7 @@ class Listeners:
             self.unix = None
 
     def close(self) -> None:
-        """Close both; harmless twice."""
+        """Close both. Idempotent."""
         self.close_unix()
         self.tcp.close()
 

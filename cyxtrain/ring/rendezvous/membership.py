@@ -52,7 +52,7 @@ class Membership:
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
-        names: By rank, what errors call it: its rank in the world.
+        global_ranks: By rank, what errors call it: its rank in the world.
         options: The secret, the name of the group, and whether a launcher has restarted this rank. If another process
             is this rank then, it is the previous one, and the store may be that of the previous rank 0: both end soon.
     """
@@ -61,7 +61,7 @@ class Membership:
         self,
         store: Store,
         rank: int,
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         deadline: Deadline,
         options: RingOptions | None = None,
         registry: GroupRegistry | None = None,
@@ -69,17 +69,17 @@ class Membership:
     ) -> None:
         options = options or RingOptions()
         self.deadline = deadline
-        group = f"{generation} {' '.join(map(str, names))}{options.group_name and f' {options.group_name}'}"
-        self.store = StoreClient(store, f"rank {names[rank]}", deadline, options.secret_bytes, group)
+        group = f"{generation} {' '.join(map(str, global_ranks))}{options.group_name and f' {options.group_name}'}"
+        self.store = StoreClient(store, f"rank {global_ranks[rank]}", deadline, options.secret_bytes, group)
         self._rank = rank
-        self._names = names
-        self._unproven: Mapping[int, int] = getattr(root_of(store), "unproven", {})
+        self._global_ranks = global_ranks
+        self._unauthenticated: Mapping[int, int] = getattr(root_of(store), "unauthenticated", {})
         self._registry = registry or GroupRegistry()
         self._options = options
         self._life = 0
         """How often this rank has claimed its place at this store; part of every key."""
         self._has_reported = False
-        self._own = RankRecord(len(names))
+        self._own = RankRecord(len(global_ranks))
         self._records: dict[int, RankRecord] = {}
         self._written: dict[str, str] = {}
         self._rewrite_deadline = Deadline(0.0)
@@ -87,15 +87,15 @@ class Membership:
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
         """Claim this rank, report to the others what fails within, and release the store."""
-        name = self._names[self._rank]
+        name = self._global_ranks[self._rank]
         try:
             self.claim()
             yield
         except CyxtrainError as error:
             # Rank 0 may have left, and the store with it, because another group lost a rank.
-            loss = self._registry.await_loss(_READERS_SECONDS) if self.store.lost else None
-            if loss is not None:
-                raise loss.again() from error
+            failure = self._registry.await_peer_failure(_READERS_SECONDS) if self.store.lost else None
+            if failure is not None:
+                raise failure.again() from error
             self.report_failure(error)
             raise
         except BaseException as error:  # Ctrl-C, say: the others must not wait
@@ -116,7 +116,7 @@ class Membership:
         key, token = f"claims/{self._rank}", self._own.token
         while not self._life:
             if self.deadline.passed():
-                name = self._names[self._rank]
+                name = self._global_ranks[self._rank]
                 raise RendezvousError(
                     f"rank {name} could not claim its place at the store within {self.deadline.seconds:g} s: another "
                     "program keeps writing there. Choose another MASTER_PORT, the same on every rank.",
@@ -152,12 +152,12 @@ class Membership:
         for seconds in backoff():
             self.check()
             self._read_records()
-            if len(self._records) == len(self._names):
+            if len(self._records) == len(self._global_ranks):
                 break
             if self.deadline.passed():
                 raise self._missing()
             time.sleep(seconds)
-        return [self._records[rank] for rank in range(len(self._names))]
+        return [self._records[rank] for rank in range(len(self._global_ranks))]
 
     def check(self) -> None:
         """Raise the error because of which joining has failed, if it has.
@@ -171,12 +171,12 @@ class Membership:
             if verdict is not None:
                 self._apply(verdict)
             self._rewrite()
-        loss = self._registry.loss(time.monotonic())
-        if loss is not None:
-            raise loss.again()
+        failure = self._registry.peer_failure(time.monotonic())
+        if failure is not None:
+            raise failure.again()
         for rank, record in self._records.items():
             if state_of(record.process, self._own.process) is State.GONE:
-                raise ended(self._names[rank])
+                raise ended(self._global_ranks[rank])
 
     def report_failure(self, error: CyxtrainError) -> bool:
         """Report why this rank cannot join; the first report counts.
@@ -187,7 +187,7 @@ class Membership:
         if self._has_reported:
             return True
         self._has_reported = True
-        name = self._names[self._rank]
+        name = self._global_ranks[self._rank]
         facts = error.to_facts() | {"type": RendezvousError.__name__, "message": reported(error, name)}
         if not self._life or self.store.lost:  # the others will notice by themselves
             return True
@@ -213,7 +213,7 @@ class Membership:
             # A rank that has read it may have left, and cannot write again what another program deletes.
             if self.store.get(self._key("verdict")) == _ALL_CONNECTED:
                 return True
-            if not self.store.has(*(self._key(f"met/{rank}") for rank in range(len(self._names)))):
+            if not self.store.has(*(self._key(f"met/{rank}") for rank in range(len(self._global_ranks)))):
                 return False
             self._apply(self.store.set_first(self._key("verdict"), _ALL_CONNECTED.decode()))
             return True
@@ -221,11 +221,12 @@ class Membership:
     def unconnected(self) -> list[int]:
         """Return which ranks, by name, have not reported that they are connected."""
         with self._store_of_rank_0():
-            return [name for rank, name in enumerate(self._names) if not self.store.has(self._key(f"met/{rank}"))]
+            has_met = [self.store.has(self._key(f"met/{rank}")) for rank in range(len(self._global_ranks))]
+            return [rank for rank, met in zip(self._global_ranks, has_met, strict=True) if not met]
 
     def _await_readers(self) -> None:
         """Let the other ranks read the cause before the store ends with rank 0."""
-        ranks = range(1, len(self._names))
+        ranks = range(1, len(self._global_ranks))
         # Also those whose record this rank has not read, or that is the cause.
         others = sum(self.store.has(self._record_key(rank)) for rank in ranks)
         patience = Deadline(_READERS_SECONDS)
@@ -249,12 +250,13 @@ class Membership:
 
     def _read_records(self) -> None:
         with self._store_of_rank_0():
-            for rank in range(len(self._names)):
+            for rank in range(len(self._global_ranks)):
                 record = None if rank in self._records else self._record_of(rank)
                 if record is not None:
-                    reason = why_incompatible(self._names[rank], record, self._names[self._rank], self._own)
+                    name, own_name = self._global_ranks[rank], self._global_ranks[self._rank]
+                    reason = why_incompatible(name, record, own_name, self._own)
                     if reason:
-                        raise RendezvousError(reason, rank=self._names[rank])
+                        raise RendezvousError(reason, rank=self._global_ranks[rank])
                     self._records[rank] = record
 
     def _record_of(self, rank: int) -> RankRecord | None:
@@ -279,7 +281,7 @@ class Membership:
         self._life = life  # of the group of that process
         holder, first = self._record_of(self._rank), self._record_of(0)
         self._life = 0
-        name = self._names[self._rank]
+        name = self._global_ranks[self._rank]
         who = "another process" if holder is None or not holder.host else f"another process at {holder.host}"
         pid = "" if holder is None or not holder.process.pid else f" (pid {holder.process.pid})"
         error = RankTakenError(
@@ -291,26 +293,26 @@ class Membership:
         return error
 
     def _missing(self) -> RendezvousError:
-        missing = [rank for rank in range(len(self._names)) if rank not in self._records]
-        names = ", ".join(f"rank {self._names[rank]}" for rank in missing)
-        unproven = [
-            self._names[rank]
+        missing = [rank for rank in range(len(self._global_ranks)) if rank not in self._records]
+        missing_ranks = ", ".join(f"rank {self._global_ranks[rank]}" for rank in missing)
+        unauthenticated = [
+            self._global_ranks[rank]
             for rank in missing
-            if self._unproven.get(rank) or self._record_key(rank) in self.store.forged
+            if self._unauthenticated.get(rank) or self._record_key(rank) in self.store.forged
         ]
         is_set = "is not" if self._options.secret is None else "is"
         hint = (
-            f"A process that claimed to be rank {unproven[0]} did not know the secret of this run: CYXTRAIN_SECRET "
-            f"{is_set} set on rank {self._names[self._rank]}, and must be the same on every rank; no other run may "
-            "use this MASTER_PORT."
-            if unproven
-            else f"Look at the output of {names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; "
-            "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long they wait."
+            f"A process that claimed to be rank {unauthenticated[0]} did not know the secret of this run: "
+            f"CYXTRAIN_SECRET {is_set} set on rank {self._global_ranks[self._rank]}, and must be the same on every "
+            "rank; no other run may use this MASTER_PORT."
+            if unauthenticated
+            else f"Look at the output of {missing_ranks}, or start it, with the MASTER_ADDR and MASTER_PORT of the "
+            "others; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long they wait."
         )
         return RendezvousError(
-            f"{names} of a world of {len(self._names)} did not join before the deadline: joining timed out after "
-            f"{self.deadline.seconds:.3g} s. {hint}",
-            rank=self._names[missing[0]],
+            f"{missing_ranks} of a world of {len(self._global_ranks)} did not join before the deadline: joining timed "
+            f"out after {self.deadline.seconds:.3g} s. {hint}",
+            rank=self._global_ranks[missing[0]],
         )
 
     @contextlib.contextmanager

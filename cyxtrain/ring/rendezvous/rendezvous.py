@@ -1,12 +1,12 @@
-"""Ranks find each other through the store, and every pair connects.
+"""Ranks find each other through the store, and each pair connects.
 
 Each rank listens on its own port, writes its address to the store, waits until all have, connects to the lower ranks
 and accepts the higher ones: three connections per pair, for collectives, messages and control, each authenticated.
-Addresses and listener are kept, so that ranks can meet again after the store has ended, and strangers are refused.
+Addresses and listener are kept: ranks can reconnect after the store is gone, and unknown callers are rejected.
 
-A rank that fails reports the cause at the store, where all others look while they wait: they fail with the same cause.
+A rank that fails writes the cause to the store, which all others poll: they fail with the same cause.
 
-Cost per rank: three sockets to each other rank and one to listen; one key at the store, and one to read per rank.
+Cost per rank: three sockets to each other rank and one listening socket; one store write, and one read per rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS, backoff
 from cyxtrain.ring.rendezvous.table_check import compare_tables
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
+from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
@@ -56,25 +56,25 @@ class RendezvousResult:
     table: list[RankRecord] = field(default_factory=list)
     listeners: Listeners | None = None
     acceptor: Acceptor | None = None
-    """Refuses everybody else at the listener."""
+    """Rejects all further connections."""
     selector: selectors.BaseSelector | None = None
-    """Waits for the listener and its strangers; the data of each socket is the function to call."""
+    """Waits for the listener and unauthenticated connections; `SelectorKey.data` is the callback."""
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PEER_ROLES})
-    readers: list[set[int]] = field(default_factory=list)
-    """By rank, whose memory it can read."""
+    readable_by_rank: list[set[int]] = field(default_factory=list)
+    """By rank, the ranks whose memory it can read."""
     all_unix: bool = False
     """Whether Unix sockets connect all ranks for collectives."""
     checksums: Checksums | None = None
 
     def close(self) -> None:
-        """Close every socket; harmless twice."""
+        """Close every socket. Idempotent."""
         if self.acceptor is not None:
             self.acceptor.close()
-            self.acceptor = None  # it refers to the connector, which refers to this: leave no reference cycle
+            self.acceptor = None  # it refers to the connector, which refers to this: a reference cycle
         self._close_files()
 
     def abandon(self) -> None:
-        """Close every socket in a forked child, unnoticed by its parent, which shares them."""
+        """Close every socket in a forked child, without affecting the parent, which shares them."""
         if self.acceptor is not None:
             self.acceptor.abandon()
         self._close_files()
@@ -92,7 +92,7 @@ class RendezvousResult:
 def rendezvous(
     store: Store,
     rank: int,
-    names: Sequence[int],
+    global_ranks: Sequence[int],
     timeout: timedelta,
     options: RingOptions,
     generation: int = 0,
@@ -100,29 +100,29 @@ def rendezvous(
 ) -> RendezvousResult:
     """Connect this rank with all others.
 
-    Ranks may meet again and again at the same store. `names` are their ranks in the world, for errors.
+    Ranks may rendezvous repeatedly through the same store. Errors use `global_ranks`.
 
     Raises:
-        RendezvousError: Ranks are missing at the deadline (with their names), a rank exists twice or has ended, ranks
-            are incompatible, do not know the same secret, or cannot reach each other.
+        RendezvousError: Ranks are missing at the deadline (it lists them), a duplicate rank, a rank has ended, ranks
+            are incompatible, have different secrets, or cannot reach each other.
         PeerLostError, PeerSilentError: Another group of this world has lost a rank.
     """
     result = RendezvousResult()
-    if len(names) == 1:
+    if len(global_ranks) == 1:
         return result  # a world of one binds no port
-    membership = Membership(store, rank, names, Deadline(timeout.total_seconds()), options, registry, generation)
-    hello = Hello("", generation, Role.CONTROL, rank, len(names), options.checksums)  # rank 0 names the run
+    membership = Membership(store, rank, global_ranks, Deadline(timeout.total_seconds()), options, registry, generation)
+    hello = Hello("", generation, Role.CONTROL, rank, len(global_ranks), options.checksums)  # rank 0 names the run
     try:
         with membership.joining():
-            result.listeners = listen(names[rank], store, options.transport)
-            membership.register(own_record(rank, len(names), result.listeners, options))
+            result.listeners = listen(global_ranks[rank], store, options.transport)
+            membership.register(own_record(rank, len(global_ranks), result.listeners, options))
             result.table = membership.await_all()
             own = replace(hello, run=result.table[0].run)
-            _Connector(result, names, options, own, membership).connect_all()
+            _Connector(result, global_ranks, options, own, membership).connect_all()
     except RankTakenError as taken:
         if taken.holder is not None and taken.first is not None:
             own = replace(hello, run=taken.first.run, to_rank=rank)
-            notify_duplicate(taken.holder, own, _key(options, taken.first))
+            notify_duplicate(taken.holder, own, _secret(options, taken.first))
         raise RendezvousError(str(taken), rank=taken.rank) from None
     except BaseException:
         result.close()
@@ -136,33 +136,33 @@ class _Connector:
     def __init__(
         self,
         result: RendezvousResult,
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         options: RingOptions,
         own: Hello,
         membership: Membership,
     ) -> None:
         if options.secret is None and own.rank == 0:
-            # Explicit: it is about no line of the user's, and appears once per process.
+            # Explicit: not attributable to user code, and shown once per process.
             warnings.warn_explicit(_NO_SECRET, UserWarning, "cyxtrain", 1, registry=_warned)
         assert result.listeners is not None
-        self._key = _key(options, result.table[0])
-        self._checksums = result.checksums = Checksums(self._key, own.run)
+        self._secret = _secret(options, result.table[0])
+        self._checksums = result.checksums = Checksums(self._secret, own.run)
         self._selector = result.selector = selectors.DefaultSelector()
         self._listeners = result.listeners
         self._result = result
         self._rank = own.rank
-        self._names = names
+        self._global_ranks = global_ranks
         self._own = own
         self._membership = membership
-        self._awaited = {(other, role) for other in range(own.rank + 1, len(names)) for role in PEER_ROLES}
+        self._awaited = {(other, role) for other in range(own.rank + 1, len(global_ranks)) for role in PEER_ROLES}
         self._failure: RendezvousError | None = None
         listening = [sock for sock in (self._listeners.tcp, self._listeners.unix) if sock is not None]
-        name = f"rank {names[own.rank]}"
-        result.acceptor = Acceptor(listening, name, self._key, self._authorize, self._accept, self._selector)
+        name = f"rank {global_ranks[own.rank]}"
+        result.acceptor = Acceptor(listening, name, self._secret, self._authorize, self._accept, self._selector)
 
     @property
     def _acceptor(self) -> Acceptor:
-        """That of the result alone, which drops it when it is closed: it refers to this object."""
+        """Owned by the result, to avoid a reference cycle."""
         assert self._result.acceptor is not None
         return self._result.acceptor
 
@@ -173,13 +173,13 @@ class _Connector:
             for role in PEER_ROLES:
                 result.sockets[role][peer] = self._dial(peer, role)
         for peer in range(self._rank):
-            self._watch_for_end(peer)
+            self._watch_for_disconnect(peer)
         while self._awaited:
             self._wait(POLL_SECONDS)
-        readable = self._await_others()
+        readable = self._await_all_connected()
         sockets = result.sockets[Role.COLLECTIVES]
-        result.readers, result.all_unix = compare_tables(
-            self._rank, self._names, result.table, readable, sockets, self._checksums, self._membership.deadline
+        result.readable_by_rank, result.all_unix = compare_tables(
+            self._rank, self._global_ranks, result.table, readable, sockets, self._checksums, self._membership.deadline
         )
         if self._listeners.unix is not None:
             self._acceptor.remove(self._listeners.unix)
@@ -188,8 +188,8 @@ class _Connector:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(sock)
 
-    def _await_others(self) -> list[int]:
-        """Wait until all ranks are connected, so that all of them get the cause if one fails before.
+    def _await_all_connected(self) -> list[int]:
+        """Wait until all ranks are connected, so that all of them get the cause if one fails first.
 
         Returns:
             The ranks whose memory this one can read.
@@ -229,43 +229,43 @@ class _Connector:
                 readable.append(peer)
             elif own.transport == "cma":
                 raise RendezvousError(
-                    f"CYXTRAIN_TRANSPORT=cma, and rank {self._names[self._rank]} cannot read the memory of rank "
-                    f"{self._names[peer]}: both must be processes of the same user, and containers must allow ptrace. "
-                    "Unset CYXTRAIN_TRANSPORT: then the ring uses the fastest transport that works.",
-                    rank=self._names[peer],
+                    f"CYXTRAIN_TRANSPORT=cma, and rank {self._global_ranks[self._rank]} cannot read the memory of rank "
+                    f"{self._global_ranks[peer]}: both must be processes of the same user, and containers must allow "
+                    "ptrace. Unset CYXTRAIN_TRANSPORT: then the ring uses the fastest transport that works.",
+                    rank=self._global_ranks[peer],
                 )
         return readable
 
     def _wait(self, seconds: float) -> None:
-        """Serve connections for a moment; raise what has failed."""
+        """Poll once: serve connections, and raise the error if the rendezvous has failed."""
         for key, _ in self._selector.select(seconds):
             key.data()
         self._acceptor.expire(time.monotonic())
-        self._membership.check()  # first: a rank that closes its connections has reported why before
+        self._membership.check()  # first: a rank that closes its connections has already reported why
         if self._failure is not None:
             raise self._failure
         if self._membership.deadline.passed():
             raise self._missing()
 
     def _dial(self, peer: int, role: Role) -> socket.socket:
-        who, hello = f"rank {self._names[self._rank]}", replace(self._own, role=role, to_rank=peer)
-        theirs, ours = self._result.table[peer], self._result.table[self._rank]
+        caller, hello = f"rank {self._global_ranks[self._rank]}", replace(self._own, role=role, to_rank=peer)
+        peer_record, own = self._result.table[peer], self._result.table[self._rank]
         # Control stays on TCP, whose kernel timers it needs.
-        unix = role is not Role.CONTROL and bool(theirs.unix) and theirs.machine == ours.machine
-        return dial(theirs, self._names[peer], who, hello, self._key, self._membership, unix=unix)
+        unix = role is not Role.CONTROL and bool(peer_record.unix) and peer_record.machine == own.machine
+        return dial(peer_record, self._global_ranks[peer], caller, hello, self._secret, self._membership, unix=unix)
 
     def _authorize(self, hello: Hello) -> str:
         """Return why a process that knows the secret is refused; "" if it is not."""
-        own, name = self._own, self._names[self._rank]
+        own, name = self._own, self._global_ranks[self._rank]
         if hello.run != own.run or hello.generation != own.generation:
-            return f"it belongs to another run than rank {name}, or to an earlier life of this one"
+            return f"it belongs to another run than rank {name}, or to an earlier incarnation of this run"
         if not hello.to_place or hello.to_rank != own.rank:
             return f"it connected to rank {hello.to_rank} and reached rank {own.rank}"
         if hello.rank >= hello.world_size:
             return f"there is no rank {hello.rank} in a world of {hello.world_size}"
-        theirs = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
-        caller = self._names[hello.rank] if hello.rank < len(self._names) else hello.rank
-        reason = why_incompatible(caller, theirs, name, RankRecord(own.world_size, checksums=own.checksums))
+        peer_record = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
+        caller = self._global_ranks[hello.rank] if hello.rank < len(self._global_ranks) else hello.rank
+        reason = why_incompatible(caller, peer_record, name, RankRecord(own.world_size, checksums=own.checksums))
         if reason:
             self._failure = RendezvousError(reason, rank=caller)
             return reason
@@ -277,10 +277,10 @@ class _Connector:
         self._awaited.discard((hello.rank, hello.role))
         self._result.sockets[hello.role][hello.rank] = sock
         if hello.role is Role.CONTROL:
-            self._watch_for_end(hello.rank)
+            self._watch_for_disconnect(hello.rank)
 
-    def _watch_for_end(self, peer: int) -> None:
-        """Notice if a connected rank ends while others are awaited."""
+    def _watch_for_disconnect(self, peer: int) -> None:
+        """Detect that a connected rank ends while others are awaited."""
         selector, sock = self._selector, self._result.sockets[Role.CONTROL][peer]
 
         def on_data() -> None:
@@ -290,9 +290,9 @@ class _Connector:
                 return
             except OSError:
                 is_end = True
-            selector.unregister(sock)  # it sends frames already: the monitor will read them
+            selector.unregister(sock)  # the peer has already started sending frames: the monitor will read them
             if is_end:
-                self._failure = ended(self._names[peer])
+                self._failure = ended(self._global_ranks[peer])
 
         selector.register(sock, selectors.EVENT_READ, on_data)
 
@@ -302,28 +302,29 @@ class _Connector:
         missing = sorted({peer for peer, _ in self._awaited})
         if not missing:
             unconnected = self._membership.unconnected()
-            who = " and ".join(f"rank {name}" for name in unconnected)
+            unconnected_ranks = " and ".join(f"rank {name}" for name in unconnected)
             return RendezvousError(
-                f"{timed_out}: {who} did not connect with all others, and rank {self._names[self._rank]} did. "
-                "Look at their output; across machines, firewalls must allow TCP between all ranks.",
+                f"{timed_out}: {unconnected_ranks} did not connect with all others, and rank "
+                f"{self._global_ranks[self._rank]} did. Look at their output; across machines, firewalls must allow "
+                "TCP between all ranks.",
                 rank=unconnected[0] if unconnected else None,
             )
-        names = [self._names[peer] for peer in missing]
-        unproven = [self._names[peer] for peer in missing if self._acceptor.unproven[peer]]
+        global_ranks = [self._global_ranks[peer] for peer in missing]
+        unauthenticated = [self._global_ranks[peer] for peer in missing if self._acceptor.unauthenticated[peer]]
         hint = "across machines, firewalls must allow TCP between all ranks"
-        if unproven:
+        if unauthenticated:
             hint = (
-                f"a process that claimed to be rank {unproven[0]} did not know the secret: CYXTRAIN_SECRET must be the "
-                "same on every rank"
+                f"a process that claimed to be rank {unauthenticated[0]} did not know the secret: CYXTRAIN_SECRET must "
+                "be the same on every rank"
             )
         return RendezvousError(
-            f"{timed_out}: {', '.join(f'rank {name}' for name in names)} did not connect to rank "
-            f"{self._names[self._rank]}. Look at the output of the missing ranks; {hint}.",
-            rank=names[0],
+            f"{timed_out}: {', '.join(f'rank {name}' for name in global_ranks)} did not connect to rank "
+            f"{self._global_ranks[self._rank]}. Look at the output of the missing ranks; {hint}.",
+            rank=global_ranks[0],
         )
 
 
-def _key(options: RingOptions, first: RankRecord) -> bytes:
+def _secret(options: RingOptions, first: RankRecord) -> bytes:
     """Return the secret of the run: CYXTRAIN_SECRET, or the one that rank 0 made."""
     return bytes.fromhex(first.key) if options.secret_bytes is None else options.secret_bytes
 
@@ -338,7 +339,7 @@ def own_record(rank: int, world_size: int, listeners: Listeners, options: RingOp
         host=str(host),
         port=int(port),
         unix=listeners.unix_name,
-        memory=open_to_reading() if listeners.unix_name and options.transport in ("auto", "cma") else "",
+        memory=allow_peer_reads() if listeners.unix_name and options.transport in ("auto", "cma") else "",
         transport=options.transport,
         room=cores // (torch.get_num_threads() + 1),
         cores=cores,

@@ -93,7 +93,7 @@ class StoreClient:
         self._call(lambda: self._store.delete_key(key))
 
     def close(self) -> None:
-        """End the thread; harmless twice. One that gets no answer ends when its store does."""
+        """End the thread. Idempotent. One that gets no answer ends when its store does."""
         if self._thread is not None:
             self._calls.put(None)
             if not self.lost:

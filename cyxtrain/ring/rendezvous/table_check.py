@@ -25,7 +25,7 @@ _DIGEST_CHARACTERS = 16
 
 def compare_tables(
     rank: int,
-    names: Sequence[int],
+    global_ranks: Sequence[int],
     table: Sequence[RankRecord],
     readable: Iterable[int],
     sockets: Mapping[int, socket.socket],
@@ -52,25 +52,25 @@ def compare_tables(
     for sock in sockets.values():
         with contextlib.suppress(OSError):  # a lost connection is noticed below
             sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body))
-    readers = [set(readable) for _ in names]
+    readable_by_rank = [set(readable) for _ in global_ranks]
     for peer, sock in sorted(sockets.items()):
-        received = _receive(sock, names[peer], deadline)
+        received = _receive(sock, global_ranks[peer], deadline)
         if checksums.of(received[:-SUM_BYTES]) != received[-SUM_BYTES:]:
-            raise damaged(names[peer], names[rank], "the comparison of records")
+            raise damaged(global_ranks[peer], global_ranks[rank], "the comparison of records")
         theirs: dict[str, Any] = {}
         with contextlib.suppress(FrameError):
             theirs = json_object(received[:-SUM_BYTES])
         differing = [name for name in own if theirs.get(name) != own[name]]
         if differing:
             raise RendezvousError(
-                f"rank {names[rank]} and rank {names[peer]} have read different values at the store at which the ranks "
-                f"meet, of: {', '.join(differing)}. Another program writes there. Set CYXTRAIN_SECRET to the same "
+                f"rank {global_ranks[rank]} and rank {global_ranks[peer]} have read different values at the store, "
+                f"of: {', '.join(differing)}. Another program writes there. Set CYXTRAIN_SECRET to the same "
                 "value on every rank, or choose another MASTER_PORT.",
-                rank=names[peer],
+                rank=global_ranks[peer],
             )
-        readers[peer] = {other for other in range(len(names)) if other in theirs.get("reads", [])}
+        readable_by_rank[peer] = {other for other in range(len(global_ranks)) if other in theirs.get("reads", [])}
         all_unix = all_unix and theirs.get("all_unix") is True
-    return readers, all_unix
+    return readable_by_rank, all_unix
 
 
 def _digests(table: Sequence[RankRecord]) -> dict[str, str]:

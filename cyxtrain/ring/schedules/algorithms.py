@@ -3,8 +3,8 @@
 A schedule is the list of one rank's steps, in order; all ranks run theirs at the same time. Positions are element
 offsets: `send` in a source buffer, `receive` in a target buffer, which are the same for all_reduce.
 
-The order of summation is a pure function of (world size, bytes): small tensors are summed by recursive doubling; of
-larger ones chunk c is summed along the ring, from rank c + 1 to rank c. Every rank gets the same bits.
+The order of summation is a pure function of (world size, element count, dtype): small tensors are summed by recursive
+doubling; of larger ones chunk c is summed along the ring, from rank c + 1 to rank c. Every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Transfer(NamedTuple):
     send: Span
     receive_from: int | None
     receive: Span
-    then: OnReceive = OnReceive.REPLACE
+    on_receive: OnReceive = OnReceive.REPLACE
 
 
 class ReadReduce(NamedTuple):
@@ -86,7 +86,7 @@ def even_spans(count: int, parts: int) -> Spans:
     return tuple((part * count, (part + 1) * count) for part in range(parts))
 
 
-def agreement(rank: int, world_size: int) -> list[Transfer]:
+def dissemination_barrier(rank: int, world_size: int) -> list[Transfer]:
     """Wait for every rank: a dissemination barrier. Cost: ceil(log2 N) empty frames each way.
 
     Source: Hensgen, Finkel and Manber, Two algorithms for barrier synchronization (1988), section 3.
@@ -103,10 +103,11 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
 def with_agreement(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
     """Run transfers that receive from `behind` alone, so that no rank leaves before it heard from all.
 
-    Few ranks send empty frames first and receive the others' last, so that data waits for nobody; more use `agreement`.
+    Few ranks send empty frames first and receive the others' last, so that data waits for nobody; more use a
+    `dissemination_barrier`.
     """
     if world_size > FEW_RANKS or world_size == 1:
-        return [*agreement(rank, world_size), *transfers]
+        return [*dissemination_barrier(rank, world_size), *transfers]
     others = tuple(_others(rank, world_size))
     first = () if behind is None else (behind,)
     last = tuple(other for other in others if other != behind)
@@ -233,7 +234,7 @@ def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
     offers = [Transfer(other, whole, None, NOTHING) for other in others]
     transfers = offers if rank == src else [Transfer(None, NOTHING, src, whole)]
     if world_size > FEW_RANKS:
-        return [*agreement(rank, world_size), *transfers]
+        return [*dissemination_barrier(rank, world_size), *transfers]
     last = tuple(other for other in others if other != src)
     hears = Multicast((), NOTHING, last, (NOTHING,) * len(last))
     return [*transfers, hears] if rank == src else [Multicast(others, NOTHING, (), ()), *transfers, hears]
@@ -295,7 +296,7 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ri
 
 def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Span) -> list[Transfer]:
     """Bring the span `own` of every rank to `spans[r]` on rank `dst`. Cost: ceil(log2 N) empty frames, one of data."""
-    schedule = agreement(rank, world_size)
+    schedule = dissemination_barrier(rank, world_size)
     if rank != dst:
         return [*schedule, Transfer(dst, own, None, NOTHING)]
     return schedule + [Transfer(None, NOTHING, other, spans[other]) for other in range(world_size) if other != dst]
@@ -303,7 +304,7 @@ def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Spa
 
 def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Span) -> list[Transfer]:
     """Bring `spans[r]` on rank `src` to the span `own` of rank r. Cost: ceil(log2 N) empty frames, one of data."""
-    schedule = agreement(rank, world_size)
+    schedule = dissemination_barrier(rank, world_size)
     if rank != src:
         return [*schedule, Transfer(None, NOTHING, src, own)]
     return schedule + [Transfer(other, spans[other], None, NOTHING) for other in range(world_size) if other != src]

@@ -100,7 +100,7 @@ class AlgorithmSelector:
 
     @property
     def is_summing(self) -> bool:
-        """Whether this rank sums between the two exchanges of a meeting."""
+        """Whether this rank sums between the two exchanges of a barrier."""
         return self.rank == 0 or not self.oversubscribed
 
     def sums_identically(self, count: int, item_bytes: int) -> bool:

@@ -29,7 +29,7 @@ _PIECE_BYTES = 1 << 18
 
 
 class SharedMemoryReduce:
-    """The sum or mean over ranks of a row of shared memory, with the bits of `Group.all_reduce`.
+    """The sum or mean over ranks of a row of shared memory, bitwise identical to `Group.all_reduce`.
 
     Args:
         header: Of no payload.
@@ -75,7 +75,7 @@ class SharedMemoryReduce:
             self._totals = [torch.from_numpy(total) for _, total, _ in self._pieces] if checks else []
         self._checks, self.is_finite = checks, True
 
-    def staged(self, memory: memoryview) -> Iterator[Exchange]:
+    def run(self, memory: memoryview) -> Iterator[Exchange]:
         """Copy elements to the row, reduce, and copy the result back; yield each exchange with other ranks."""
         self._own_bytes[:] = memory
         yield from self.in_place()
@@ -83,7 +83,7 @@ class SharedMemoryReduce:
 
     def in_place(self) -> Iterator[Exchange]:
         """Reduce this rank's chunk of every row; yield each exchange with other ranks."""
-        yield from self._meet()
+        yield from self._barrier()
         with silent_numpy():
             for steps, total, copies in self._pieces:
                 for one, other, into in steps:
@@ -94,19 +94,19 @@ class SharedMemoryReduce:
                     copy[...] = total
         if self._checks:
             self._published[FINITE] = all(map(is_finite, self._totals))
-        yield from self._meet()
+        yield from self._barrier()
         if self._checks:
             self.is_finite = all(words[FINITE] for words in self._words)
         if self.counters:
             sequence = self.header.sequence
-            asked = tuple(counter.question_frame for counter in self.counters if counter.has_asked(sequence))
+            asked = tuple(counter.probe_frame for counter in self.counters if counter.has_asked(sequence))
             if asked:
                 yield Exchange((), asked)
 
-    def _meet(self) -> tuple[Exchange, ...]:
+    def _barrier(self) -> tuple[Exchange, ...]:
         """Return the exchanges to wait for, until all ranks are as far as this one; none: they are."""
         if not self.counters:
-            return self.header.meeting
+            return self.header.barrier
         count = publish(self._published, self._what)
         missing = tuple(counter for counter in self.counters if not counter.shows(count))
         return (Exchange((), missing),) if missing else ()
@@ -150,7 +150,7 @@ class StagedReductions:
         self._was_tried = False
         self._kept: dict[tuple[torch.dtype, torch.Size, Reduction], SharedMemoryReduce] = {}
 
-    def of(self, tensor: Tensor, reduction: Reduction) -> SharedMemoryReduce | None:
+    def find(self, tensor: Tensor, reduction: Reduction) -> SharedMemoryReduce | None:
         """Return what reduces a tensor of this dtype and shape; None, on every rank: it is not staged."""
         if self._segment is None:
             return None
@@ -168,8 +168,8 @@ class StagedReductions:
             keep(self._kept, key, found)
         return found
 
-    def make_after(self, ranks: Ranks, tensor: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
-        """Make the segment, once, after an all_reduce that could have used it: all ranks are in step then."""
+    def create_after(self, ranks: Ranks, tensor: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
+        """Create the segment, once, after an all_reduce that could have used it: all ranks are in step then."""
         if not self._was_tried and self._array_of(tensor, reduction) is not None:
             self._was_tried = True
             self._segment = make_segment(ranks, [LONGEST_STAGED_BYTES], timeout)

@@ -119,12 +119,12 @@ def _add_silently(one: Any, other: Any, out: Any) -> None:
 
 
 @functools.cache
-def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Calculation:
-    """Return how a reduction of a dtype is calculated, by NumPy only if `quick`; refuse unsupported ones."""
+def calculation_of(reduction: Reduction, dtype: torch.dtype, *, use_numpy: bool = False) -> Calculation:
+    """Return how a reduction of a dtype is calculated, by NumPy only if `use_numpy`; refuse unsupported ones."""
     _check_reduction(reduction, dtype)
     if dtype in _UNSIGNED:  # PyTorch lacks arithmetic for wide unsigned integers
         return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
-    array = added_by_numpy(reduction, dtype) if quick else None
+    array = added_by_numpy(reduction, dtype) if use_numpy else None
     if array is not None:
         return Calculation(_add_silently, _as_array(array))
     if dtype.is_complex and reduction is Reduction.PRODUCT:
@@ -160,21 +160,21 @@ class Combiner:
         reduction: How elements are combined.
         flat: One-dimensional.
         scratch: Holds the received elements.
-        quick: Whether NumPy may do it: `AlgorithmSelector.sums_alike`.
+        use_numpy: Whether it adds as PyTorch does: `AlgorithmSelector.sums_identically`.
     """
 
-    def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, quick: bool = False) -> None:
+    def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, use_numpy: bool = False) -> None:
         dtype = flat.dtype
-        how = calculation_of(reduction, dtype, quick=quick)
+        how = calculation_of(reduction, dtype, use_numpy=use_numpy)
         self.memory = memory_of(flat)
         self._operator, view, self._parts = how
         self._flat = view(flat, self.memory)
         self._scratch = scratch.of(dtype, how)
 
-    def combine(self, first: int, end: int, *, theirs_first: bool = False) -> None:
+    def combine(self, first: int, end: int, *, peer_first: bool = False) -> None:
         """Combine scratch[: end - first] into flat[first:end]; the first operand's NaN stays."""
         ours, theirs = self._flat[first * self._parts : end * self._parts], self._scratch[: (end - first) * self._parts]
-        if theirs_first:
+        if peer_first:
             self._operator(theirs, ours, out=ours)
         else:
             self._operator(ours, theirs, out=ours)

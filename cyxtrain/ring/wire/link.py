@@ -80,7 +80,7 @@ class Deadline:
         """Return whether it has passed."""
         return time.monotonic() >= self._at
 
-    def woke(self, late_seconds: float) -> None:
+    def extend_if_suspended(self, late_seconds: float) -> None:
         """Extend the deadline if a wait ended so late that the process was stopped."""
         if late_seconds > _STOPPED_SECONDS:
             self._at += late_seconds
@@ -268,7 +268,7 @@ class Poller:
             happened = any(select.select(readers, writers, writers, seconds))
         else:
             happened = bool(self._poll(readers, writers).poll(math.ceil(seconds * 1000)))
-        deadline.woke(time.monotonic() - until)
+        deadline.extend_if_suspended(time.monotonic() - until)
         return happened
 
     def _poll(self, readers: Sequence[Pollable], writers: Sequence[Pollable]) -> select.poll:

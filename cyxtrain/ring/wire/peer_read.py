@@ -66,7 +66,7 @@ def _find_madvise() -> Any:
 _readv, _madvise = _find_reader(), _find_madvise()
 
 
-def open_to_reading() -> str:
+def allow_peer_reads() -> str:
     """Let other processes of this user read this one's memory (Yama); return the probe they need, or ""."""
     if _libc is None or _readv is None:
         return ""
@@ -88,7 +88,7 @@ class PeerMemory:
         self._pieces = ctypes.byref(self._here), ctypes.byref(self._there)
 
     def can_be_read(self, probe: str) -> bool:
-        """Return whether the kernel lets this process read there; `probe` is from its `open_to_reading`."""
+        """Return whether the kernel lets this process read there; `probe` is from its `allow_peer_reads`."""
         try:
             address, token = probe.split()
             found = bytearray(len(token) // 2)

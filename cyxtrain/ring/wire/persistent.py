@@ -63,7 +63,7 @@ class PersistentOps:
         self._generation = generation
         self._kept: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction] = {}
 
-    def of(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
+    def find(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
         """Return what reduces a tensor; None: it is not small, not added by NumPy, or not plain memory."""
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or not is_plain(tensor):
             return None
@@ -157,7 +157,7 @@ class PersistentHeader:
         return ProgressCounter(words[peer], words[rank], rank, peer, self.expected[peer], self.frame)
 
     @property
-    def meeting(self) -> tuple[Exchange, Exchange]:
+    def barrier(self) -> tuple[Exchange, Exchange]:
         """The exchanges after which all ranks know that all others have arrived."""
         return self.collecting, self.spreading
 
@@ -246,7 +246,7 @@ class ExpectedFrame:
 class ProgressCounter:
     """A peer's progress counter in shared memory.
 
-    Nothing is sent, so a rank that waits long for a peer to begin asks with a frame: the peer takes it when it is
+    Nothing is sent, so a rank that waits long for a peer to begin sends a probe frame: the peer takes it when it is
     through, or sees by it that it is in another operation. A peer that has begun is not asked: it might be through.
 
     Args:
@@ -254,14 +254,14 @@ class ProgressCounter:
         own: This rank's words.
         rank: This rank.
         peer: The other rank.
-        hearing: Receives the peer's question.
-        frame: This rank's question.
+        hearing: Receives the peer's probe.
+        frame: This rank's probe.
 
     Attributes:
         done: Whether the peer is as far as awaited.
     """
 
-    __slots__ = ("_frame", "_own", "_peer", "_rank", "_theirs", "_wanted", "done", "link", "question_frame")
+    __slots__ = ("_frame", "_own", "_peer", "_rank", "_theirs", "_wanted", "done", "link", "probe_frame")
 
     def __init__(
         self,
@@ -269,11 +269,11 @@ class ProgressCounter:
         own: memoryview,
         rank: int,
         peer: int,
-        question_frame: ExpectedFrame,
+        probe_frame: ExpectedFrame,
         frame: memoryview,
     ) -> None:
-        self.link = question_frame.link
-        self.question_frame = question_frame
+        self.link = probe_frame.link
+        self.probe_frame = probe_frame
         self.done = False
         self._theirs, self._own = theirs, own
         self._rank, self._peer = rank, peer
@@ -294,7 +294,7 @@ class ProgressCounter:
         self.done = theirs[_COUNT] >= self._wanted and (theirs[_WHAT] == self._own[_WHAT] or self._has_begun)
         return self.done
 
-    def question(self, sequence: int) -> memoryview | None:
+    def probe(self, sequence: int) -> memoryview | None:
         """Return the frame that asks the peer in an operation; None: it was asked, or has begun."""
         if self._has_begun or self._own[_asked(self._peer, sequence)] == sequence:
             return None
@@ -314,7 +314,7 @@ class ProgressCounter:
 def _asked(rank: int, sequence: int) -> int:
     """Return the word for the operation in which a rank was asked.
 
-    There are two words: a late rank may look for a question when the next operation has one already.
+    There are two words: a late rank may look for a probe when the next operation has one already.
     """
     return _ASKED + 2 * rank + sequence % 2
 

@@ -14,8 +14,8 @@ from cyxtrain.ring.wire.kernels import Combiner, Scratch, divide
 from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 
-class Reducing:
-    """A reduction of a one-dimensional tensor in place; `combiner` is of it and the scratch."""
+class ReductionPlan:
+    """The stages that reduce a flat tensor in place; `combiner` is of it and the scratch."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Reducing:
         self._path = selector.path(flat.numel(), self._item_bytes, may_stage=False)
         self.is_few = self._path not in (Path.READ, Path.RING)
 
-    def all(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
+    def stages(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
         """Reduce every element, by tree or by chunks, whichever suits the size.
 
         Args:

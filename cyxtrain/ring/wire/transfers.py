@@ -64,9 +64,9 @@ class CorruptData(Exception):  # noqa: N818 - an event inside the ring, never sh
         self.rank = rank
 
 
-def is_offered(readable: bool, payload_bytes: int, then: OnReceive) -> bool:
+def is_offered(readable: bool, payload_bytes: int, on_receive: OnReceive) -> bool:
     """Return whether a payload stays in place to be read: both sides must decide alike."""
-    return readable and payload_bytes >= OFFER_BYTES and then is not OnReceive.EXCHANGE
+    return readable and payload_bytes >= OFFER_BYTES and on_receive is not OnReceive.EXCHANGE
 
 
 def check_header(link: Link, head: bytes, expected: bytes, *, offered: bool) -> None:
@@ -155,26 +155,26 @@ class IncomingDescriptor:
 class ShortIncoming:
     """A short transfer to receive, header and payload in one piece, which replaces what is there."""
 
-    __slots__ = ("_begin", "_have", "_landing", "_payload", "done", "link")
+    __slots__ = ("_expected", "_have", "_payload", "_receive_buffer", "done", "link")
 
-    def __init__(self, link: Link, begin: bytes, payload: memoryview, landing: memoryview) -> None:
+    def __init__(self, link: Link, expected: bytes, payload: memoryview, receive_buffer: memoryview) -> None:
         self.link = link
         self.done = False
-        self._begin = begin
+        self._expected = expected
         self._payload = payload
-        self._landing = landing[: HEADER_BYTES + len(payload)]
+        self._receive_buffer = receive_buffer[: HEADER_BYTES + len(payload)]
         self._have = 0
 
     def advance(self) -> bool:
         """Receive what has arrived; return whether anything moved."""
         have = self._have
-        count = self.link.receive(self._landing[have:] if have else self._landing)
+        count = self.link.receive(self._receive_buffer[have:] if have else self._receive_buffer)
         have = self._have = have + count
         if have >= HEADER_BYTES:  # of another header there may come no more
-            head = bytes(self._landing[:HEADER_BYTES])
-            check_header(self.link, head, self._begin, offered=False)
-            if have == len(self._landing):
-                self._payload[:] = self._landing[HEADER_BYTES:]
+            head = bytes(self._receive_buffer[:HEADER_BYTES])
+            check_header(self.link, head, self._expected, offered=False)
+            if have == len(self._receive_buffer):
+                self._payload[:] = self._receive_buffer[HEADER_BYTES:]
                 checksums = self.link.checksums
                 if checksums is not None and checksums.of(self._payload) != payload_sum(head):
                     raise CorruptData(self.link.rank)
@@ -191,8 +191,8 @@ class Incoming:
     """
 
     __slots__ = (
-        *("_address", "_begin", "_buffers", "_end", "_first", "_head", "_missing", "_room", "_start"),
-        *("_sum", "_sum_expected", "_then", "_total", "done", "link", "offered"),
+        *("_address", "_buffers", "_end", "_expected", "_first", "_head", "_missing", "_room", "_start"),
+        *("_sum", "_sum_expected", "_on_receive", "_total", "done", "link", "offered"),
     )
 
     def __init__(
@@ -200,21 +200,21 @@ class Incoming:
         link: Link,
         identity: bytes,
         span: Span,
-        then: OnReceive,
+        on_receive: OnReceive,
         buffers: Buffers,
-        landing: memoryview,
+        receive_buffer: memoryview,
     ) -> None:
         self._first = span[0]
         self._total = (span[1] - span[0]) * buffers.item_bytes
-        self._begin = expected_header(identity, self._total)
+        self._expected = expected_header(identity, self._total)
         self._buffers = buffers
-        self._then = then
-        self._head = self._missing = landing[:HEADER_BYTES]
+        self._on_receive = on_receive
+        self._head = self._missing = receive_buffer[:HEADER_BYTES]
         self._address = 0
         self._sum = None if link.checksums is None else link.checksums.begin()
         self._sum_expected = b""
         self.link = link
-        self.offered = is_offered(link.reads, self._total, then)
+        self.offered = is_offered(link.reads, self._total, on_receive)
         self.done = False
         self._begin_piece(0)
 
@@ -246,10 +246,10 @@ class Incoming:
         self._missing = self._missing[count:]
         if count >= missing:
             head = bytes(self._head)
-            check_header(self.link, head, self._begin, offered=self.offered)
+            check_header(self.link, head, self._expected, offered=self.offered)
             self._address = payload_address(head)
             self._sum_expected = payload_sum(head)
-            if self._then is OnReceive.READ_REDUCE:
+            if self._on_receive is OnReceive.READ_REDUCE:
                 self.done = True
             elif not self.offered:
                 self._took(count - missing)
@@ -258,7 +258,7 @@ class Incoming:
     def _begin_piece(self, start: int) -> None:
         """Provide room for the piece that begins at a byte."""
         buffers, self._start = self._buffers, start
-        if self._then:
+        if self._on_receive:
             assert buffers.scratch is not None
             longest = READ_BYTES if self.offered else len(buffers.scratch)
             self._end = end = min(start + longest, self._total)
@@ -275,7 +275,7 @@ class Incoming:
         if count < len(self._room):
             self._room = self._room[count:]
             return
-        if self._then is OnReceive.COMBINE:
+        if self._on_receive is OnReceive.COMBINE:
             self.combine()
         if self._end < self._total:
             self._begin_piece(self._end)
@@ -284,11 +284,11 @@ class Incoming:
         if self._sum is not None:
             self._check_sum()
 
-    def combine(self, *, theirs_first: bool = False) -> None:
+    def combine(self, *, peer_first: bool = False) -> None:
         """Combine the current piece; for an exchange, which has one, after this rank's own was sent."""
         combiner, item = self._buffers.combiner, self._buffers.item_bytes
         assert combiner is not None
-        combiner.combine(self._first + self._start // item, self._first + self._end // item, theirs_first=theirs_first)
+        combiner.combine(self._first + self._start // item, self._first + self._end // item, peer_first=peer_first)
 
     def _check_sum(self) -> None:
         # What was combined by now is wrong; nobody sees it, as the group fails.

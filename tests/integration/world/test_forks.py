@@ -87,5 +87,5 @@ def fork_children_that_leave() -> list[str]:
 def test_a_child_is_no_rank_and_ends_without_harm(world_size):
     for rank, ended in enumerate(run_ranks(world_size, fork_children_that_leave, seconds=SECONDS)):
         said, total = ended.value
-        assert said.startswith(f"this process was forked from rank {rank} and is no rank itself")
+        assert said.startswith(f"this process was forked from rank {rank} and is not a rank")
         assert total == str([float(world_size)] * 3)

@@ -24,7 +24,7 @@ from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.checkpoint.format.archive import write_archive
 from cyxtrain.environment.regular_files import open_regular, read_rest, read_text
 from cyxtrain.errors import brief
-from cyxtrain.experiment.experiment_data import npz as read_npz
+from cyxtrain.experiment.data import npz as read_npz
 from cyxtrain.notebook.sharing import _open_array, _place_in_file
 
 pytestmark = [
@@ -562,7 +562,7 @@ def test_arrays_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows.npz"
     np.savez_compressed(path, x_train=np.zeros((1000, 100)))
     assert read_npz(str(path))["train"][0].shape == (1000, 100)
-    monkeypatch.setattr("cyxtrain.experiment.experiment_data.memory_bytes", lambda: 799_999)
+    monkeypatch.setattr("cyxtrain.experiment.data.memory_bytes", lambda: 799_999)
     with pytest.raises(cx.ConfigError, match=r"its arrays have more bytes than this machine's memory, 799,999"):
         read_npz(str(path))
 

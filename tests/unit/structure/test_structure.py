@@ -94,8 +94,10 @@ INSIDE = {
 KNOWN_CYCLES: list[list[str]] = []
 KNOWN_UPWARD: set[tuple[str, str]] = set()
 KNOWN_INSIDE_OF_RING: set[tuple[str, str]] = set()
+COMPUTING = ("import_module", "__import__", "run_path", "run_module")
 COMPUTED_IMPORTS = {
     "cyxtrain.experiment.by_name",  # a user's "module:name"
+    "cyxtrain.doctor.transports",  # a second process runs peer_read.py alone: the package would import PyTorch
 }
 
 
@@ -197,7 +199,9 @@ def test_no_module_is_imported_by_a_computed_name():
     """A guard is not met by hiding an import from it."""
     for name, path in modules(ROOT).items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(COMPUTING)
+            runs_file = isinstance(node, ast.Constant) and "runpy" in str(node.value)  # a program for another process
+            if is_call or runs_file:
                 assert name in COMPUTED_IMPORTS, ast.unparse(node)
 
 

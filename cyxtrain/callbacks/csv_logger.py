@@ -1,16 +1,15 @@
-"""CSVLogger and LambdaCallback."""
+"""CSVLogger."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.config.settings import require, require_boolean, unknown_name
+from cyxtrain.config.settings import require, require_boolean
 from cyxtrain.environment.regular_files import read_text, regular_opener
 from cyxtrain.errors import ConfigError
 from cyxtrain.world import runtime
@@ -92,23 +91,3 @@ class CSVLogger(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of lines."""
         return {"lines": len(self._lines)}
-
-
-class LambdaCallback(Callback):
-    """A callback made of functions; Keras's arguments.
-
-    Args:
-        **hooks: A function for each hook, by the hook's name and with its arguments.
-
-    Raises:
-        ConfigError: There is no such hook, or a value is not a function.
-    """
-
-    def __init__(self, **hooks: Callable[..., Any]) -> None:
-        known = [name for name in dir(Callback) if name.startswith("on_")]
-        for name, function in hooks.items():
-            if name not in known:
-                raise unknown_name("LambdaCallback", name, known, "hook named")
-            if not callable(function):
-                raise ConfigError(f"LambdaCallback.{name} must be a function, got {function!r}.")
-            setattr(self, name, function)
