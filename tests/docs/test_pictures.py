@@ -103,7 +103,9 @@ def passed_around(world_size):
             first, _ = own.receive
             assert steps[own.receive_from].send == own.receive
             came = before[own.receive_from][first]
-            now[rank][first] = f"{came}+{before[rank][first]}" if own.on_receive is algorithms.OnReceive.COMBINE else came
+            now[rank][first] = (
+                f"{came}+{before[rank][first]}" if own.on_receive is algorithms.OnReceive.COMBINE else came
+            )
         yield now
 
 

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -46,6 +46,7 @@ class KeyValues:
     """Keys and values, with the operations of PyTorch's stores; each is atomic."""
 
     def __init__(self) -> None:
+        self.unauthenticated: Mapping[int, int] = {}  # by rank, how many clients claimed to be it without the secret
         self._values: dict[str, bytes] = {}
         self._size = 0
         self._lock = threading.Lock()
@@ -64,6 +65,8 @@ class KeyValues:
                 return all(key in self._values for key in keys)
             if operation == "count":
                 return len(self._values)
+            if operation == "unauthenticated":
+                return sorted(self.unauthenticated)
             [key] = keys
             before = self._values.get(key)
             if operation == "get":
@@ -116,14 +119,10 @@ class KeyValueServer:
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._acceptor = Acceptor([listener], "the store of rank 0", key, self._authorize, self._accept, self._selector)
+        self.values.unauthenticated = self._acceptor.unauthenticated
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="cyxtrain-store-server", daemon=True)
         self._thread.start()
-
-    @property
-    def unauthenticated(self) -> Counter[int]:
-        """By rank, how many clients claimed to be it without knowing the secret."""
-        return self._acceptor.unauthenticated
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
         """Return the answer to a request of this process."""
@@ -236,8 +235,6 @@ class _Member:
 class Connection:
     """A member's end of its connection to the store; `sock` is authenticated, and owned from now on."""
 
-    unauthenticated: ClassVar[Mapping[int, int]] = {}
-
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
@@ -306,10 +303,9 @@ class KeyValueStore(dist.Store):
         self.host = host
         self.source = source
 
-    @property
-    def unauthenticated(self) -> Mapping[int, int]:
-        """By rank, how many clients claimed to be it without knowing the secret; known on rank 0."""
-        return self.source.unauthenticated
+    def unauthenticated(self) -> list[int]:
+        """Return the ranks that clients claimed to be without knowing the secret, as rank 0 has seen them."""
+        return [*map(int, self._ask("unauthenticated"))]
 
     @contextlib.contextmanager
     def answering_within(self, seconds: float) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.distributed import Store
 
@@ -23,7 +23,6 @@ from cyxtrain.ring.rendezvous.store_client import (
     StoreLostError,
     backoff,
     poll_until,
-    root_of,
 )
 from cyxtrain.ring.wire.frames import FrameError, json_object
 from cyxtrain.ring.wire.link import Deadline
@@ -73,7 +72,6 @@ class Membership:
         self.store = StoreClient(store, f"rank {global_ranks[rank]}", deadline, options.secret_bytes, group)
         self._rank = rank
         self._global_ranks = global_ranks
-        self._unauthenticated: Mapping[int, int] = getattr(root_of(store), "unauthenticated", {})
         self._registry = registry or GroupRegistry()
         self._options = options
         self._life = 0
@@ -295,10 +293,13 @@ class Membership:
     def _missing(self) -> RendezvousError:
         missing = [rank for rank in range(len(self._global_ranks)) if rank not in self._records]
         missing_ranks = ", ".join(f"rank {self._global_ranks[rank]}" for rank in missing)
+        refused: list[int] = []
+        with contextlib.suppress(RendezvousError):
+            refused = self.store.unauthenticated()
         unauthenticated = [
             self._global_ranks[rank]
             for rank in missing
-            if self._unauthenticated.get(rank) or self._record_key(rank) in self.store.forged
+            if rank in refused or self._record_key(rank) in self.store.forged
         ]
         is_set = "is not" if self._options.secret is None else "is"
         hint = (

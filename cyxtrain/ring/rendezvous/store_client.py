@@ -88,6 +88,10 @@ class StoreClient:
         """Set a value if the present one is `before`; return whether it was."""
         return self._call(lambda: self._replace(key, before, value))
 
+    def unauthenticated(self) -> list[int]:
+        """Return the ranks that clients claimed to be without knowing the secret, if our own store counts them."""
+        return self._call(self._root.unauthenticated) if isinstance(self._root, KeyValueStore) else []
+
     def delete(self, key: str) -> None:
         """Delete a key, if it exists."""
         self._call(lambda: self._store.delete_key(key))
