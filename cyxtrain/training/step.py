@@ -76,6 +76,7 @@ class TrainingStep:
         self._world_size = dist.get_world_size()
         self._device = setup.placement.device
         self._is_accelerator = is_accelerator(self._device)
+        self._device_of_sums = runtime.device_of_sums(self._device)
         self._parameters = list(ddp.parameters())
         self._choose_weighting()
         self.totals = MetricSums(1, self._device, setup.loss, setup.metrics)
@@ -361,11 +362,10 @@ class TrainingStep:
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
         """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""
-        stays = self._is_accelerator and (self._world_size == 1 or dist.get_backend() != "ring")
+        stays = self._device_of_sums.type != "cpu"
         if stays and self._world_size == 1 and not any(isinstance(each, Tensor) for each in weights):
             return list(weights)
-        device = self._device if stays else torch.device("cpu")
-        totals = torch.cat([_as_double(each, device) for each in weights])
+        totals = torch.cat([_as_double(each, self._device_of_sums) for each in weights])
         if self._world_size > 1 or not stays:
             began = time.perf_counter()
             dist.all_reduce(totals, group=dist.group.WORLD if stays else runtime.cpu_group())
