@@ -57,7 +57,7 @@ class DistributedConfig:
     master_port: int = 29500
     """TCP port on which rank 0 waits for the others; it must be free there."""
     backend: BackendType | str | None = None
-    """The backend of the collectives; None: DISTRIBUTED_BACKEND, otherwise NCCL if each rank has a CUDA GPU of its own,
+    """The backend of the collectives; None: DISTRIBUTED_BACKEND, otherwise NCCL if each rank has its own CUDA GPU,
     and the ring if not."""
     timeout_ms: int = 30_000
     """Milliseconds until joining gives up."""

@@ -37,7 +37,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
     Tensors of an accelerator are copied through pinned host memory.
 
     Args:
-        store: Shared by all ranks, with keys of its own for this group.
+        store: Shared by all ranks, with its own keys for this group.
         rank: This rank.
         world_size: Number of ranks.
         timeout: Of joining and of every collective.

@@ -18,7 +18,7 @@ _log = logging.getLogger("cyxtrain.ring")
 
 
 def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:
-    """Return whether collectives run in a thread of their own; the same on every rank.
+    """Return whether collectives run in their own thread; the same on every rank.
 
     Args:
         wanted: CYXTRAIN_COMMUNICATION: "auto", "inline" or "thread".

@@ -65,7 +65,7 @@ class Group:
     thread. The first error is final: every later call raises it again.
 
     Args:
-        store: Shared by all ranks, with keys of its own for this group.
+        store: Shared by all ranks, with its own keys for this group.
         rank: This rank.
         world_size: Number of ranks; one binds no port and starts no thread.
         timeout: Of each collective.

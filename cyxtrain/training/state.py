@@ -163,7 +163,7 @@ class TrainingState:
 
     @property
     def trained(self) -> nn.Module:
-        """The model, and a loss that has parameters or buffers of its own."""
+        """The model, and a loss that has its own parameters or buffers."""
         return trained_with(self.model, self.loss)
 
     def next_fit(self, initial_epoch: int | None = None) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Requests to stop a fit, or to save, before its last epoch; all ranks apply them at the same step.
 
-Each rank has requests of its own: a signal arrived, or its time limit has passed. They are sent with the gradients of a
+Each rank has its own requests: a signal arrived, or its time limit has passed. They are sent with the gradients of a
 step, so that after it every rank knows those of all ranks, without another message.
 """
 

@@ -1,4 +1,4 @@
-"""What is trained: the model, and a loss with parameters or buffers of its own."""
+"""What is trained: the model, and a loss with its own parameters or buffers."""
 
 from __future__ import annotations
 

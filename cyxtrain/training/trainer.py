@@ -151,7 +151,7 @@ class DistributedTrainer:
 
     @property
     def trained(self) -> nn.Module:
-        """The model and, as one module with it, a loss that has parameters or buffers of its own."""
+        """The model and, as one module with it, a loss that has its own parameters or buffers."""
         return self._state.trained
 
     @property

@@ -35,7 +35,7 @@ class RowLoader:
             if loader.num_workers and uses_workers:
                 names += ["num_workers", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"]
             settings |= {name: getattr(loader, name) for name in names}
-        # A generator of its own: PyTorch draws the seeds of workers from the one that training draws from.
+        # Its own generator: PyTorch draws the seeds of workers from the one that training draws from.
         own = torch.Generator().manual_seed(seed % 2**63)
         batches: Dataset[Any] = _SeededBatches(dataset, default_collate if loader is None else loader.collate_fn)
         self._loader: DataLoader[Any] = DataLoader(batches, collate_fn=_unchanged, generator=own, **settings)

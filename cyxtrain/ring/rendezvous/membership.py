@@ -50,7 +50,7 @@ class Membership:
     """One rank's view of a group that forms; groups may form at the same store again and again.
 
     Args:
-        store: Shared by all ranks, with keys of its own for this group.
+        store: Shared by all ranks, with its own keys for this group.
         global_ranks: By rank, what errors call it: its rank in the world.
         options: The secret, the name of the group, and whether a launcher has restarted this rank. If another process
             is this rank then, it is the previous one, and the store may be that of the previous rank 0: both end soon.

@@ -63,7 +63,7 @@ def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, d
     try:
         tables = [each["sums"] for each in ranks]
         if not any(tables):
-            return  # made between two epochs: the next one begins with generators of its own
+            return  # made between two epochs: the next one begins with its own generators
         if len(ranks) == world_size:
             set_generators(ranks[rank]["generators"], device)
             totals.restore(tables[rank])

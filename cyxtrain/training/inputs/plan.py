@@ -293,7 +293,7 @@ def _validation_batch_size(source: Source, config: DistributedTrainingConfig) ->
 
 
 def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
-    """Return rank 0's first micro-batch of an epoch; this rank's, if each has rows of its own."""
+    """Return rank 0's first micro-batch of an epoch; this rank's, if each has its own rows."""
     first = feed.first_rows(epoch)
     return source.first(feed.rows_at_once) if first is None else first
 
