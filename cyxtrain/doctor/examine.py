@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.doctor import local_checks, pairs, report, store_exchange
-from cyxtrain.doctor.findings import Cause, Pair, PeerResult
+from cyxtrain.doctor.findings import Cause, Pair, PeerResult, Roster
 from cyxtrain.doctor.machine_facts import this_machine
-from cyxtrain.doctor.store_exchange import Roster
 from cyxtrain.doctor.terminal import print_report
 from cyxtrain.errors import RendezvousError, counted
-from cyxtrain.ring import Deadline, StoreClient, StoreLostError, listen, own_record, parse_record
+from cyxtrain.ring import Deadline, RankProbe, StoreClient, StoreLostError
 from cyxtrain.world.join import forget_store, open_world_store
 
 _KEYS = "/cyxtrain/doctor"
@@ -73,17 +72,16 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
     # Without the run's secret: it must find secrets that differ.
     store = dist.PrefixStore(_KEYS, open_world_store(config, None, seconds))
     client = StoreClient(store, f"rank {rank}", store_exchange.AnswerDeadline())
-    listeners, tests = None, None
+    probe = None
     try:
-        listeners = listen(rank, store, options.transport)
-        record = own_record(rank, world_size, listeners, options)
-        store_exchange.register(client, rank, record, this_machine(record.host))
+        probe = RankProbe(store, rank, world_size, options)
+        store_exchange.register(client, rank, probe.record, this_machine(probe.record.host))
         if rank == 0:
             roster = store_exchange.publish_roster(client, world_size, deadline)
         else:
             roster = store_exchange.read_roster(client, rank, world_size, Deadline(seconds + _GRACE_SECONDS))
         limit = Deadline((len(pairs.rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
-        tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), listeners)
+        tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), probe)
         tests.run()
         proof = _proof(options, roster)
         client.set(f"proof/{rank}", proof)
@@ -93,11 +91,8 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
             return None
         return _collect(config, client, tests, proof, limit)
     finally:
-        if tests is not None:
-            tests.close()
-        client.close()
-        if listeners is not None:
-            listeners.close()
+        if probe is not None:
+            probe.close()
         forget_store()
 
 
@@ -110,8 +105,8 @@ def _collect(
         tests.wait_for_key(f"done/{other}", other, limit)
     found = []
     for low, high in ((low, high) for high in ranks for low in ranks if low < high):
-        texts = map(client.get, (f"result/{low}/{high}", f"result/{high}/{low}"))
-        found.append(Pair(low, high, tuple(parse_record(PeerResult, text) for text in texts if text is not None)))
+        keys = filter(client.has, (f"result/{low}/{high}", f"result/{high}/{low}"))
+        found.append(Pair(low, high, tuple(client.read(PeerResult, key) for key in keys)))
     proofs = {other: (client.get(f"proof/{other}") or b"").decode("ascii", "replace") for other in ranks}
     wrong_secret = [other for other in ranks if proof and proofs[other] and proofs[other] != proof]
     client.set("over", "yes")

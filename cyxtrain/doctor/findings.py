@@ -61,6 +61,20 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
+class Roster:
+    """The ranks that registered in time, rank 0's world size, and a token (hexadecimal) that only they know."""
+
+    ranks: list[int]
+    world_size: int
+    token: str
+
+    def __post_init__(self) -> None:
+        """Raise ValueError or TypeError if another program has written it."""
+        bytes.fromhex(self.token)
+        sum(self.ranks)
+
+
+@dataclass(frozen=True)
 class Pair:
     """Two ranks; the higher one connects to the lower one in the ring too, and measures."""
 
@@ -88,6 +102,6 @@ class Pair:
         return next((name for name in ("tcp", "unix", "cma") if name in found), "tcp")
 
 
-def to_json(found: PeerResult | Machine) -> str:
+def to_json(found: PeerResult | Machine | Roster) -> str:
     """Return it as text for the store."""
     return json.dumps(dataclasses.asdict(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,9 +17,9 @@ from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.doctor import machine_facts
 from cyxtrain.doctor.terminal import size, table
-from cyxtrain.doctor.transports import Transport, try_transports
 from cyxtrain.environment import accelerator, process_env, torch_compat
 from cyxtrain.errors import ConfigError, counted
+from cyxtrain.ring import try_transports
 from cyxtrain.world import devices
 
 if TYPE_CHECKING:
@@ -123,16 +123,16 @@ def _gpus() -> list[Check]:
     return found or [Check("GPUs", "none", "", "PyTorch sees none: training runs on CPUs")]
 
 
-def _transports(transports: Sequence[Transport], requested: str) -> list[Check]:
+def _transports(failures: Mapping[str, str], requested: str) -> list[Check]:
     """Return the transports; TCP and the one that CYXTRAIN_TRANSPORT requests must work."""
     texts = {
         "cma": "processes read each other's memory",
         "unix": "Unix sockets",
         "tcp": "the loopback interface",
     }
-    used = next((each.name for each in transports if not each.failure), "") if requested == "auto" else requested
+    used = next((name for name, failure in failures.items() if not failure), "") if requested == "auto" else requested
     found = []
-    for name, failure in transports:
+    for name, failure in failures.items():
         state = _OK if not failure else _BROKEN if name in ("tcp", requested) else _NO
         text = failure or texts[name] + ("; the ring uses it" if name == used else "")
         hint = f". CYXTRAIN_TRANSPORT={requested} requests it: unset it" if failure and name == requested else ""

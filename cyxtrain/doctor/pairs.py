@@ -9,33 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import selectors
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from cyxtrain.doctor import measure
-from cyxtrain.doctor.findings import Cause, PeerResult, RankInfo, to_json
-from cyxtrain.doctor.store_exchange import Roster
+from cyxtrain.doctor.findings import Cause, PeerResult, RankInfo, Roster, to_json
 from cyxtrain.environment.processes import State, state_of
-from cyxtrain.ring import (
-    Acceptor,
-    ClosedError,
-    Deadline,
-    HandshakeError,
-    Hello,
-    Listeners,
-    PeerMemory,
-    RefusedError,
-    Role,
-    StoreClient,
-    dial_once,
-    poll_until,
-    socket_address,
-    watch_over,
-)
+from cyxtrain.ring import Deadline, RankProbe, StoreClient
 
 CONNECT_SECONDS = 5.0
 """For both directions of a pair together."""
@@ -78,25 +60,21 @@ class PairTests:
         rank: This rank.
         roster: The ranks that take part.
         infos: What they registered, by rank.
-        listeners: This rank's sockets; they stay the caller's.
+        probe: This rank's sockets; they stay the caller's.
     """
 
     def __init__(
-        self, client: StoreClient, rank: int, roster: Roster, infos: dict[int, RankInfo], listeners: Listeners
+        self, client: StoreClient, rank: int, roster: Roster, infos: dict[int, RankInfo], probe: RankProbe
     ) -> None:
         self.roster = roster
         self.infos = infos
         self._client = client
         self._rank = rank
         self._own = infos[rank].record
-        self._key = bytes.fromhex(roster.token)
-        self._run = infos[0].record.run
+        self._probe = probe
         self._began = time.monotonic()
         self._next_heartbeat = Deadline(0.0)
-        self._accepted: dict[int, socket.socket] = {}
-        self._selector = selectors.DefaultSelector()
-        sockets = [listener for listener in (listeners.tcp, listeners.unix) if listener is not None]
-        self._acceptor = Acceptor(sockets, f"rank {rank}", self._key, self._judge, self._admit, self._selector)
+        probe.start(infos[0].record.run, bytes.fromhex(roster.token))
 
     def run(self) -> None:
         """Test every pair of this rank and write the results to the store."""
@@ -105,13 +83,6 @@ class PairTests:
                 if self._rank in pair:
                     peer = sum(pair) - self._rank
                     self._client.set(f"result/{self._rank}/{peer}", to_json(self._test(peer, number)))
-
-    def close(self) -> None:
-        """Close every connection."""
-        self._acceptor.close()
-        for sock in self._accepted.values():
-            sock.close()
-        self._selector.close()
 
     def wait_for_key(self, key: str, peer: int, deadline: Deadline, *, probes_port: bool = False) -> Cause:
         """Wait until a rank has written a key to the store; return why it has not.
@@ -135,32 +106,21 @@ class PairTests:
                 cause = Cause.BROKE
             elif tick.passed():
                 tick = Deadline(_HEARTBEAT_SECONDS)
-                if probes_port and record.machine != self._own.machine and _is_refused(record.host, record.port):
+                if probes_port and record.machine != self._own.machine and self._probe.refuses(record):
                     cause = Cause.REFUSED
                 if (latest := self._client.get(f"heartbeat/{peer}") or b"") != heartbeat:
                     heartbeat, silence = latest, Deadline(_SILENT_SECONDS)
             return cause is not Cause.NONE or silence.passed()
 
-        poll_until(is_decided, deadline)
+        deadline.poll_until(is_decided)
         return cause if cause is not Cause.NONE or self._client.has(key) else Cause.ABSENT
 
     def _serve(self, seconds: float = 0.0) -> None:
         """Accept connections, for at most so long, and write a heartbeat when it is due."""
-        for key, _ in self._selector.select(seconds):
-            key.data()
-        self._acceptor.expire(time.monotonic())
+        self._probe.serve(seconds)
         if self._next_heartbeat.passed():
             self._next_heartbeat = Deadline(_HEARTBEAT_SECONDS)
             self._client.set(f"heartbeat/{self._rank}", str(time.monotonic()))
-
-    def _judge(self, hello: Hello) -> str:
-        return "" if hello.run == self._run else "it belongs to another run"
-
-    def _admit(self, hello: Hello, sock: socket.socket) -> None:
-        before = self._accepted.pop(hello.rank, None)
-        if before is not None:
-            before.close()
-        self._accepted[hello.rank] = sock
 
     def _test(self, peer: int, number: int) -> PeerResult:
         """Test one pair, in the round of that number."""
@@ -172,30 +132,29 @@ class PairTests:
             return PeerResult(self._rank, peer, cause.value, _DETAILS[cause])
         deadline, is_higher = Deadline(CONNECT_SECONDS), self._rank > peer
         dialed, cause, detail = self._dial(peer, deadline)
-        while not deadline.passed() and peer not in self._accepted:
+        while not deadline.passed() and not self._probe.has_accepted(peer):
             self._serve(_POLL_SECONDS)
-        accepted = self._accepted.pop(peer, None)
+        accepted = self._probe.take_accepted(peer)
         with contextlib.ExitStack() as stack:
             for sock in filter(None, (dialed, accepted)):
                 stack.enter_context(sock)
-            result = PeerResult(self._rank, peer, cause.value, detail, self._transport(peer))
+            result = PeerResult(
+                self._rank, peer, cause.value, detail, self._probe.transport_to(self.infos[peer].record)
+            )
             if dialed is not None and is_higher:
                 return _measured(result, dialed)
             if accepted is not None and not is_higher:
-                watch_over(accepted)
                 with contextlib.suppress(measure.ConnectionEndedError, OSError):  # the rank that measures reports it
                     measure.follow(accepted, MEASURE_SECONDS)
             return result
 
     def _dial(self, peer: int, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
         """Return (connection or None, why there is none, the same in words)."""
-        hello = Hello(self._run, 0, Role.COLLECTIVES, self._rank, self.roster.world_size, checksums=False, to_rank=peer)
-        address = socket_address(self.infos[peer].record, unix=False)
         try:
-            return dial_once(address, hello, self._key, deadline, self._serve), Cause.NONE, ""
-        except (RefusedError, HandshakeError) as error:
+            return self._probe.dial(peer, self.infos[peer].record, deadline, self._serve), Cause.NONE, ""
+        except ConnectionAbortedError as error:
             return None, Cause.STRANGER, f"another program answers there ({error})"
-        except ClosedError:
+        except ConnectionResetError:
             return None, Cause.BROKE, "it closed the connection"
         except ConnectionRefusedError:
             return None, Cause.REFUSED, "connection refused"
@@ -205,20 +164,9 @@ class PairTests:
             reason = os.strerror(error.errno).lower() if error.errno else str(error)
             return None, Cause.NO_WAY, f"its own system does not send there ({reason})"
 
-    def _transport(self, peer: int) -> str:
-        """Return what the ring would use from this rank; empty between machines."""
-        record = self.infos[peer].record
-        if record.machine != self._own.machine:
-            return ""
-        if not (self._own.unix and record.unix and _accepts(*socket_address(record, unix=True))):
-            return "tcp"
-        can_read = record.memory and PeerMemory(record.process.pid).can_be_read(record.memory)
-        return "cma" if can_read else "unix"
-
 
 def _measured(result: PeerResult, sock: socket.socket) -> PeerResult:
     """Return a result with measurements, or why there are none."""
-    watch_over(sock)
     cause = Cause.BROKE
     try:
         trip, rate, skew = measure.lead(sock, MEASURE_SECONDS)
@@ -231,23 +179,3 @@ def _measured(result: PeerResult, sock: socket.socket) -> PeerResult:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it was closed"
         detail = f"the connection ended during the test ({reason.lower()})"
     return replace(result, cause=cause.value, detail=detail)
-
-
-def _accepts(family: int, address: Any) -> bool:
-    """Return whether a socket accepts connections."""
-    with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError):
-        sock.settimeout(_HEARTBEAT_SECONDS)
-        sock.connect(address)
-        return True
-    return False
-
-
-def _is_refused(host: str, port: int) -> bool:
-    """Return whether a port refuses connections; False if that cannot be told."""
-    try:
-        socket.create_connection((host, port), timeout=_HEARTBEAT_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False

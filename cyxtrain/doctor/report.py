@@ -12,7 +12,6 @@ from cyxtrain.doctor.findings import Cause, Pair, PeerResult, RankInfo
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.doctor.terminal import duration, rate, table
 from cyxtrain.errors import counted, shortened
-from cyxtrain.ring import why_incompatible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -198,7 +197,7 @@ def _slow(pairs: Sequence[Pair]) -> list[Pair]:
 def _incompatible(world: World) -> list[str]:
     """Return why ranks that reach each other cannot join."""
     first = world.infos[0].record
-    found = [reason for rank, info in world.infos.items() if (reason := why_incompatible(rank, info.record, 0, first))]
+    found = [reason for rank, info in world.infos.items() if (reason := info.record.why_incompatible(rank, first, 0))]
     found += [
         f"rank {rank} has another secret than rank 0. Set CYXTRAIN_SECRET to the same value on every rank."
         for rank in world.wrong_secret

@@ -15,14 +15,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from typing import NamedTuple
 
-from cyxtrain.doctor.findings import RankInfo, to_json
+from cyxtrain.doctor.findings import RankInfo, Roster, to_json
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring import Deadline, RankRecord, StoreClient, foreign_value, parse_record, poll_until
+from cyxtrain.ring import Deadline, RankRecord, StoreClient
 
 _ANSWER_SECONDS = 10.0
 
@@ -38,14 +36,6 @@ class AnswerDeadline(Deadline):
     def left(self) -> float:
         """Return the same at any time."""
         return _ANSWER_SECONDS
-
-
-class Roster(NamedTuple):
-    """The ranks that registered in time, rank 0's world size, and a token (hexadecimal) that only they know."""
-
-    ranks: list[int]
-    world_size: int
-    token: str
 
 
 def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine) -> None:
@@ -73,9 +63,9 @@ def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> R
         ranks.update(rank for rank in range(world_size) if rank not in ranks and store.has(f"record/{rank}"))
         return len(ranks) == world_size
 
-    poll_until(all_have_registered, deadline)
+    deadline.poll_until(all_have_registered)
     roster = Roster(sorted(ranks), world_size, secrets.token_hex(32))
-    store.set("roster", json.dumps(roster))
+    store.set("roster", to_json(roster))
     return roster
 
 
@@ -85,17 +75,13 @@ def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadli
     Raises:
         RendezvousError: Rank 0 publishes none, or one without this rank.
     """
-    if not poll_until(lambda: store.has("roster"), deadline):
+    if not deadline.poll_until(lambda: store.has("roster")):
         raise RendezvousError(
             f"rank {rank} waited for rank 0, which did not register in time. Was it started? Look at its output; "
             "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
             rank=0,
         )
-    try:
-        roster = Roster(*json.loads(store.get("roster") or b""))
-        bytes.fromhex(roster.token)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise foreign_value(error) from None
+    roster = store.read(Roster, "roster")
     if rank not in roster.ranks:
         reason = f"rank {rank} registered after rank 0 had stopped waiting"
         remedy = "Start all ranks within DISTRIBUTED_TIMEOUT_MS (timeout_ms), or increase it."
@@ -113,9 +99,6 @@ def read_infos(store: StoreClient, ranks: list[int]) -> dict[int, RankInfo]:
         RendezvousError: It is something else.
     """
     return {
-        rank: RankInfo(
-            RankRecord.from_json(store.get(f"record/{rank}") or b""),
-            parse_record(Machine, store.get(f"machine/{rank}") or b""),
-        )
+        rank: RankInfo(RankRecord.from_json(store.get(f"record/{rank}") or b""), store.read(Machine, f"machine/{rank}"))
         for rank in ranks
     }

@@ -18,8 +18,8 @@ from cyxtrain.config import RingOptions
 from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.monitoring.group_registry import WORLD_GROUPS, GroupRegistry
 from cyxtrain.ring.process_group import RingOperations
-from cyxtrain.ring.rendezvous.group_registry import WORLD_GROUPS, GroupRegistry
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
 # To drop PyTorch before 2.14, delete this branch and legacy_backend.py.

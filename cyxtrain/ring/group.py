@@ -22,7 +22,7 @@ from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.executor import SingleRankExecutor
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
-from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.rendezvous import rendezvous
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Span, even_spans
@@ -103,7 +103,7 @@ class Group:
         self._registry = registry or GroupRegistry()
         self._created_at = time.monotonic()
         self._activity, options = CurrentActivity(), options or RingOptions()
-        result = rendezvous(store, rank, ranks, join_timeout, options, generation, self._registry)
+        result = rendezvous(store, rank, ranks, join_timeout, options, generation, self._registry.await_peer_failure)
         try:
             connections = Connections(result, rank, ranks, options, self._activity.describe) if world_size > 1 else None
         except BaseException:

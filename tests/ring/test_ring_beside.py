@@ -17,8 +17,9 @@ from worlds import run_threads, wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring import collective_thread, listen
+from cyxtrain.ring import collective_thread
 from cyxtrain.ring.rendezvous import rendezvous
+from cyxtrain.ring.rendezvous.listen import listen
 
 BESIDE = RingOptions(communication="thread")
 INLINE = RingOptions(communication="inline")

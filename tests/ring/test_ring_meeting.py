@@ -20,8 +20,8 @@ from worlds import join_threads, run_threads
 from cyxtrain.config import RingOptions
 from cyxtrain.environment.processes import this_process
 from cyxtrain.errors import PeerLostError, RendezvousError
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous import rendezvous
-from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store_client import StoreLostError

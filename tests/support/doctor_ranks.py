@@ -13,10 +13,10 @@ from unittest import mock
 
 import strangers
 
-from cyxtrain import ring
 from cyxtrain.config import DistributedConfig
 from cyxtrain.doctor import examine, measure, pairs
 from cyxtrain.launch import bench
+from cyxtrain.ring.rendezvous import dial, probe
 
 
 def said_by(function: Callable[..., int], *arguments: Any) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def bench_here(sizes: list[int], seconds: float) -> dict[str, Any]:
 def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
     """One rank looks for another one at a port where nobody listens."""
     if int(os.environ["RANK"]) == rank:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            nobody = probe.getsockname()
-        address_of, test = ring.socket_address, pairs.PairTests._test
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            nobody = unused.getsockname()
+        address_of, test = dial.socket_address, pairs.PairTests._test
 
         def test_blindly(self: pairs.PairTests, other: int, number: int) -> Any:
             record = self.infos[other].record
@@ -52,7 +52,7 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
                     return socket.AF_INET, nobody
                 return address_of(entry, unix=unix)
 
-            with mock.patch.object(pairs, "socket_address", blind_address_of):
+            with mock.patch.object(probe, "socket_address", blind_address_of):
                 return test(self, other, number)
 
         mock.patch.object(pairs.PairTests, "_test", test_blindly).start()

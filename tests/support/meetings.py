@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -64,5 +63,4 @@ def say_entry(
     entry = RankRecord(
         world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, has_secret=secret is not None, **fields
     )
-    with contextlib.closing(board_of(store, world_size, secret)) as board:
-        board.set(f"1/entry/{rank}", entry.to_json())
+    board_of(store, world_size, secret).set(f"1/entry/{rank}", entry.to_json())

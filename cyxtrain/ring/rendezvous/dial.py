@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,8 +22,7 @@ from cyxtrain.ring.rendezvous.handshake import (
 )
 from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
-from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS
-from cyxtrain.ring.wire.link import Deadline, Poller
+from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline, Poller
 
 _EXPLAIN_SECONDS = 0.1
 """How long a rank that was rejected waits for the cause, which arrives at the store."""
@@ -191,7 +189,4 @@ def _wait(sock: socket.socket, deadline: Deadline, poll: Callable[[], None], *, 
 
 def _await_cause(membership: Membership) -> None:
     """Give the rank that knows why the rendezvous fails a moment to report it."""
-    patience = Deadline(min(_EXPLAIN_SECONDS, membership.deadline.left()))
-    while not patience.passed():
-        membership.check()
-        time.sleep(POLL_SECONDS)
+    Deadline(min(_EXPLAIN_SECONDS, membership.deadline.left())).poll_until(membership.check)

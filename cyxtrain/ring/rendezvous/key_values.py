@@ -39,7 +39,6 @@ _MAX_CONNECTIONS = 8
 """Of one rank at a time: one, and those of its earlier processes that are about to end."""
 _READ_BYTES = 1 << 16
 _TICK_SECONDS = 1.0
-_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.05
 
 
 class KeyValues:
@@ -367,12 +366,8 @@ class KeyValueStore(dist.Store):
             dist.DistStoreError: They do not within the timeout.
         """
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
-        deadline, nap = Deadline(seconds), _SHORTEST_NAP_SECONDS
-        while not self.check(keys):
-            if deadline.passed():
-                raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f} ms, keys: {', '.join(keys)}")
-            time.sleep(min(nap, max(deadline.left(), 0.0)))
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+        if not Deadline(seconds).poll_until(lambda: self.check(keys)):
+            raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f} ms, keys: {', '.join(keys)}")
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait for keys, and return their values."""

@@ -8,30 +8,29 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment.processes import State, state_of
 from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
-from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
-from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value, why_incompatible
-from cyxtrain.ring.rendezvous.store_client import (
-    POLL_SECONDS,
-    StoreClient,
-    StoreLostError,
-    backoff,
-    poll_until,
-)
+from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value
+from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.wire.frames import FrameError, json_object
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline
 
 _READERS_SECONDS = 0.3
 """How long the end of a store waits for ranks to read or report the cause."""
 _REWRITE_SECONDS = 0.5
 """How often a waiting rank checks that what it has written is still there."""
 _ALL_CONNECTED = b"all have met"
+PeerFailure = Callable[[float], "CyxtrainError | None"]
+"""Waits at most so many seconds, and returns the error if another group of this world has lost a rank."""
+
+
+def no_peer_failure(seconds: float) -> None:
+    """Return that no other group has lost a rank: there is none."""
 
 
 class RankTakenError(RendezvousError):
@@ -63,7 +62,7 @@ class Membership:
         global_ranks: Sequence[int],
         deadline: Deadline,
         options: RingOptions | None = None,
-        registry: GroupRegistry | None = None,
+        peer_failure: PeerFailure = no_peer_failure,
         generation: int = 0,
     ) -> None:
         options = options or RingOptions()
@@ -72,7 +71,7 @@ class Membership:
         self.store = StoreClient(store, f"rank {global_ranks[rank]}", deadline, options.secret_bytes, group)
         self._rank = rank
         self._global_ranks = global_ranks
-        self._registry = registry or GroupRegistry()
+        self._peer_failure = peer_failure
         self._options = options
         self._life = 0
         """How often this rank has claimed its place at this store; part of every key."""
@@ -84,14 +83,14 @@ class Membership:
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
-        """Claim this rank, report to the others what fails within, and release the store."""
+        """Claim this rank, and report to the others what fails within."""
         name = self._global_ranks[self._rank]
         try:
             self.claim()
             yield
         except CyxtrainError as error:
             # Rank 0 may have left, and the store with it, because another group lost a rank.
-            failure = self._registry.await_peer_failure(_READERS_SECONDS) if self.store.lost else None
+            failure = self._peer_failure(_READERS_SECONDS) if self.store.lost else None
             if failure is not None:
                 raise failure.again() from error
             self.report_failure(error)
@@ -101,8 +100,6 @@ class Membership:
             reason = f"rank {name} cannot join: {type(error).__name__}. Look at its output."
             self.report_failure(RendezvousError(reason, rank=name))
             raise
-        finally:
-            self.store.close()
 
     def claim(self) -> None:
         """Claim this rank: from now on the others can be told of a failure.
@@ -147,14 +144,14 @@ class Membership:
         Raises:
             RendezvousError: Ranks are missing at the deadline, or are incompatible; or one of them has failed.
         """
-        for seconds in backoff():
+
+        def all_have_registered() -> bool:
             self.check()
             self._read_records()
-            if len(self._records) == len(self._global_ranks):
-                break
-            if self.deadline.passed():
-                raise self._missing()
-            time.sleep(seconds)
+            return len(self._records) == len(self._global_ranks)
+
+        if not self.deadline.poll_until(all_have_registered):
+            raise self._missing()
         return [self._records[rank] for rank in range(len(self._global_ranks))]
 
     def check(self) -> None:
@@ -169,7 +166,7 @@ class Membership:
             if verdict is not None:
                 self._apply(verdict)
             self._rewrite()
-        failure = self._registry.peer_failure(time.monotonic())
+        failure = self._peer_failure(0.0)
         if failure is not None:
             raise failure.again()
         for rank, record in self._records.items():
@@ -228,7 +225,7 @@ class Membership:
         # Also those whose record this rank has not read, or that is the cause.
         others = sum(self.store.has(self._record_key(rank)) for rank in ranks)
         patience = Deadline(_READERS_SECONDS)
-        poll_until(lambda: sum(self.store.has(self._key(f"heard/{rank}")) for rank in ranks) >= others, patience)
+        patience.poll_until(lambda: sum(self.store.has(self._key(f"heard/{rank}")) for rank in ranks) >= others)
 
     def _apply(self, verdict: bytes) -> None:
         """Raise the failure of joining, if that is the verdict."""
@@ -252,7 +249,7 @@ class Membership:
                 record = None if rank in self._records else self._record_of(rank)
                 if record is not None:
                     name, own_name = self._global_ranks[rank], self._global_ranks[self._rank]
-                    reason = why_incompatible(name, record, own_name, self._own)
+                    reason = record.why_incompatible(name, self._own, own_name)
                     if reason:
                         raise RendezvousError(reason, rank=self._global_ranks[rank])
                     self._records[rank] = record

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import socket
 import struct
-import threading
 import time
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ from cyxtrain.errors import reason_of
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.listen import own_address
 from cyxtrain.ring.rendezvous.store import RETRY_SECONDS, await_listener, foreign_service, not_reached
-from cyxtrain.ring.rendezvous.store_client import root_of
+from cyxtrain.ring.rendezvous.store_client import attempt_in_thread, root_of
 from cyxtrain.ring.wire.link import Deadline
 
 _SO_ATTACH_FILTER = 26
@@ -86,27 +86,12 @@ def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout
         failure = await_listener(address, port, deadline.left())
         if failure is not None:
             raise not_reached(rank, address, port, timeout_seconds, failure)
-        opened = _connect(address, port, world_size, deadline)
+        left = timedelta(seconds=max(deadline.left(), 0.1))
+        connect = functools.partial(TCPStore, address, port, world_size, False, left, wait_for_workers=False)
+        opened = attempt_in_thread(connect, left.total_seconds() + 0.2)
         if isinstance(opened, TCPStore):
             return opened
         if deadline.left() <= RETRY_SECONDS:
-            raise foreign_service(rank, f"{address}:{port}", "" if opened is None else reason_of(opened))
+            detail = "" if isinstance(opened, TimeoutError) else reason_of(opened)
+            raise foreign_service(rank, f"{address}:{port}", detail)
         time.sleep(RETRY_SECONDS)  # the previous store may be closing
-
-
-def _connect(address: str, port: int, world_size: int, deadline: Deadline) -> TCPStore | Exception | None:
-    """Return PyTorch's client, or why there is none; None if the listener does not answer."""
-    opened: list[TCPStore | Exception] = []
-
-    def connect() -> None:
-        left = timedelta(seconds=max(deadline.left(), 0.1))
-        try:
-            opened.append(TCPStore(address, port, world_size, False, left, wait_for_workers=False))
-        except Exception as error:
-            opened.append(error)
-
-    # PyTorch's client never gives up on a silent listener: it waits in a thread that can be left behind.
-    thread = threading.Thread(target=connect, name="cyxtrain-store", daemon=True)
-    thread.start()
-    thread.join(max(deadline.left(), 0.1) + 0.2)
-    return opened[0] if opened else None

@@ -86,6 +86,35 @@ class RankRecord:
             raise foreign_value(error) from None
         return record
 
+    def why_incompatible(self, name: int, other: RankRecord, other_name: int) -> str:
+        """Return why the rank of that name and another one cannot be in one group; "" if they can."""
+        if self.protocol != other.protocol:
+            return (
+                f"rank {name} speaks version {self.protocol} of the ring's protocol, rank {other_name} version "
+                f"{other.protocol}. Install the same version of cyxtrain everywhere."
+            )
+        if self.world_size != other.world_size:
+            return (
+                f"rank {name} was started for a world of {self.world_size}, rank {other_name} for a world of "
+                f"{other.world_size}. Start all ranks with the same WORLD_SIZE."
+            )
+        if self.transport != other.transport:
+            return (
+                f"rank {name} was started with CYXTRAIN_TRANSPORT={self.transport} and rank {other_name} with "
+                f"{other.transport}. Set it to the same value in the environment of every rank."
+            )
+        for what, variable, mine, its in (
+            ("a secret", "CYXTRAIN_SECRET", self.has_secret, other.has_secret),
+            ("checksums", "CYXTRAIN_CHECKSUMS", self.checksums, other.checksums),
+        ):
+            if mine != its:
+                with_it, without = (name, other_name) if mine else (other_name, name)
+                return (
+                    f"rank {with_it} was started with {what} and rank {without} without. Set {variable} to the same "
+                    "value in the environment of every rank."
+                )
+        return ""
+
 
 _RANGES: dict[str, tuple[float, float]] = {
     "world_size": (1, 2**32),
@@ -127,8 +156,8 @@ def _from_facts(kind: type[_Record], facts: dict[str, Any]) -> _Record:
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     made = kind(**{field.name: facts[field.name] for field in fields if field.name in facts})
     for field in fields:
-        found = type(getattr(made, field.name)).__name__
-        if found != field.type and (found, field.type) != ("int", "float"):
+        found, expected = type(getattr(made, field.name)).__name__, str(field.type).partition("[")[0]
+        if found != expected and (found, expected) != ("int", "float"):
             raise TypeError(f"its {field.name} has the wrong type")
     return made
 
@@ -139,33 +168,3 @@ def foreign_value(error: Exception) -> RendezvousError:
         f"the store at which the ranks meet holds what no rank has written ({error!r}). Does another program "
         "use it? Choose another MASTER_PORT, the same on every rank."
     )
-
-
-def why_incompatible(name: int, theirs: RankRecord, own_name: int, ours: RankRecord) -> str:
-    """Return why two ranks cannot be in one group; "" if they can."""
-    if theirs.protocol != ours.protocol:
-        return (
-            f"rank {name} speaks version {theirs.protocol} of the ring's protocol, rank {own_name} version "
-            f"{ours.protocol}. Install the same version of cyxtrain everywhere."
-        )
-    if theirs.world_size != ours.world_size:
-        return (
-            f"rank {name} was started for a world of {theirs.world_size}, rank {own_name} for a world of "
-            f"{ours.world_size}. Start all ranks with the same WORLD_SIZE."
-        )
-    if theirs.transport != ours.transport:
-        return (
-            f"rank {name} was started with CYXTRAIN_TRANSPORT={theirs.transport} and rank {own_name} with "
-            f"{ours.transport}. Set it to the same value in the environment of every rank."
-        )
-    for what, variable, they, we in (
-        ("a secret", "CYXTRAIN_SECRET", theirs.has_secret, ours.has_secret),
-        ("checksums", "CYXTRAIN_CHECKSUMS", theirs.checksums, ours.checksums),
-    ):
-        if they != we:
-            with_it, without = (name, own_name) if they else (own_name, name)
-            return (
-                f"rank {with_it} was started with {what} and rank {without} without. Set {variable} to the same "
-                "value in the environment of every rank."
-            )
-    return ""

@@ -30,15 +30,13 @@ from cyxtrain.environment.processes import this_process
 from cyxtrain.errors import CyxtrainError, RendezvousError
 from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.dial import dial, notify_duplicate
-from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.handshake import PEER_ROLES, Hello, Role
 from cyxtrain.ring.rendezvous.listen import Listeners, listen
-from cyxtrain.ring.rendezvous.membership import Membership, RankTakenError, ended
-from cyxtrain.ring.rendezvous.record import RankRecord, why_incompatible
-from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS, backoff
+from cyxtrain.ring.rendezvous.membership import Membership, PeerFailure, RankTakenError, ended, no_peer_failure
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.table_check import compare_tables
 from cyxtrain.ring.wire.checksums import Checksums
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline, backoff
 from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
@@ -96,7 +94,7 @@ def rendezvous(
     timeout: timedelta,
     options: RingOptions,
     generation: int = 0,
-    registry: GroupRegistry | None = None,
+    peer_failure: PeerFailure = no_peer_failure,
 ) -> RendezvousResult:
     """Connect this rank with all others.
 
@@ -110,7 +108,9 @@ def rendezvous(
     result = RendezvousResult()
     if len(global_ranks) == 1:
         return result  # a world of one binds no port
-    membership = Membership(store, rank, global_ranks, Deadline(timeout.total_seconds()), options, registry, generation)
+    membership = Membership(
+        store, rank, global_ranks, Deadline(timeout.total_seconds()), options, peer_failure, generation
+    )
     hello = Hello("", generation, Role.CONTROL, rank, len(global_ranks), options.checksums)  # rank 0 names the run
     try:
         with membership.joining():
@@ -265,7 +265,7 @@ class _Connector:
             return f"there is no rank {hello.rank} in a world of {hello.world_size}"
         peer_record = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
         caller = self._global_ranks[hello.rank] if hello.rank < len(self._global_ranks) else hello.rank
-        reason = why_incompatible(caller, peer_record, name, RankRecord(own.world_size, checksums=own.checksums))
+        reason = peer_record.why_incompatible(caller, RankRecord(own.world_size, checksums=own.checksums), name)
         if reason:
             self._failure = RendezvousError(reason, rank=caller)
             return reason

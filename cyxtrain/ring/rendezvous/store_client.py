@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import hmac
 import logging
-import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store
 
 from cyxtrain.errors import RendezvousError, reason_of
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
+from cyxtrain.ring.rendezvous.record import parse_record
 from cyxtrain.ring.wire.link import Deadline
 
 _log = logging.getLogger("cyxtrain.ring")
 _Answer = TypeVar("_Answer")
-POLL_SECONDS = 0.05
-"""The longest pause between two checks of a condition."""
-_SHORTEST_POLL_SECONDS = 0.001
 _GRACE_SECONDS = 0.3
 """How long after the deadline an answer is awaited: a store that is alive needs less."""
 _PROOF = b"hmac-sha256 "
@@ -62,9 +58,6 @@ class StoreClient:
         self._secret = secret
         self._group = group
         self.forged: set[str] = set()
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def has(self, *keys: str) -> bool:
         """Return whether all of these keys have a value of a member."""
@@ -75,6 +68,10 @@ class StoreClient:
     def get(self, key: str) -> bytes | None:
         """Return the value that a member has set; None: there is none."""
         return self._call(lambda: self._open(key, self._read(key)))
+
+    def read(self, kind: type[_Answer], key: str) -> _Answer:
+        """Return the dataclass with fields of plain types that a rank has written there as JSON; see `parse_record`."""
+        return parse_record(kind, self.get(key) or b"")
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""
@@ -95,14 +92,6 @@ class StoreClient:
     def delete(self, key: str) -> None:
         """Delete a key, if it exists."""
         self._call(lambda: self._store.delete_key(key))
-
-    def close(self) -> None:
-        """End the thread. Idempotent. One that gets no answer ends when its store does."""
-        if self._thread is not None:
-            self._calls.put(None)
-            if not self.lost:
-                self._thread.join()
-            self._thread = None
 
     def _read(self, key: str) -> bytes:
         """Return the stored value, empty if there is none; never wait for a key that is deleted meanwhile."""
@@ -164,7 +153,7 @@ class StoreClient:
             with self._root.answering_within(seconds):
                 result = _attempt(call)
         else:
-            result = _attempt(call) if isinstance(self._root, HashStore) else self._call_in_thread(call, seconds)
+            result = _attempt(call) if isinstance(self._root, HashStore) else attempt_in_thread(call, seconds)
         if isinstance(result, TimeoutError) or isinstance(getattr(result, "__cause__", None), TimeoutError):
             self.lost = True
             raise RendezvousError(
@@ -181,24 +170,10 @@ class StoreClient:
             ) from result
         if isinstance(result, Exception):
             raise result
-        return cast("_Answer", result)
-
-    def _call_in_thread(self, call: Callable[[], object], seconds: float) -> object:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="cyxtrain-store", daemon=True)
-            self._thread.start()
-        self._calls.put(call)
-        try:
-            return self._results.get(timeout=seconds)
-        except queue.Empty:
-            return TimeoutError()
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            self._results.put(_attempt(call))
+        return result
 
 
-def _attempt(call: Callable[[], object]) -> object:
+def _attempt(call: Callable[[], _Answer]) -> _Answer | Exception:
     """Return the result, or the error."""
     try:
         return call()
@@ -206,22 +181,13 @@ def _attempt(call: Callable[[], object]) -> object:
         return error
 
 
-def backoff() -> Iterator[float]:
-    """Yield how many seconds to wait before each next check: 1 ms, doubled up to `POLL_SECONDS`."""
-    seconds = _SHORTEST_POLL_SECONDS
-    while True:
-        yield seconds
-        seconds = min(2 * seconds, POLL_SECONDS)
-
-
-def poll_until(condition: Callable[[], bool], deadline: Deadline) -> bool:
-    """Wait until a condition holds; return False if it does not by the deadline."""
-    pauses = backoff()
-    while not condition():
-        if deadline.passed():
-            return False
-        time.sleep(min(next(pauses), max(deadline.left(), 0.0)))
-    return True
+def attempt_in_thread(call: Callable[[], _Answer], seconds: float) -> _Answer | Exception:
+    """Return the result, the error, or a TimeoutError: PyTorch's clients can wait for ever, so a thread waits there."""
+    results: list[_Answer | Exception] = []
+    thread = threading.Thread(target=lambda: results.append(_attempt(call)), name="cyxtrain-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else TimeoutError()
 
 
 def root_of(store: Store) -> Store:

@@ -13,10 +13,9 @@ from typing import Any
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.membership import ended
 from cyxtrain.ring.rendezvous.record import RankRecord
-from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
-from cyxtrain.ring.wire.link import Deadline, Poller
+from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline, Poller
 
 _LENGTH_BYTES = 4
 _MAX_BYTES = 1 << 16

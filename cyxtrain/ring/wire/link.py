@@ -11,12 +11,15 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.peer_read import PeerMemory, address_of
 
+POLL_SECONDS = 0.05
+"""The longest pause between two checks of a condition."""
+_SHORTEST_POLL_SECONDS = 0.001
 _MAX_POLLS = 64
 _LONGEST_POLL_SECONDS = 0.5
 """Waits are cut into pieces: one that takes longer shows that this process was stopped."""
@@ -80,10 +83,27 @@ class Deadline:
         """Return whether it has passed."""
         return time.monotonic() >= self._at
 
+    def poll_until(self, condition: Callable[[], object]) -> bool:
+        """Wait until a condition holds; return False if it does not by the deadline."""
+        pauses = backoff()
+        while not condition():
+            if self.passed():
+                return False
+            time.sleep(min(next(pauses), self.left()))
+        return True
+
     def extend_if_suspended(self, late_seconds: float) -> None:
         """Extend the deadline if a wait ended so late that the process was stopped."""
         if late_seconds > _STOPPED_SECONDS:
             self._at += late_seconds
+
+
+def backoff() -> Iterator[float]:
+    """Yield how many seconds to wait before each next check: 1 ms, doubled up to `POLL_SECONDS`."""
+    seconds = _SHORTEST_POLL_SECONDS
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, POLL_SECONDS)
 
 
 def watch_over(sock: socket.socket) -> None:

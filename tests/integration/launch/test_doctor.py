@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import re
 import socket
 import threading
@@ -34,13 +33,15 @@ from worlds import free_port, wait_until
 
 import cyxtrain as cx
 from cyxtrain.config import DistributedConfig
-from cyxtrain.doctor import examine, local_checks, machine_facts, measure, report, store_exchange, terminal, transports
-from cyxtrain.doctor.findings import Pair, PeerResult, RankInfo
+from cyxtrain.doctor import examine, local_checks, machine_facts, measure, report, store_exchange, terminal
+from cyxtrain.doctor.findings import Pair, PeerResult, RankInfo, Roster, to_json
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.doctor.measure import RoundTrip
 from cyxtrain.doctor.pairs import rounds
 from cyxtrain.environment.processes import Process
-from cyxtrain.ring import Deadline, RankRecord, StoreClient
+from cyxtrain.ring import Deadline, RankRecord, StoreClient, try_transports
+from cyxtrain.ring.rendezvous import probe
+from cyxtrain.ring.wire.peer_read import allow_peer_reads
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 needs_hosts = pytest.mark.skipif(hosts.why_not() != "", reason=hosts.why_not() or "there can be hosts")
@@ -353,17 +354,26 @@ def test_a_port_that_is_in_use_is_said():
 
 
 def test_a_transport_that_does_not_work_is_broken_only_where_it_is_asked_for():
-    ways = [transports.Transport("cma", "no"), transports.Transport("unix", ""), transports.Transport("tcp", "")]
+    ways = {"cma": "no", "unix": "", "tcp": ""}
     assert [fact.state for fact in local_checks._transports(ways, "auto")] == ["no", "ok", "ok"]
     assert "the ring uses it" in local_checks._transports(ways, "auto")[1].text
     assert [fact.state for fact in local_checks._transports(ways, "cma")] == ["BROKEN", "ok", "ok"]
-    ways[2] = transports.Transport("tcp", "no")
+    ways["tcp"] = "no"
     assert local_checks._transports(ways, "auto")[2].state == "BROKEN"
 
 
 def test_a_way_that_nobody_can_try_is_none(monkeypatch):
-    monkeypatch.setattr(transports.sys, "executable", "/nowhere/python")
-    assert "cannot run a second process" in transports.try_transports()[0].failure
+    monkeypatch.setattr(probe.sys, "executable", "/nowhere/python")
+    assert "cannot run a second process" in try_transports()["cma"]
+
+
+@pytest.mark.skipif(not allow_peer_reads(), reason="no process can read another's memory here")
+def test_memory_that_cannot_be_read_is_reported_with_the_reason(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(probe.PeerMemory, "can_be_read", lambda *_: False)
+        assert try_transports()["cma"] == "the kernel does not let one process read another's memory"
+    monkeypatch.setattr(probe, "_READABLE_PROGRAM", "raise SystemExit('out of memory')")
+    assert try_transports()["cma"] == "a second process failed: out of memory"
 
 
 def test_the_interface_of_an_address_is_found():
@@ -377,7 +387,7 @@ def test_the_interface_of_an_address_is_found():
 def test_who_comes_when_rank_0_has_ceased_to_wait_hears_so():
     store = dist.HashStore()
     board = StoreClient(store, "rank 2", Deadline(5.0))
-    board.set("roster", json.dumps(store_exchange.Roster([0, 1], 3, "ab")))
+    board.set("roster", to_json(Roster([0, 1], 3, "ab")))
     with pytest.raises(cx.RendezvousError, match="rank 2 registered after rank 0 had stopped waiting"):
         store_exchange.read_roster(board, 2, 3, Deadline(5.0))
     with pytest.raises(cx.RendezvousError, match="started with WORLD_SIZE=4, rank 0 with WORLD_SIZE=3"):
@@ -396,9 +406,13 @@ def test_two_processes_of_one_rank_are_told_apart():
         store_exchange.register(board, 1, info(1).record, MACHINE)
 
 
-def test_what_no_rank_has_written_is_said():
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2", '{"ranks": [0, "1"], "world_size": 2, "token": ""}', to_json(Roster([0], 1, "")).replace('""', '"no"')],
+)
+def test_what_no_rank_has_written_is_said(text):
     store = dist.HashStore()
-    store.set("roster", "[1, 2")
+    store.set("roster", text)
     with pytest.raises(cx.RendezvousError, match="holds what no rank has written"):
         store_exchange.read_roster(StoreClient(store, "rank 1", Deadline(5.0)), 1, 2, Deadline(5.0))
 

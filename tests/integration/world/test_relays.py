@@ -124,7 +124,6 @@ def test_a_handshake_that_is_relayed_is_refused_by_the_rank_that_was_not_meant()
         dial_once(socket_address(entry, unix=False), claim, SECRET.secret.encode(), Deadline(5.0), lambda: None).close()
     finally:
         relay.close()
-        board.close()
         rank_0.join(10)
     assert "rank 1 is lost" in str(found[0])
 

@@ -97,7 +97,6 @@ KNOWN_INSIDE_OF_RING: set[tuple[str, str]] = set()
 COMPUTING = ("import_module", "__import__", "run_path", "run_module")
 COMPUTED_IMPORTS = {
     "cyxtrain.experiment.by_name",  # a user's "module:name"
-    "cyxtrain.doctor.transports",  # a second process runs peer_read.py alone: the package would import PyTorch
 }
 
 

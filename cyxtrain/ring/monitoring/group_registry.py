@@ -9,8 +9,7 @@ import weakref
 from typing import Protocol
 
 from cyxtrain.errors import CyxtrainError
-
-_POLL_SECONDS = 0.001
+from cyxtrain.ring.wire.link import Deadline
 
 
 class RegisteredMember(Protocol):
@@ -46,10 +45,8 @@ class GroupRegistry:
     def await_peer_failure(self, seconds: float) -> CyxtrainError | None:
         """Return `peer_failure` from now on; wait for it if there are groups that may notice one."""
         since = time.monotonic()
-        until = since + seconds
-        while (failure := self.peer_failure(since)) is None and self._groups and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-        return failure
+        Deadline(seconds).poll_until(lambda: self.peer_failure(since) or not self._groups)
+        return self.peer_failure(since)
 
 
 WORLD_GROUPS = GroupRegistry()

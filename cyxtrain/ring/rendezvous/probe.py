@@ -1,0 +1,174 @@
+"""Try what the ring needs of a machine and of the network, without joining: for `cyxtrain doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from subprocess import PIPE
+from typing import Any
+
+from torch.distributed import Store
+
+from cyxtrain.config import RingOptions
+from cyxtrain.ring.rendezvous.accept import Acceptor
+from cyxtrain.ring.rendezvous.dial import ClosedError, dial_once, socket_address
+from cyxtrain.ring.rendezvous.handshake import HandshakeError, Hello, RefusedError, Role
+from cyxtrain.ring.rendezvous.listen import listen, listen_unix
+from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.rendezvous.rendezvous import own_record
+from cyxtrain.ring.rendezvous.store_client import attempt_in_thread
+from cyxtrain.ring.wire.link import Deadline, watch_over
+from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
+
+_CONNECT_SECONDS = 1.0
+_PROCESS_SECONDS = 20.0
+_READABLE_PROGRAM = """
+import ctypes, sys
+token = ctypes.create_string_buffer(bytes.fromhex(sys.argv[1]))
+print(f"{ctypes.addressof(token):x}", flush=True)
+sys.stdin.read()
+"""
+"""Its parent tries to read it. It needs no prctl, as ranks do (`allow_peer_reads`): Yama lets parents read children."""
+
+
+class RankProbe:
+    """A rank's listening sockets and its connections to others, as in a rendezvous; nothing is decided or joined.
+
+    Attributes:
+        record: How others reach this rank.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, options: RingOptions) -> None:
+        self._listeners = listen(rank, store, options.transport)
+        self.record = own_record(rank, world_size, self._listeners, options)
+        self._own = Hello("", 0, Role.COLLECTIVES, rank, world_size, checksums=False)
+        self._key = b""
+        self._accepted: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._acceptor: Acceptor | None = None
+
+    def start(self, run: str, key: bytes) -> None:
+        """Accept connections of the ranks that know the name of the run and the key, whenever this rank serves."""
+        self._own, self._key = replace(self._own, run=run), key
+        sockets = [sock for sock in (self._listeners.tcp, self._listeners.unix) if sock is not None]
+        name = f"rank {self._own.rank}"
+        self._acceptor = Acceptor(sockets, name, key, self._authorize, self._accept, self._selector)
+
+    def serve(self, seconds: float = 0.0) -> None:
+        """Accept connections, for at most so long."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        if self._acceptor is not None:
+            self._acceptor.expire(time.monotonic())
+
+    def has_accepted(self, peer: int) -> bool:
+        """Return whether a rank has connected to this one."""
+        return peer in self._accepted
+
+    def take_accepted(self, peer: int) -> socket.socket | None:
+        """Return the connection of a rank to this one, if there is one; the caller closes it."""
+        return self._accepted.pop(peer, None)
+
+    def dial(self, peer: int, record: RankRecord, deadline: Deadline, poll: Callable[[], None]) -> socket.socket:
+        """Connect to a rank over TCP; `poll` is called while this waits.
+
+        Raises:
+            ConnectionAbortedError: What answers is no rank of this run; the text says why.
+            ConnectionResetError: It closed the connection.
+            OSError: It cannot be reached; ConnectionRefusedError, TimeoutError: refused, no answer.
+        """
+        hello = replace(self._own, to_rank=peer)
+        try:
+            sock = dial_once(socket_address(record, unix=False), hello, self._key, deadline, poll)
+        except (RefusedError, HandshakeError) as error:
+            raise ConnectionAbortedError(str(error)) from None
+        except ClosedError as error:
+            raise ConnectionResetError(str(error)) from None
+        watch_over(sock)
+        return sock
+
+    def refuses(self, record: RankRecord) -> bool:
+        """Return whether a rank's port refuses connections; False if that cannot be told."""
+        return isinstance(_connection_error(*socket_address(record, unix=False)), ConnectionRefusedError)
+
+    def transport_to(self, record: RankRecord) -> str:
+        """Return what the ring would use from this rank: cma, unix or tcp; empty between machines."""
+        if record.machine != self.record.machine:
+            return ""
+        if not (self.record.unix and record.unix) or _connection_error(*socket_address(record, unix=True)):
+            return "tcp"
+        can_read = record.memory and PeerMemory(record.process.pid).can_be_read(record.memory)
+        return "cma" if can_read else "unix"
+
+    def close(self) -> None:
+        """Close every socket."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+        for sock in self._accepted.values():
+            sock.close()
+        self._selector.close()
+        self._listeners.close()
+
+    def _authorize(self, hello: Hello) -> str:
+        return "" if hello.run == self._own.run else "it belongs to another run"
+
+    def _accept(self, hello: Hello, sock: socket.socket) -> None:
+        before = self._accepted.pop(hello.rank, None)
+        if before is not None:
+            before.close()
+        watch_over(sock)
+        self._accepted[hello.rank] = sock
+
+
+def try_transports() -> dict[str, str]:
+    """Return for each transport, the fastest first, why it does not work here; empty: it works.
+
+    Cost: one process, a tenth of a second.
+    """
+    other = "Linux only" if sys.platform != "linux" else "not available on this system"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        tcp = _connection_error(listener.family, listener.getsockname())
+    near = listen_unix("auto")
+    with near or contextlib.nullcontext():
+        unix = _connection_error(near.family, near.getsockname()) if near else other
+    cma = _read_error() if allow_peer_reads() else other
+    return {"cma": cma, "unix": str(unix or ""), "tcp": str(tcp or "")}
+
+
+def _connection_error(family: int, address: Any) -> OSError | None:
+    """Return why a socket does not accept connections."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_CONNECT_SECONDS)
+        try:
+            sock.connect(address)
+        except OSError as error:
+            return error
+    return None
+
+
+def _read_error() -> str:
+    """Return why this process cannot read another one's memory."""
+    token = secrets.token_hex(16)
+    command = [sys.executable, "-I", "-S", "-c", _READABLE_PROGRAM, token]
+    try:
+        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as child:
+            try:
+                assert child.stdout is not None
+                address = attempt_in_thread(child.stdout.readline, _PROCESS_SECONDS)
+                if PeerMemory(child.pid).can_be_read(f"{address} {token}"):
+                    return ""
+                _, printed = child.communicate(timeout=_PROCESS_SECONDS)
+            finally:
+                child.kill()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"cannot run a second process: {type(error).__name__}"
+    if child.returncode:
+        return f"a second process failed: {(printed.strip().splitlines() or ['no error printed'])[-1]}"
+    return "the kernel does not let one process read another's memory"
