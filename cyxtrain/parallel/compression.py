@@ -46,10 +46,10 @@ def gathered_state(gradients: Mapping[str, LowRankGradient], group: Any) -> dict
     errors: list[dict[str, torch.Tensor]] = [{} for _ in ranks]
     for name, gradient in gradients.items():
         own = gradient.error.cpu()
-        everyone = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(everyone, own, group=group)
+        gathered = [torch.empty_like(own) for _ in ranks]
+        dist.all_gather(gathered, own, group=group)
         for rank in ranks:
-            errors[rank][name] = everyone[rank]
+            errors[rank][name] = gathered[rank]
     return {"queries": {name: gradient.query.cpu().clone() for name, gradient in gradients.items()}, "errors": errors}
 
 

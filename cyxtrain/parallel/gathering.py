@@ -172,9 +172,9 @@ def _layout_of(tensor: Tensor) -> _Layout:
     kind = [len(tensor), int(needs_own), _DTYPES.index(tensor.dtype), *tensor.shape[1:]]
     own = torch.full([3 + _MOST_DIMENSIONS], -1, dtype=torch.int64, device="cpu")
     own[: len(kind)] = torch.tensor(kind, device="cpu")
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own, group=runtime.cpu_group())
-    kinds = [each.tolist() for each in everyone]
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own, group=runtime.cpu_group())
+    kinds = [each.tolist() for each in gathered]
     first = next((kind for kind in kinds if kind[0]), kinds[0])
     for rank, kind in enumerate(kinds):
         if kind[0] and kind[2:] != first[2:]:

@@ -60,10 +60,10 @@ class SparseGradients:
                 parameter.grad = gradient.coalesce() if gradient.is_sparse else gradient
         own = [nothing if p.grad is None else _rows(p.grad) for _, p in self.parameters]
         mine = torch.tensor(own, device=self.parameters[0][1].device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, mine, group)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, mine, group)
         unused = []
-        counts = zip(*(each.tolist() for each in everyone), strict=True)
+        counts = zip(*(each.tolist() for each in gathered), strict=True)
         for (_, parameter), rows in zip(self.parameters, counts, strict=True):
             if _NONE in rows:
                 unused.append(parameter)
@@ -104,6 +104,6 @@ def _gathered(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
     """Return the rows of all ranks, in the order of ranks."""
     padded = own.new_zeros((max(counts), *own.shape[1:]))
     padded[: len(own)] = own
-    everyone = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(everyone, padded, group)
-    return torch.cat([found[:count] for found, count in zip(everyone, counts, strict=True)])
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded, group)
+    return torch.cat([found[:count] for found, count in zip(gathered, counts, strict=True)])

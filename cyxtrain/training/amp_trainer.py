@@ -257,7 +257,7 @@ class DistributedAMPTrainer:
         Raises:
             CheckpointError: It does not exist, is corrupt, has no optimizer, or belongs to another model.
         """
-        runtime.roll_call("load_checkpoint")
+        runtime.check_same_call("load_checkpoint")
         self._state.load_file(path)
         self._forget_step()
 

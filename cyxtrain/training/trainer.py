@@ -518,7 +518,7 @@ class DistributedTrainer:
         else:
             runtime.join_if_nobody_has()
         try:
-            together = distributed and runtime.roll_call(call, works_alone=works_alone)
+            together = distributed and runtime.check_same_call(call, works_alone=works_alone)
         except CollectiveMismatchError as error:
             if self._fit is None:
                 raise

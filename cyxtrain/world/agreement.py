@@ -34,23 +34,23 @@ def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Plan
         planned, facts = plan()
     except Exception as error:
         problem = error
-    everyone = agree(facts, problem)
-    return planned, everyone
+    gathered = agree(facts, problem)
+    return planned, gathered
 
 
 def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[str, Any]]:
     """Return every rank's facts, by rank, when they are the same and no rank has a problem."""
     text = json.dumps({"facts": facts, "problem": None if problem is None else _text(problem)})
-    everyone = [json.loads(found) for found in runtime.gather_texts(text)]
-    refused = next((rank for rank, other in enumerate(everyone) if other["problem"] is not None), None)
+    gathered = [json.loads(found) for found in runtime.gather_texts(text)]
+    refused = next((rank for rank, other in enumerate(gathered) if other["problem"] is not None), None)
     if problem is not None:
         raise on_all_ranks(problem)
     if refused is not None:
-        error = ConfigError(f"rank {refused} refuses to start: {everyone[refused]['problem']}", rank=refused)
+        error = ConfigError(f"rank {refused} refuses to start: {gathered[refused]['problem']}", rank=refused)
         raise on_all_ranks(error)
-    for rank, other in enumerate(everyone):
-        _compare(everyone[0]["facts"], other["facts"], rank)
-    return [other["facts"] for other in everyone]
+    for rank, other in enumerate(gathered):
+        _compare(gathered[0]["facts"], other["facts"], rank)
+    return [other["facts"] for other in gathered]
 
 
 @contextlib.contextmanager
@@ -78,10 +78,10 @@ def raise_together(problem: Exception | None) -> None:
     if problem is not None:
         failed = DistributedTrainingError(_text(problem), failures=[Failure.of(problem, runtime.get_rank())])
         mine = json.dumps((problem if isinstance(problem, CyxtrainError) else failed).to_facts())
-    everyone = runtime.gather_texts(mine)
+    gathered = runtime.gather_texts(mine)
     if problem is not None:
         raise on_all_ranks(problem)
-    for rank, text in enumerate(everyone):
+    for rank, text in enumerate(gathered):
         if text:
             facts = json.loads(text)
             raise on_all_ranks(error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank}))

@@ -151,7 +151,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     runtime.require_rank("barrier")
     checks_call = group is None and not async_op and dist.get_world_size() > 1
     if checks_call and isinstance(runtime.cpu_group(), RingProcessGroup):
-        runtime.roll_call("barrier")
+        runtime.check_same_call("barrier")
     if group is None and device_ids is None and "nccl" in backends_of().values():
         device_ids = [torch.accelerator.current_device_index()]  # NCCL would choose one by the rank
     return dist.barrier(group, async_op, device_ids)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cyxtrain.errors import CollectiveMismatchError, on_all_ranks
 
-ROLL_CALL = "roll call"
+SAME_CALL = "the check that all ranks make the same call"
 """The `during` of its errors."""
 
 
@@ -39,7 +39,7 @@ def gather_texts(text: str, group: Any) -> list[str]:
     return [found[:size].numpy().tobytes().decode() for found, size in zip(texts, sizes, strict=True)]
 
 
-def roll_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
+def check_same_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
     """Check that all ranks are about to make the same call.
 
     Where rank 0 is about to do what it can do alone, and the others wait elsewhere, they go on waiting meanwhile.
@@ -57,7 +57,7 @@ def roll_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
                 f"rank 0 calls {calls[0]} and rank {other} calls {calls[other]}: all ranks must make the same calls. "
                 "evaluate, predict and save_checkpoint work on rank 0 alone, while the others wait in another call.",
                 rank=other,
-                during=ROLL_CALL,
+                during=SAME_CALL,
             )
             raise on_all_ranks(mismatch)
         if dist.get_rank(group) == 0:

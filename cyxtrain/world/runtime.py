@@ -210,10 +210,10 @@ def _leave(*, checks_call: bool) -> None:
     try:
         # Over other backends, ranks that make different calls would hang.
         if checks_call and dist.get_world_size() > 1 and isinstance(joined.cpu_group, RingProcessGroup):
-            consensus.roll_call("finalize", joined.cpu_group)
+            consensus.check_same_call("finalize", joined.cpu_group)
     except RuntimeError as error:
         # Otherwise the world has failed, and every rank knows why; or others have left in another way.
-        if isinstance(error, CollectiveMismatchError) and error.during == consensus.ROLL_CALL:
+        if isinstance(error, CollectiveMismatchError) and error.during == consensus.SAME_CALL:
             raise
     finally:
         if _side_ring is None:
@@ -366,9 +366,9 @@ def gather_texts(text: str, group: Any = None) -> list[str]:
     return consensus.gather_texts(text, group or cpu_group())
 
 
-def roll_call(call: str, *, works_alone: bool = False) -> bool:
-    """Check that all ranks make the same call. See `cyxtrain.world.consensus.roll_call`."""
-    return consensus.roll_call(call, cpu_group(), works_alone=works_alone)
+def check_same_call(call: str, *, works_alone: bool = False) -> bool:
+    """Check that all ranks make the same call. See `cyxtrain.world.consensus.check_same_call`."""
+    return consensus.check_same_call(call, cpu_group(), works_alone=works_alone)
 
 
 def require_world(function: str) -> None:

@@ -50,9 +50,9 @@ def share_tensors(
     sizes = [tensor.numel() for tensor in tensors]
     own = torch.tensor([rows or 0, *fingerprints(tensors), *sizes], device="cpu")
     group = runtime.cpu_group()
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group)
-    found = torch.stack(everyone)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group)
+    found = torch.stack(gathered)
     unequal = (found != found[0]).any(0)[1:].view(2, -1)
     differing, resized = unequal.any(0).nonzero().flatten().tolist(), unequal[1].tolist()
     total = 0 if rows is None else int(found[:, 0].sum())

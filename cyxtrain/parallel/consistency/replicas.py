@@ -31,16 +31,16 @@ def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
         return
     if len({text.split()[0] for text in everywhere}) > 1:  # hashes differ between types of devices
         hashes = [fingerprint(tensor) for tensor in tensors]
-    everyone = [json.loads(text) for text in gather_texts(json.dumps(hashes), group)]
+    gathered = [json.loads(text) for text in gather_texts(json.dumps(hashes), group)]
     outliers = {
         name: ranks
-        for name, values in zip(names, zip(*everyone, strict=True), strict=True)
+        for name, values in zip(names, zip(*gathered, strict=True), strict=True)
         if (ranks := _outliers(values))
     }
     if not outliers:
         return
     ranks = sorted({rank for ranks in outliers.values() for rank in ranks})
-    text = _explanation(shortened(outliers), ranks, len(everyone))
+    text = _explanation(shortened(outliers), ranks, len(gathered))
     raise on_all_ranks(ReplicasDifferError(text, rank=ranks[0] if len(ranks) == 1 else None))
 
 
@@ -72,16 +72,16 @@ def check_same_module(model: nn.Module, group: Any) -> None:
         name: [list(tensor.shape), _type(tensor), tensor.requires_grad, _strides(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    everyone = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
-    for rank, other in enumerate(everyone):
-        for name in {**everyone[0], **other}:
-            if everyone[0].get(name) != other.get(name):
+    gathered = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
+    for rank, other in enumerate(gathered):
+        for name in {**gathered[0], **other}:
+            if gathered[0].get(name) != other.get(name):
                 raise ConfigError(
                     f"rank {rank} has another model than rank 0: {name} is {_text(other.get(name))} on rank {rank} and "
-                    f"{_text(everyone[0].get(name))} on rank 0. Build the same model on every rank.",
+                    f"{_text(gathered[0].get(name))} on rank 0. Build the same model on every rank.",
                     rank=rank,
                 )
-        if list(everyone[0]) != list(other):
+        if list(gathered[0]) != list(other):
             raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
 
 
