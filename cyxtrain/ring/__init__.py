@@ -1,9 +1,9 @@
 """The CPU backend: a `torch.distributed` process group named "ring". Other packages import only these names.
 
 This is its public interface; nothing outside of this folder imports the modules inside. `rendezvous/` connects the
-ranks, `wire/` and `shared_memory/` move data, `schedules/` says who sends what to whom, and `monitoring/` notices ranks
-that die or stall. A group holds these together: `group`, `connections`, `collective_thread`, and, for PyTorch,
-`backend` with `process_group` and `work`.
+ranks, `schedules/` says who sends what to whom and does the arithmetic, `wire/` and `shared_memory/` move data, and
+`monitoring/` notices ranks that die or stall. A group holds these together: `group`, `connections`,
+`collective_thread`, and, for PyTorch, `backend` with `process_group` and `work`.
 """
 
 from cyxtrain.ring.backend import RingProcessGroup, register
@@ -16,8 +16,9 @@ from cyxtrain.ring.rendezvous.pytorch_store import reach_tcp_store, share_tcp_st
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store import open_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
+from cyxtrain.ring.schedules.kernels import memory_of
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.payload import is_finite, memory_of
+from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.work import CallOptions
 
 __all__ = [

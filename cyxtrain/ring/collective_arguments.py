@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cyxtrain.errors import ConfigError
 from cyxtrain.ring.schedules.algorithms import Span
-from cyxtrain.ring.wire.frames import Reduction
+from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.payload import check_target, flat_view_of, replace, write
 
 _TENSORS = {Tensor}

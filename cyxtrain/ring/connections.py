@@ -15,9 +15,9 @@ from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.rendezvous.handshake import Role
 from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.schedules.algorithms import FEW_RANKS
+from cyxtrain.ring.schedules.kernels import Scratch
 from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
 from cyxtrain.ring.wire.checksums import Checksums
-from cyxtrain.ring.wire.kernels import Scratch
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.peer_read import PeerMemory
 
@@ -100,8 +100,8 @@ def _stop(links: Iterable[Link]) -> None:
 def _link(result: RendezvousResult, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
     """Return the link for collectives to a peer."""
     memory = PeerMemory(result.table[peer].process.pid) if peer in result.readable_by_rank[rank] else None
-    offers = rank in result.readable_by_rank[peer]
-    return Link(result.sockets[Role.COLLECTIVES][peer], name, memory, offers=offers, checksums=checksums)
+    advertises = rank in result.readable_by_rank[peer]
+    return Link(result.sockets[Role.COLLECTIVES][peer], name, memory, advertises=advertises, checksums=checksums)
 
 
 def _selector(result: RendezvousResult, rank: int) -> AlgorithmSelector:

@@ -21,6 +21,7 @@ from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.messages import Mailbox
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Transfer
+from cyxtrain.ring.schedules.reduction import Buffers, Stage
 from cyxtrain.ring.schedules.selector import SHORT_BYTES
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -39,19 +40,17 @@ from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.wire.peer_read import LargePages
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
-    Buffers,
     CorruptData,
     Incoming,
     IncomingDescriptor,
     Outgoing,
     OutgoingDescriptor,
     ShortIncoming,
-    Stage,
     UnexpectedHeader,
     begin_sending,
     begin_sending_frame,
-    is_offered,
-    reduce_offers,
+    is_advertised,
+    reduce_advertised,
 )
 
 _NO_BYTES = memoryview(b"")
@@ -99,7 +98,7 @@ class Executor:
         self._poller = Poller()
         self._receive_buffer = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))
         self.spin_before_blocking = True
-        self._peers_read_memory = any(link.offers for link in links.values())
+        self._peers_read_memory = any(link.advertises for link in links.values())
         self._pages = LargePages()
         self._acks_expected: set[int] = set()
         self._acks_owed: set[int] = set()
@@ -178,9 +177,9 @@ class Executor:
         incoming: _Incoming | None = None
         if to is not None:
             link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            offered = is_offered(link.offers, len(payload), transfer.on_receive)
-            outgoing = begin_sending(link, call.identity, payload, offered=offered)
-            if offered:
+            advertised = is_advertised(link.advertises, len(payload), transfer.on_receive)
+            outgoing = begin_sending(link, call.identity, payload, advertised=advertised)
+            if advertised:
                 self._acks_expected.add(to)
         if peer is not None:
             first, end = transfer.receive
@@ -188,28 +187,28 @@ class Executor:
                 incoming = self._short(peer, transfer.receive, call)
             else:
                 incoming = self._incoming(peer, transfer.receive, transfer.on_receive, call)
-                if incoming.offered:
+                if incoming.advertised:
                     self._acks_owed.add(peer)
         self._progress(outgoing, incoming, call.operation, call.deadline)
         if transfer.on_receive is OnReceive.EXCHANGE and isinstance(incoming, Incoming):
             incoming.combine(peer_first=incoming.link.rank < self._rank)
 
     def _read_reduce(self, step: ReadReduce, call: _Call) -> None:
-        offers = []
+        payloads = []
         for peer in step.sources:
-            offers.append(self._incoming(peer, step.span, OnReceive.READ_REDUCE, call))
-            self._progress(None, offers[-1], call.operation, call.deadline)
-        reduce_offers(offers, step.span, call.buffers)
+            payloads.append(self._incoming(peer, step.span, OnReceive.READ_REDUCE, call))
+            self._progress(None, payloads[-1], call.operation, call.deadline)
+        reduce_advertised(payloads, step.span, call.buffers)
         self._acks_owed.update(step.sources)
 
     def _acknowledge(self, call: _Call) -> None:
         """Acknowledge the peers that this rank read from; wait until its own buffers are acknowledged."""
-        read, offered = sorted(self._acks_owed), sorted(self._acks_expected)
+        read, advertised = sorted(self._acks_owed), sorted(self._acks_expected)
         spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _SPIN_SECONDS_PER_BYTE, _LONGEST_SPIN_SECONDS)
         self._acks_owed.clear()
         self._acks_expected.clear()
         self._send_to_all(read, header(expected_header(call.identity, 0), _NO_BYTES, checksums=self._checksums), call)
-        for peer in offered:
+        for peer in advertised:
             self._progress(None, self._short(peer, NOTHING, call), call.operation, call.deadline, spin_seconds)
 
     def _multicast(self, step: Multicast, call: _Call) -> None:

@@ -10,11 +10,9 @@ import torch
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring.collective_arguments import timeout_of
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import make_segment
-from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.kernels import added_by_numpy
-from cyxtrain.ring.wire.payload import lasting
 from cyxtrain.ring.wire.persistent import Exchange
 from cyxtrain.ring.work import CallOptions, collective
 

@@ -26,33 +26,14 @@ from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.rendezvous import rendezvous
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Span, even_spans
+from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory_of
+from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.shared_memory.reduce import StagedReductions
-from cyxtrain.ring.wire.frames import (
-    MAX_DIMENSIONS,
-    Kind,
-    Numbered,
-    Operation,
-    Reduction,
-    at_operation,
-    dtype_code,
-    in_call,
-)
-from cyxtrain.ring.wire.kernels import Combiner, Scratch
+from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, at_operation, dtype_code, in_call
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.payload import (
-    check_target,
-    check_tensor,
-    copy_back,
-    flat_copy_of,
-    flat_view_of,
-    memory_of,
-    overlap,
-    write,
-)
+from cyxtrain.ring.wire.payload import check_target, check_tensor, copy_back, flat_copy_of, flat_view_of, overlap, write
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
-from cyxtrain.ring.wire.reduction import ReductionPlan
-from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 _LEAVE_SECONDS = 1.0
 """How long `leave` waits for another thread's collective."""

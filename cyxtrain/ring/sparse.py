@@ -10,8 +10,7 @@ from torch import Tensor
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.ring.collective_arguments import neighbouring
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.kernels import divide
+from cyxtrain.ring.schedules.kernels import Reduction, divide
 from cyxtrain.ring.wire.payload import replace
 
 

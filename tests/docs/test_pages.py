@@ -15,8 +15,9 @@ from cyxtrain.ring import executor
 from cyxtrain.ring.monitoring import heartbeat, monitor, wait_graph
 from cyxtrain.ring.rendezvous import accept
 from cyxtrain.ring.schedules import algorithms, selector
+from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire import frames, link
-from cyxtrain.ring.wire.frames import Control, Kind, Operation, Reduction, dtype_code, expected_header, header
+from cyxtrain.ring.wire.frames import Control, Kind, Operation, dtype_code, expected_header, header
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("how_it_works", "ring", "exactness", "faults")
@@ -151,7 +152,7 @@ KIB = 1024
     [
         ("up to 16 KiB, up to 8 ranks", (16 * KIB, 8), (selector.SHORT_BYTES, algorithms.FEW_RANKS)),
         ("Up to 256 KiB it is a tree", 256 * KIB, selector.FEW_BYTES),
-        ("of 128 KiB and more", 128 * KIB, selector.OFFER_BYTES),
+        ("of 128 KiB and more", 128 * KIB, selector.ADVERTISED_BYTES),
         ("in segments of 1 MiB", 1024 * KIB, selector.SEGMENT_BYTES),
         ("one of 256 at a time", 256, accept._MAX_STRANGERS),
         ("Stopped for 4 s, or gone for 0.5 s", (4, 0.5), (heartbeat.STOPPED_SECONDS, heartbeat.GONE_SECONDS)),

@@ -18,17 +18,9 @@ from worlds import run_threads, wait_until
 from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
 from cyxtrain.ring import RingProcessGroup, backend
 from cyxtrain.ring.monitoring import monitor
-from cyxtrain.ring.wire import reduction
-from cyxtrain.ring.wire.frames import (
-    HEADER_BYTES,
-    Kind,
-    Operation,
-    Reduction,
-    control_frame,
-    dtype_code,
-    expected_header,
-)
-from cyxtrain.ring.wire.kernels import Combiner
+from cyxtrain.ring.schedules import reduction
+from cyxtrain.ring.schedules.kernels import Combiner, Reduction
+from cyxtrain.ring.wire.frames import HEADER_BYTES, Kind, Operation, control_frame, dtype_code, expected_header
 from cyxtrain.ring.wire.link import Link
 
 # --- too late -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from cyxtrain.errors import (
     printable,
     reported,
 )
+from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
     CONTROL_HEADER_BYTES,
@@ -34,7 +35,6 @@ from cyxtrain.ring.wire.frames import (
     FrameError,
     Kind,
     Operation,
-    Reduction,
     at_operation,
     control_frame,
     decode_header,

@@ -232,11 +232,11 @@ def test_an_error_of_recv_does_not_hide_the_one_that_is_being_handled():
 def test_a_rank_that_opens_a_call_or_leaves_is_said_to_do_so(odd_rank):
     def rank_main(group):
         if group.rank() == odd_rank:
-            return error_of(lambda: consensus.roll_call("finalize", group))
+            return error_of(lambda: consensus.check_same_call("finalize", group))
         return error_of(lambda: reduce_all()(group))
 
     for error in run_threads(2, rank_main):
         assert "The all_gather of one int64 is how a rank opens fit," in str(error)
         assert "how it leaves: finalize, or the end of its program." in str(error)
         assert "construction of DistributedDataParallel" in str(error)
-        assert "caught an error of its own" in str(error)
+        assert "caught its own error" in str(error)

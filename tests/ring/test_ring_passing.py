@@ -17,8 +17,8 @@ from worlds import run_processes, run_threads, wait_until
 import cyxtrain as cx
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
+from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.schedules.selector import FEW_BYTES, LONGEST_STAGED_BYTES, ORDERS_WRITES, SHORT_BYTES
-from cyxtrain.ring.wire.frames import Reduction
 from cyxtrain.ring.wire.persistent import MAX_KEPT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share no memory on this system")

@@ -21,7 +21,7 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, PeerLostError
 from cyxtrain.ring import connections
 from cyxtrain.ring.executor import Executor
-from cyxtrain.ring.wire.kernels import Combiner
+from cyxtrain.ring.schedules.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 

@@ -16,14 +16,14 @@ from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, ReadReduce, chunks, even_spans
 from cyxtrain.ring.schedules.selector import (
+    ADVERTISED_BYTES,
     FEW_BYTES,
-    OFFER_BYTES,
     SEGMENT_BYTES,
     AlgorithmSelector,
     Path,
     is_latency_bound,
 )
-from cyxtrain.ring.wire.transfers import is_offered
+from cyxtrain.ring.wire.transfers import is_advertised
 
 KIB = 1024
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def way_of(routes, item_bytes):
     """What is offered where ranks of one machine read each other, as long as a payload is long enough."""
 
     def way(sender, receiver, length, then):
-        return Way.OFFERED if is_offered(routes[sender].can_read_peers, length * item_bytes, then) else Way.BUFFERED
+        return Way.OFFERED if is_advertised(routes[sender].can_read_peers, length * item_bytes, then) else Way.BUFFERED
 
     return way
 
@@ -91,7 +91,7 @@ def test_the_ring_visits_every_machine_once_and_is_the_same_for_all(places):
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 def test_all_gather_enters_every_machine_over_one_link(places):
     machines = len(set(places))
-    ranks, everything = gathered(routes_of(places), even_spans(3, len(places)), OFFER_BYTES)
+    ranks, everything = gathered(routes_of(places), even_spans(3, len(places)), ADVERTISED_BYTES)
     assert ranks.results == [everything] * len(places)
     assert len(crossings(ranks.links, places)) == (machines if machines > 1 else 0)
 
@@ -101,8 +101,8 @@ def test_broadcast_enters_every_machine_over_one_link(places):
     routes, size, machines = routes_of(places), len(places), len(set(places))
     ring = routes[0].ring
     for src in range(size):
-        schedules = [route.broadcast(50, src, OFFER_BYTES) for route in routes]
-        ranks = Lockstep(schedules, [own(rank, 50) for rank in range(size)], way=way_of(routes, OFFER_BYTES)).run()
+        schedules = [route.broadcast(50, src, ADVERTISED_BYTES) for route in routes]
+        ranks = Lockstep(schedules, [own(rank, 50) for rank in range(size)], way=way_of(routes, ADVERTISED_BYTES)).run()
         assert ranks.results == [own(src, 50)] * size
         # It ends before it has come round: the machine of the first is entered only where the first is in its middle.
         before = places[ring[ring.index(src) - 1]]
@@ -141,8 +141,8 @@ def test_one_pair_that_cannot_read_sends_all_of_them_around_the_ring(unread):
     assert [route.can_read_peers for route in routes] == [False] * 3
     spans = chunks(90, 3)
     for route in routes:
-        assert not any(isinstance(step, ReadReduce) for step in route.reduce_scatter(spans, OFFER_BYTES))
-        assert len(route.all_gather(spans, OFFER_BYTES)) == 2
+        assert not any(isinstance(step, ReadReduce) for step in route.reduce_scatter(spans, ADVERTISED_BYTES))
+        assert len(route.all_gather(spans, ADVERTISED_BYTES)) == 2
 
 
 # --- what sums in which order ---------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def test_nobody_sends_much_to_all_before_it_listens(world_size, count, item_byte
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_what_is_read_is_summed_in_the_order_of_what_is_sent(world_size):
-    """Elements are as large as an eighth of an offer, so that a few of them lie around every limit."""
-    item_bytes = OFFER_BYTES // 8
+    """Elements are as large as an eighth of an advertised payload, so that a few of them lie around every limit."""
+    item_bytes = ADVERTISED_BYTES // 8
     near, far = routes_of("a" * world_size), routes_of("abcdefgh"[:world_size])
     folded = []
     for count in range(2 * 8 * world_size + 2):
@@ -208,11 +208,11 @@ def test_all_gather_and_broadcast_bring_the_same_around_the_limit(world_size):
     for count in (0, 1, 7, 8, 9, 17):
         for places in ("a" * world_size, "abab"[:world_size]):
             routes = routes_of(places)
-            ranks, everything = gathered(routes, even_spans(count, world_size), OFFER_BYTES // 8)
+            ranks, everything = gathered(routes, even_spans(count, world_size), ADVERTISED_BYTES // 8)
             assert ranks.results == [everything] * world_size
-            schedules = [route.broadcast(count, world_size - 1, OFFER_BYTES // 8) for route in routes]
+            schedules = [route.broadcast(count, world_size - 1, ADVERTISED_BYTES // 8) for route in routes]
             buffers = [own(rank, count) for rank in range(world_size)]
-            ranks = Lockstep(schedules, buffers, way=way_of(routes, OFFER_BYTES // 8)).run()
+            ranks = Lockstep(schedules, buffers, way=way_of(routes, ADVERTISED_BYTES // 8)).run()
             assert ranks.results == [own(world_size - 1, count)] * world_size
 
 

@@ -216,23 +216,23 @@ def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
 def read_reduce(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """Leave in `spans[rank]` the combination of all ranks, by reading their memory. Cost: N - 1 frames, one step."""
     others = _others(rank, world_size)
-    offers: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
-    return [*offers, ReadReduce(tuple(others), spans[rank])]
+    advertised: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
+    return [*advertised, ReadReduce(tuple(others), spans[rank])]
 
 
 @functools.lru_cache(maxsize=256)
 def read_gather(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """Bring `spans[r]` of every rank r to all, by reading memory. Cost: N - 1 frames, one round."""
     others = _others(rank, world_size)
-    offers: list[Step] = [Transfer(other, spans[rank], None, NOTHING) for other in others]
-    return offers + [Transfer(None, NOTHING, other, spans[other]) for other in others]
+    advertised: list[Step] = [Transfer(other, spans[rank], None, NOTHING) for other in others]
+    return advertised + [Transfer(None, NOTHING, other, spans[other]) for other in others]
 
 
 def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
     """Bring the buffer of `src` to all, by reading its memory. Cost: N - 1 frames; each rank reads the buffer."""
     whole, others = (0, count), tuple(_others(rank, world_size))
-    offers = [Transfer(other, whole, None, NOTHING) for other in others]
-    transfers = offers if rank == src else [Transfer(None, NOTHING, src, whole)]
+    advertised = [Transfer(other, whole, None, NOTHING) for other in others]
+    transfers = advertised if rank == src else [Transfer(None, NOTHING, src, whole)]
     if world_size > FEW_RANKS:
         return [*dissemination_barrier(rank, world_size), *transfers]
     last = tuple(other for other in others if other != src)

@@ -18,7 +18,7 @@ ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
 """Whether other cores see a core's writes in their order."""
 SHORT_BYTES = 1 << 14
 """Up to this size a payload fits into any socket buffer, and costs little more than an empty one."""
-OFFER_BYTES = 1 << 17
+ADVERTISED_BYTES = 1 << 17
 """From this size on a payload that the receiver can read in place is not sent."""
 SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
@@ -132,4 +132,4 @@ class AlgorithmSelector:
 
     def reads_in_place(self, spans: Spans, item_bytes: int) -> bool:
         """Return whether all these spans are read in place: no send waits for another rank then."""
-        return self.can_read_peers and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)
+        return self.can_read_peers and all((end - first) * item_bytes >= ADVERTISED_BYTES for first, end in spans)

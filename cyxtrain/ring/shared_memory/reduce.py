@@ -17,11 +17,10 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from cyxtrain.ring.schedules.algorithms import chunks, ring_order, tree
+from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting, silent_numpy
 from cyxtrain.ring.schedules.selector import LONGEST_STAGED_BYTES, AlgorithmSelector, Path, is_latency_bound
 from cyxtrain.ring.shared_memory.segment import Ranks, SharedMemorySegment, make_segment
-from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.kernels import added_by_numpy, silent_numpy
-from cyxtrain.ring.wire.payload import is_finite, lasting
+from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.wire.persistent import FINITE, Exchange, PersistentHeader, PersistentOps, keep, publish
 
 _PIECE_BYTES = 1 << 18

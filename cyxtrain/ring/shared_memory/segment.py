@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cyxtrain.ring.wire.frames import Reduction
+from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.persistent import COUNTER_WORDS
 
 _PAGE_BYTES = mmap.PAGESIZE

@@ -1,1 +1,1 @@
-"""Links, frames, transfers and arithmetic between ranks."""
+"""Links, frames and transfers between ranks."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrameError, error_from_facts, printable
+from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 
 PROTOCOL_VERSION = 6
@@ -44,7 +45,7 @@ NO_ROOT = -1
 _OPENS = (
     " The all_gather of one int64 is how a rank opens fit, evaluate, predict, save_checkpoint, barrier and the "
     "construction of DistributedDataParallel, and how it leaves: finalize, or the end of its program. A rank whose "
-    "program caught an error of its own gets there too early: see what that rank printed."
+    "program caught its own error gets there too early: see what that rank printed."
 )
 
 
@@ -75,22 +76,6 @@ class Kind(enum.IntEnum):
 
 _ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
 """What errors call an operation's root; "dst" in the others."""
-
-
-class Reduction(enum.IntEnum):
-    """Reductions of the elements of several ranks."""
-
-    NONE = 0
-    SUM = 1
-    AVG = 2
-    PRODUCT = 3
-    MIN = 4
-    MAX = 5
-    BAND = 6
-    BOR = 7
-    BXOR = 8
-
-    __hash__ = int.__hash__
 
 
 _DTYPES = (

@@ -141,7 +141,7 @@ class Link:
         sock: The connected socket; its maker closes it.
         rank: The peer.
         memory: The peer's memory, if this process can read it.
-        offers: Whether the peer can read this process's memory.
+        advertises: Whether the peer can read this process's memory.
         checksums: Of its frames; None: they carry none.
     """
 
@@ -151,14 +151,14 @@ class Link:
         rank: int,
         memory: PeerMemory | None = None,
         *,
-        offers: bool = False,
+        advertises: bool = False,
         checksums: Checksums | None = None,
     ) -> None:
         sock.setblocking(False)
         _set_options(sock, _DATA_OPTIONS)
         _stay_in_cache(sock)
         self.rank = rank
-        self.offers = offers
+        self.advertises = advertises
         self.checksums = checksums
         self._memory = memory
         self._sock = sock

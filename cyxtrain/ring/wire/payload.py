@@ -5,33 +5,12 @@ from __future__ import annotations
 import cmath
 import contextlib
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cyxtrain.errors import ConfigError, CyxtrainError
+from cyxtrain.ring.schedules.kernels import memory_of
 from cyxtrain.ring.wire.staging import can_carry, host_copy
-
-
-class _Memory:
-    """A tensor's memory for NumPy; `Tensor.numpy()` would mark the user's storage as not resizable."""
-
-    def __init__(self, flat: Tensor, size: int) -> None:
-        self.__array_interface__ = {"data": (flat.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
-        self.flat = flat  # keeps the memory alive
-
-
-def memory_of(flat: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without a copy; they live as long as either of the two."""
-    size = flat.numel() * flat.element_size()
-    if size == 0:
-        return memoryview(bytearray())
-    return np.asarray(_Memory(flat, size)).data
-
-
-def lasting() -> contextlib.AbstractContextManager[object]:
-    """Return a context for tensors that are kept: those made in inference mode could only be changed there."""
-    return torch.inference_mode(False)
 
 
 def check_tensor(tensor: Tensor) -> Tensor:
@@ -56,7 +35,7 @@ def check_target(tensor: Tensor) -> Tensor:
     if not check_tensor(tensor).is_contiguous() and _shares_memory(tensor):
         raise ConfigError(
             f"elements of this tensor {list(tensor.shape)} share memory (strides {list(tensor.stride())}), as after "
-            "expand(): nothing can be received into it. Give a tensor of its own: contiguous() or clone()."
+            "expand(): nothing can be received into it. Pass a tensor with its own memory: contiguous() or clone()."
         )
     return tensor
 

@@ -13,19 +13,18 @@ from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Multicast
+from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, divide, silent_numpy
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     NO_ROOT,
     Kind,
     Operation,
-    Reduction,
     dtype_code,
     expected_header,
     header,
     put_sequence,
 )
-from cyxtrain.ring.wire.kernels import added_by_numpy, divide, silent_numpy
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.payload import is_plain
 from cyxtrain.ring.wire.peer_read import address_of

@@ -6,12 +6,11 @@ Nothing here waits: what the kernel takes or has is moved, and the caller waits 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from cyxtrain.ring.schedules.algorithms import OnReceive, Span, Step
-from cyxtrain.ring.schedules.selector import OFFER_BYTES, SEGMENT_BYTES
+from cyxtrain.ring.schedules.algorithms import OnReceive, Span
+from cyxtrain.ring.schedules.reduction import Buffers
+from cyxtrain.ring.schedules.selector import ADVERTISED_BYTES, SEGMENT_BYTES
 from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
-from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.peer_read import address_of
 
@@ -19,32 +18,6 @@ READ_BYTES = 1 << 18
 """The same for what is read from another process: half of a usual second-level cache."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
-
-
-class Buffers(NamedTuple):
-    """The memory that a schedule works on, in bytes.
-
-    Attributes:
-        source: To send from.
-        target: To receive into; the same as `source` for reductions.
-        item_bytes: Bytes per element: a schedule counts elements.
-        combiner: Of target and scratch; None: nothing is reduced.
-        scratch: For elements to be combined.
-    """
-
-    source: memoryview
-    target: memoryview
-    item_bytes: int
-    combiner: Combiner | None = None
-    scratch: memoryview | None = None
-
-
-class Stage(NamedTuple):
-    """A part of an operation: one schedule on some memory; `more`: another follows on the same memory."""
-
-    schedule: Sequence[Step]
-    buffers: Buffers
-    more: bool = False
 
 
 class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
@@ -64,16 +37,16 @@ class CorruptData(Exception):  # noqa: N818 - an event inside the ring, never sh
         self.rank = rank
 
 
-def is_offered(readable: bool, payload_bytes: int, on_receive: OnReceive) -> bool:
+def is_advertised(readable: bool, payload_bytes: int, on_receive: OnReceive) -> bool:
     """Return whether a payload stays in place to be read: both sides must decide alike."""
-    return readable and payload_bytes >= OFFER_BYTES and on_receive is not OnReceive.EXCHANGE
+    return readable and payload_bytes >= ADVERTISED_BYTES and on_receive is not OnReceive.EXCHANGE
 
 
-def check_header(link: Link, head: bytes, expected: bytes, *, offered: bool) -> None:
+def check_header(link: Link, head: bytes, expected: bytes, *, advertised: bool) -> None:
     """Raise if a received header is damaged or not the expected one."""
     if is_damaged(head, link.checksums):
         raise CorruptData(link.rank)
-    if not head.startswith(expected) or offered != bool(payload_address(head)):
+    if not head.startswith(expected) or advertised != bool(payload_address(head)):
         raise UnexpectedHeader(link.rank, head)
 
 
@@ -99,11 +72,11 @@ class Outgoing:
         return sent > 0
 
 
-def begin_sending(link: Link, identity: bytes, payload: memoryview, *, offered: bool) -> Outgoing | None:
-    """Start to send a frame; return its rest. Of an `offered` payload only the address is sent."""
-    address = address_of(payload) if offered else 0
+def begin_sending(link: Link, identity: bytes, payload: memoryview, *, advertised: bool) -> Outgoing | None:
+    """Start to send a frame; return its rest. Of an `advertised` payload only the address is sent."""
+    address = address_of(payload) if advertised else 0
     head = header(expected_header(identity, len(payload)), payload, checksums=link.checksums, address=address)
-    if offered:
+    if advertised:
         return begin_sending_frame(link, head)
     if len(payload) <= _JOIN_BYTES:
         return begin_sending_frame(link, head + payload)
@@ -172,7 +145,7 @@ class ShortIncoming:
         have = self._have = have + count
         if have >= HEADER_BYTES:  # of another header there may come no more
             head = bytes(self._receive_buffer[:HEADER_BYTES])
-            check_header(self.link, head, self._expected, offered=False)
+            check_header(self.link, head, self._expected, advertised=False)
             if have == len(self._receive_buffer):
                 self._payload[:] = self._receive_buffer[HEADER_BYTES:]
                 checksums = self.link.checksums
@@ -186,13 +159,13 @@ class Incoming:
     """A transfer to receive: a header, then the payload, piece by piece, replaced or combined.
 
     Attributes:
-        offered: Whether the payload is not sent but read in place.
+        advertised: Whether the payload is not sent but read in place.
         done: Whether all has arrived; of a ReadReduce, the header.
     """
 
     __slots__ = (
         *("_address", "_buffers", "_end", "_expected", "_first", "_head", "_missing", "_room", "_start"),
-        *("_sum", "_sum_expected", "_on_receive", "_total", "done", "link", "offered"),
+        *("_sum", "_sum_expected", "_on_receive", "_total", "done", "link", "advertised"),
     )
 
     def __init__(
@@ -214,7 +187,7 @@ class Incoming:
         self._sum = None if link.checksums is None else link.checksums.begin()
         self._sum_expected = b""
         self.link = link
-        self.offered = is_offered(link.reads, self._total, on_receive)
+        self.advertised = is_advertised(link.reads, self._total, on_receive)
         self.done = False
         self._begin_piece(0)
 
@@ -222,7 +195,7 @@ class Incoming:
         """Receive what has arrived, or read a piece; return whether anything moved."""
         if self._missing:
             return self._receive_head()
-        if self.offered:
+        if self.advertised:
             count = len(self._room)
             self.link.read(self._address + self._start, self._room)
         else:
@@ -232,7 +205,7 @@ class Incoming:
         return count > 0
 
     def read(self, start: int, into: memoryview) -> None:
-        """Read bytes of an offered payload from `start` on; call it for all of it in order."""
+        """Read bytes of an advertised payload from `start` on; call it for all of it in order."""
         self.link.read(self._address + start, into)
         if self._sum is not None:
             self._sum.update(into)
@@ -241,17 +214,17 @@ class Incoming:
 
     def _receive_head(self) -> bool:
         """Receive the header, and with it what of the payload has arrived, unused until the header is checked."""
-        room = self._room[:0] if self.offered else self._room  # behind an offer comes another frame
+        room = self._room[:0] if self.advertised else self._room  # behind an advertised payload comes another frame
         count, missing = self.link.receive_both(self._missing, room), len(self._missing)
         self._missing = self._missing[count:]
         if count >= missing:
             head = bytes(self._head)
-            check_header(self.link, head, self._expected, offered=self.offered)
+            check_header(self.link, head, self._expected, advertised=self.advertised)
             self._address = payload_address(head)
             self._sum_expected = payload_sum(head)
             if self._on_receive is OnReceive.READ_REDUCE:
                 self.done = True
-            elif not self.offered:
+            elif not self.advertised:
                 self._took(count - missing)
         return count > 0
 
@@ -260,7 +233,7 @@ class Incoming:
         buffers, self._start = self._buffers, start
         if self._on_receive:
             assert buffers.scratch is not None
-            longest = READ_BYTES if self.offered else len(buffers.scratch)
+            longest = READ_BYTES if self.advertised else len(buffers.scratch)
             self._end = end = min(start + longest, self._total)
             self._room = buffers.scratch[: end - start]
         else:
@@ -298,7 +271,7 @@ class Incoming:
             raise CorruptData(self.link.rank)
 
 
-def reduce_offers(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
+def reduce_advertised(payloads: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
     """Combine a span of several ranks in their order, and own elements last, in pieces that fit into a cache."""
     assert buffers.scratch is not None
     assert buffers.combiner is not None
@@ -307,8 +280,8 @@ def reduce_offers(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> N
     for first in range(span[0], span[1], piece):
         end = min(first + piece, span[1])
         start, count = (first - span[0]) * item, (end - first) * item
-        offers[0].read(start, buffers.scratch[:count])
-        for offer in offers[1:]:
-            offer.read(start, buffers.scratch[half : half + count])
+        payloads[0].read(start, buffers.scratch[:count])
+        for payload in payloads[1:]:
+            payload.read(start, buffers.scratch[half : half + count])
             buffers.combiner.gather_up(end - first)
         buffers.combiner.combine(first, end)

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import ReadReduce, Spans, Step
+from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, divide
 from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
-from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.kernels import Combiner, Scratch, divide
-from cyxtrain.ring.wire.transfers import Buffers, Stage
+
+
+class Buffers(NamedTuple):
+    """The memory that a schedule works on, in bytes.
+
+    Attributes:
+        source: To send from.
+        target: To receive into; the same as `source` for reductions.
+        item_bytes: Bytes per element: a schedule counts elements.
+        combiner: Of target and scratch; None: nothing is reduced.
+        scratch: For elements to be combined.
+    """
+
+    source: memoryview
+    target: memoryview
+    item_bytes: int
+    combiner: Combiner | None = None
+    scratch: memoryview | None = None
+
+
+class Stage(NamedTuple):
+    """A part of an operation: one schedule on some memory; `more`: another follows on the same memory."""
+
+    schedule: Sequence[Step]
+    buffers: Buffers
+    more: bool = False
 
 
 class ReductionPlan:
@@ -77,10 +102,10 @@ class ReductionPlan:
             source: What others read; it does not change.
             spans: By rank, in elements of the source.
         """
-        *offers, fold = algorithms.read_reduce(self._selector.rank, self._selector.world_size, spans)
+        *advertised, fold = algorithms.read_reduce(self._selector.rank, self._selector.world_size, spans)
         assert isinstance(fold, ReadReduce)
         buffers = self._buffers()._replace(source=source)
-        yield Stage([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
+        yield Stage([*advertised, fold._replace(span=(0, self._flat.numel()))], buffers)
         if self._averages:
             divide(self._flat, self._selector.world_size)
 

@@ -1,8 +1,9 @@
-"""Element-wise arithmetic of reductions."""
+"""Element-wise arithmetic of reductions, on the memory of tensors."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +13,43 @@ import torch
 from torch import Tensor
 
 from cyxtrain.errors import ConfigError
-from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.payload import lasting, memory_of
+
+
+class Reduction(enum.IntEnum):
+    """Reductions of the elements of several ranks."""
+
+    NONE = 0
+    SUM = 1
+    AVG = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+    __hash__ = int.__hash__
+
+
+class _Memory:
+    """A tensor's memory for NumPy; `Tensor.numpy()` would mark the user's storage as not resizable."""
+
+    def __init__(self, flat: Tensor, size: int) -> None:
+        self.__array_interface__ = {"data": (flat.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.flat = flat  # keeps the memory alive
+
+
+def memory_of(flat: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without a copy; they live as long as either of the two."""
+    size = flat.numel() * flat.element_size()
+    if size == 0:
+        return memoryview(bytearray())
+    return np.asarray(_Memory(flat, size)).data
+
+
+def lasting() -> contextlib.AbstractContextManager[object]:
+    """Return a context for tensors that are kept: those made in inference mode could only be changed there."""
+    return torch.inference_mode(False)
 
 
 def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
