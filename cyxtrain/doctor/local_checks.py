@@ -18,7 +18,7 @@ from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.doctor import machine_facts
 from cyxtrain.doctor.terminal import size, table
 from cyxtrain.environment import accelerator, process_env, torch_compat
-from cyxtrain.errors import ConfigError, counted
+from cyxtrain.errors import ConfigError, counted, reason_of
 from cyxtrain.ring import try_transports
 from cyxtrain.world import devices
 
@@ -150,6 +150,6 @@ def _port(config: DistributedConfig) -> Check:
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
-            state, reason = _NO, (error.strerror or str(error)).lower()
+            state, reason = _NO, reason_of(error).lower()
             text = f"{port}: {reason}. The launcher picks a free port; if you start ranks yourself, set another one"
     return Check("rendezvous", "MASTER_PORT", state, text)

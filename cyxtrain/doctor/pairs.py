@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dataclasses import replace
 from cyxtrain.doctor import measure
 from cyxtrain.doctor.findings import Cause, PeerResult, RankInfo, Roster, to_json
 from cyxtrain.environment.processes import State, state_of
+from cyxtrain.errors import reason_of
 from cyxtrain.ring import Deadline, RankProbe, StoreClient
 
 CONNECT_SECONDS = 5.0
@@ -132,9 +132,9 @@ class PairTests:
             return PeerResult(self._rank, peer, cause.value, _DETAILS[cause])
         deadline, is_higher = Deadline(CONNECT_SECONDS), self._rank > peer
         dialed, cause, detail = self._dial(peer, deadline)
-        while not deadline.passed() and not self._probe.has_accepted(peer):
+        while not deadline.passed() and peer not in self._probe.accepted:
             self._serve(_POLL_SECONDS)
-        accepted = self._probe.take_accepted(peer)
+        accepted = self._probe.accepted.pop(peer, None)
         with contextlib.ExitStack() as stack:
             for sock in filter(None, (dialed, accepted)):
                 stack.enter_context(sock)
@@ -161,8 +161,7 @@ class PairTests:
         except OSError as error:
             if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
                 return None, Cause.SILENT, f"no answer within {CONNECT_SECONDS:g} s"
-            reason = os.strerror(error.errno).lower() if error.errno else str(error)
-            return None, Cause.NO_WAY, f"its own system does not send there ({reason})"
+            return None, Cause.NO_WAY, f"its own system does not send there ({reason_of(error).lower()})"
 
 
 def _measured(result: PeerResult, sock: socket.socket) -> PeerResult:

@@ -113,6 +113,12 @@ class Acceptor:
         if self._reopens_at is None:
             self._selector.unregister(listener)
 
+    def serve(self, seconds: float) -> None:
+        """Wait for at most so long, call the functions of sockets that are ready, and expire the others."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        self.expire(time.monotonic())
+
     def expire(self, now: float) -> None:
         """Close connections that did not authenticate in time; to be called about once a second."""
         for sock in [sock for sock, stranger in self._strangers.items() if stranger.expires_at <= now]:

@@ -16,7 +16,6 @@ import selectors
 import socket
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -116,7 +115,7 @@ class KeyValueServer:
         self._members: dict[socket.socket, _Member] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
         self._acceptor = Acceptor([listener], "the store of rank 0", key, self._authorize, self._accept, self._selector)
         self.values.unauthenticated = self._acceptor.unauthenticated
         self._is_closed = False
@@ -150,10 +149,7 @@ class KeyValueServer:
 
     def _serve(self) -> None:
         while not self._is_closed:
-            for found, _ in self._selector.select(_TICK_SECONDS):
-                if found.data is not None:
-                    found.data()
-            self._acceptor.expire(time.monotonic())
+            self._acceptor.serve(_TICK_SECONDS)
         self._listener.close()
         self._acceptor.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 
 from torch.distributed import FileStore, Store, TCPStore
 
-from cyxtrain.errors import RendezvousError
+from cyxtrain.errors import RendezvousError, reason_of
+from cyxtrain.ring.rendezvous.handshake import place_of
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.store_client import root_of
 
@@ -30,7 +30,7 @@ class Listeners:
     @property
     def unix_name(self) -> str:
         """The name of the abstract Unix socket as "@name"; empty if there is none."""
-        return "" if self.unix is None else os.fsdecode(self.unix.getsockname()).replace("\0", "@")
+        return "" if self.unix is None else place_of(self.unix.getsockname())
 
     def close_unix(self) -> None:
         """Close the Unix socket, once all ranks have connected."""
@@ -61,7 +61,7 @@ def listen(rank: int, store: Store, transport: str) -> Listeners:
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise RendezvousError(
-            f"rank {rank} cannot listen at {address} ({error.strerror or error}), where others would reach it.",
+            f"rank {rank} cannot listen at {address} ({reason_of(error)}), where others would reach it.",
             rank=rank,
         ) from error
     listener.setblocking(False)

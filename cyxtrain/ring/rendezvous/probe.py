@@ -8,7 +8,6 @@ import selectors
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from subprocess import PIPE
@@ -43,6 +42,7 @@ class RankProbe:
 
     Attributes:
         record: How others reach this rank.
+        accepted: Connections of other ranks to this one; the caller closes those that it takes out.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, options: RingOptions) -> None:
@@ -50,7 +50,7 @@ class RankProbe:
         self.record = own_record(rank, world_size, self._listeners, options)
         self._own = Hello("", 0, Role.COLLECTIVES, rank, world_size, checksums=False)
         self._key = b""
-        self._accepted: dict[int, socket.socket] = {}
+        self.accepted: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._acceptor: Acceptor | None = None
 
@@ -63,18 +63,8 @@ class RankProbe:
 
     def serve(self, seconds: float = 0.0) -> None:
         """Accept connections, for at most so long."""
-        for key, _ in self._selector.select(seconds):
-            key.data()
-        if self._acceptor is not None:
-            self._acceptor.expire(time.monotonic())
-
-    def has_accepted(self, peer: int) -> bool:
-        """Return whether a rank has connected to this one."""
-        return peer in self._accepted
-
-    def take_accepted(self, peer: int) -> socket.socket | None:
-        """Return the connection of a rank to this one, if there is one; the caller closes it."""
-        return self._accepted.pop(peer, None)
+        assert self._acceptor is not None
+        self._acceptor.serve(seconds)
 
     def dial(self, peer: int, record: RankRecord, deadline: Deadline, poll: Callable[[], None]) -> socket.socket:
         """Connect to a rank over TCP; `poll` is called while this waits.
@@ -111,7 +101,7 @@ class RankProbe:
         """Close every socket."""
         if self._acceptor is not None:
             self._acceptor.close()
-        for sock in self._accepted.values():
+        for sock in self.accepted.values():
             sock.close()
         self._selector.close()
         self._listeners.close()
@@ -120,11 +110,10 @@ class RankProbe:
         return "" if hello.run == self._own.run else "it belongs to another run"
 
     def _accept(self, hello: Hello, sock: socket.socket) -> None:
-        before = self._accepted.pop(hello.rank, None)
-        if before is not None:
-            before.close()
+        if hello.rank in self.accepted:
+            self.accepted[hello.rank].close()
         watch_over(sock)
-        self._accepted[hello.rank] = sock
+        self.accepted[hello.rank] = sock
 
 
 def try_transports() -> dict[str, str]:

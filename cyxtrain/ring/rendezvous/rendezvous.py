@@ -15,7 +15,6 @@ import contextlib
 import secrets
 import selectors
 import socket
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -238,9 +237,7 @@ class _Connector:
 
     def _wait(self, seconds: float) -> None:
         """Poll once: serve connections, and raise the error if the rendezvous has failed."""
-        for key, _ in self._selector.select(seconds):
-            key.data()
-        self._acceptor.expire(time.monotonic())
+        self._acceptor.serve(seconds)
         self._membership.check()  # first: a rank that closes its connections has already reported why
         if self._failure is not None:
             raise self._failure

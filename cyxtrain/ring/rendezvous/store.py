@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import time
 from datetime import timedelta
@@ -187,6 +186,4 @@ def _cause(error: OSError) -> str:
         return f"the name cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer (timed out)"
-    if not error.errno or error.errno < 0:  # a name that cannot be resolved has its own kind of number
-        return reason_of(error)
-    return os.strerror(error.errno).lower()
+    return reason_of(error).lower()

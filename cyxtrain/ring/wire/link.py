@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from cyxtrain.errors import reason_of
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.peer_read import PeerMemory, address_of
 
@@ -240,13 +241,13 @@ class Link:
                 raise OSError("its memory cannot be read")
             self._memory.read(address, address_of(into), len(into))
         except OSError as error:
-            raise LinkBroken(self.rank, _reason(error)) from None
+            raise LinkBroken(self.rank, reason_of(error)) from None
 
     def _nothing(self, error: OSError) -> int:
         """Return 0 if a call would block; raise if it failed."""
         if isinstance(error, (BlockingIOError, InterruptedError)):
             return 0
-        raise LinkBroken(self.rank, _reason(error)) from None
+        raise LinkBroken(self.rank, reason_of(error)) from None
 
     def _ended(self) -> int:
         raise LinkBroken(self.rank, "the connection was closed")
@@ -255,10 +256,6 @@ class Link:
         """End both directions, so that all waiting threads wake; what has arrived can still be read."""
         with contextlib.suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or type(error).__name__
 
 
 class Poller:

@@ -153,6 +153,17 @@ def test_only_the_ring_imports_its_inside():
     assert found == KNOWN_INSIDE_OF_RING
 
 
+def test_the_ring_exports_only_what_others_import():
+    from cyxtrain import ring
+
+    found = {"register"}  # cyxtrain's __init__ calls it
+    for name, path in modules(ROOT).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "cyxtrain.ring":
+                found.update(alias.name for alias in node.names if not f"{name}.".startswith("cyxtrain.ring."))
+    assert found == set(ring.__all__)
+
+
 def test_only_one_module_assigns_the_training_state():
     """Each field of the training state and of its position is assigned by a method in one module."""
     from cyxtrain.training.state import Position, TrainingState
