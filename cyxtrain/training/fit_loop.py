@@ -21,8 +21,7 @@ from cyxtrain.progress.display import numbers
 from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch
 from cyxtrain.progress.profiling import Profile
-from cyxtrain.training.checkpoints.manager import CheckpointManager
-from cyxtrain.training.checkpoints.resume import Checkpoint, restore_rank, stop_requested_in
+from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.inputs.facts import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
@@ -30,6 +29,7 @@ from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.nonfinite import FiniteGuard
+from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested

@@ -31,8 +31,6 @@ from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_fa
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
-from cyxtrain.training.checkpoints.resume import Checkpoint, start_or_resume
-from cyxtrain.training.checkpoints.resume_diff import numerics_of
 from cyxtrain.training.delegation import delegated
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
@@ -47,6 +45,8 @@ from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.resume.resume_diff import numerics_of
+from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
 from cyxtrain.training.trained import trained_with

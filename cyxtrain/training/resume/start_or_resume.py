@@ -22,9 +22,9 @@ from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
-from cyxtrain.training.checkpoints import resume_diff
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
+from cyxtrain.training.resume import resume_diff
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
