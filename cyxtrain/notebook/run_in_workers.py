@@ -28,7 +28,7 @@ from cyxtrain.notebook.worker_calls import FIT, OF_FITS, Performed, SideEffects,
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training import delegation
 from cyxtrain.training.inputs.arguments import parse_fit
-from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
 
@@ -55,7 +55,7 @@ def _num_workers(
 ) -> int:
     """Return how many processes run a call; below 2: this one."""
     launched = process_env.is_launched() or (runtime.is_initialized() and runtime.get_world_size() > 1)
-    if launched or trainer._fit is not None or keywords.get("distributed") is False:
+    if launched or parts_of_trainer(trainer).is_fitting or keywords.get("distributed") is False:
         return 1
     given = [each for each in (*arguments, keywords.get("config")) if isinstance(each, DistributedTrainingConfig)]
     given = given or [DistributedTrainingConfig() if method == FIT else trainer.config]
@@ -192,7 +192,7 @@ def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], key
         "the model": trainer.model,
         "loss_fn": trainer.loss_fn,
         "the optimizer": trainer.optimizer,
-        "metrics": trainer._metrics,
+        "metrics": parts_of_trainer(trainer).metrics,
         "the scheduler": trainer.scheduler,
         **{f"the callback {type(each).__name__}": vars(each) for each in checked_callbacks(keywords.get("callbacks"))},
         **{f"the callback {type(each).__name__}": vars(each) for each in trainer.callbacks},

@@ -25,11 +25,10 @@ from cyxtrain.errors import warn
 from cyxtrain.notebook.sharing import address_of, as_bytes, from_bytes, returning
 from cyxtrain.optim.learning_rates import schedules_in
 from cyxtrain.optim.optimizers import place_state
-from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred."""
-_OF_TRAINERS = frozenset({"_fit", "_wrappers", "_state"})
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
 _NOTHING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
@@ -38,21 +37,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.Functio
 
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Return the parts of a trainer, and of a call's callbacks, that both sides have, by name."""
-    state, rates = trainer._state, trainer._state.rates
-    parts = {"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": rates}
+    own = parts_of_trainer(trainer)
+    parts, rates = dict(own.owners), own.owners["rates"]
     schedules = [] if rates is None else schedules_in(rates.scheduler)
     parts |= {f"schedule {number}": schedule for number, schedule in enumerate(schedules)}
-    for what, module in _modules(trainer):
+    for what, module in own.modules.items():
         parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
         parts |= {f"{what} parameter {name}": each for name, each in module.named_parameters()}
         parts |= {f"{what} buffer {name}": each for name, each in module.named_buffers()}
     parts |= {f"callback {number}": each for number, each in enumerate([*trainer.callbacks, *callbacks])}
     return {name: part for name, part in parts.items() if part is not None}
-
-
-def _modules(trainer: DistributedTrainer) -> list[tuple[str, nn.Module]]:
-    loss = trainer._state.loss
-    return [*({} if loss is None else loss.named_modules("loss")).items(), ("model", trainer.model)]
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class Marks:
             if isinstance(module, nn.Module) and " module " in part:
                 new = {name: each for name, each in module.named_children() if id(each) not in self._known}
                 found.children |= {(part, name): each for name, each in new.items()}
-        for what, module in _modules(self._trainer):
+        for what, module in parts_of_trainer(self._trainer).modules.items():
             for name, parameter in module.named_parameters():
                 found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
             for name, buffer in module.named_buffers():
@@ -171,7 +165,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if isinstance(owner, nn.Module) and " module " in part:
             hidden = _OF_MODULES
         elif part == "trainer":
-            hidden = _OF_TRAINERS
+            hidden = parts_of_trainer(owner).local
         elif part == "the optimizer":
             hidden = _OF_OPTIMIZERS
         for name, value in list(vars(owner).items()):
@@ -181,7 +175,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
     """Apply the changes of another process to a trainer's parts (`parts_of`)."""
-    modules = dict(_modules(trainer))
+    modules = parts_of_trainer(trainer).modules
     for (part, name), child in changes.children.items():
         vars(parts[part]).pop(name, None)
         torch_compat.own_modules(parts[part])[name] = child

@@ -58,6 +58,9 @@ class FitLoop:
         self._device = plan.data.placement.device
         self._last_epoch = state.position.first_epoch + plan.config.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
+        speed, rows = state.history.samples_per_second, plan.feed.rows_of(plan.steps_per_epoch)
+        self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
+        self._training_seconds = self._trained_rows / speed if speed else 0.0
         self._manager = CheckpointManager(
             state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better
         )
@@ -367,10 +370,10 @@ class FitLoop:
             measured = measured | {f"val_{name}": value for name, value in validated.items()}
             text += f"  {numbers(validated, 'val_')}"
         record_epoch(history, self._state.position.epoch, measured)
-        plan.training_seconds += epoch_seconds
-        plan.training_rows += rows
+        self._training_seconds += epoch_seconds
+        self._trained_rows += rows
         history.total_time_seconds = total_seconds
-        history.samples_per_second = plan.training_rows / plan.training_seconds
+        history.samples_per_second = self._trained_rows / self._training_seconds
         flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
         self._state.set_device_usage(usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)

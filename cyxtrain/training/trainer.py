@@ -31,7 +31,7 @@ from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_fa
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
-from cyxtrain.training.delegation import delegated
+from cyxtrain.training.delegation import TrainerParts, delegated
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
@@ -347,11 +347,11 @@ class DistributedTrainer:
         self._check_same_call("fit", works_alone=False)
         parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
         plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
-        plan.merge_facts(facts_by_rank)
+        plan = plan.merged_with(facts_by_rank)
         with ending_group_on_error():
             warn_of_data(facts_by_rank)
             numerics = numerics_of(self.model, plan, self.ddp_config)
-            checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
+            plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
@@ -568,6 +568,19 @@ class DistributedTrainer:
         if not self.ddp_config.broadcast_parameters:
             must_match |= value_facts(self._state.trained)
         return plan, {**facts, **must_match, "the number of epochs trained before": self.epoch}
+
+
+def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
+    """Return what another process that runs the trainer's calls has as well: its layout is known to this module."""
+    state = trainer._state
+    return TrainerParts(
+        owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
+        modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
+        local=frozenset({"_fit", "_wrappers", "_state"}),
+        metrics=trainer._metrics,
+        device=trainer._device,
+        is_fitting=trainer._fit is not None,
+    )
 
 
 def name_of_loss(loss_fn: Any) -> str:

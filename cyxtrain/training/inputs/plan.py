@@ -6,7 +6,7 @@ Each rank makes a plan, which changes nothing; then the ranks agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import FitArguments
-from cyxtrain.training.inputs.checks import check_model, check_optimizer, check_precision, check_targets
+from cyxtrain.training.inputs.checks import check_targets, check_trained
 from cyxtrain.training.inputs.dry_run import DryRun
 from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
@@ -46,14 +46,14 @@ from cyxtrain.training.model.placement import (
     explain_device,
     put_channels_last,
 )
-from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 
 LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSetup:
     """How batches reach the model, and what is computed of its output.
 
@@ -70,7 +70,7 @@ class ModelSetup:
     without_rows: EmptyBatch | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckedData(ModelSetup):
     """Data that passed a dry run.
 
@@ -84,7 +84,7 @@ class CheckedData(ModelSetup):
     flops_per_row: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class FitPlan:
     """One call of `fit` that passed all checks.
 
@@ -112,21 +112,22 @@ class FitPlan:
     defers_verdicts: bool = False
     attempt: int = 0
     devices: str = ""
-    training_seconds: float = 0.0
-    training_rows: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
         """Type in which matrices are multiplied."""
         return self.data.call.precision.dtype or self.data.placement.dtype
 
-    def merge_facts(self, facts_by_rank: Sequence[dict[str, Any]]) -> None:
-        """Merge the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
+    def merged_with(self, facts_by_rank: Sequence[dict[str, Any]]) -> FitPlan:
+        """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
         check_devices(facts_by_rank, self.data.placement.device)
-        self.ends_on_nan = any(facts["_ends_on_nan"] for facts in facts_by_rank)
-        self.defers_verdicts = all(facts["_is_on_accelerator"] for facts in facts_by_rank)
-        self.attempt = max(facts["_attempt"] for facts in facts_by_rank)
-        self.devices = explain_device(self.data.placement.device, facts_by_rank)
+        return replace(
+            self,
+            ends_on_nan=any(facts["_ends_on_nan"] for facts in facts_by_rank),
+            defers_verdicts=all(facts["_is_on_accelerator"] for facts in facts_by_rank),
+            attempt=max(facts["_attempt"] for facts in facts_by_rank),
+            devices=explain_device(self.data.placement.device, facts_by_rank),
+        )
 
     def params(self, last_epoch: int) -> dict[str, Any]:
         """Return what callbacks are given with `set_params`; `last_epoch` counts from 1."""
@@ -211,15 +212,6 @@ class FitPlan:
         validation = "" if self.validation is None else self.validation.source.digest()
         return {"data": self.data.source.digest(), "validation": validation}
 
-    def resume_from(self, state: TrainingState, world_size: int) -> None:
-        """Take over a checkpoint's samples per step and its throughput; `world_size`: ranks that wrote it."""
-        self.feed.check_world(world_size, place_of(state.position))
-        self.feed.resume_from(state.position.effective_batch_size)
-        history, rows = state.history, self.feed.rows_of(self.steps_per_epoch)
-        if history.samples_per_second and rows is not None:
-            self.training_rows = rows * len(history.epochs)
-            self.training_seconds = self.training_rows / history.samples_per_second
-
 
 def requested_steps(config: DistributedTrainingConfig) -> int | None:
     """Return the limit of steps of an epoch that the config sets."""
@@ -252,9 +244,7 @@ def plan_fit(
 ) -> tuple[FitPlan, dict[str, Any]]:
     """Return this rank's plan, and what must be the same on every rank; `epoch`: where it is likely to begin."""
     config, trained = arguments.config, trained_with(model, Loss(loss_fn))
-    check_model(trained)
-    check_optimizer(optimizer, trained)
-    check_precision(trained, config.precision)
+    check_trained(trained, optimizer, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)

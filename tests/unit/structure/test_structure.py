@@ -181,6 +181,25 @@ def test_a_fit_has_three_state_objects():
     assert state_objects(ROOT) == ["FitArguments", "FitPlan", "TrainingState"]
 
 
+def test_what_was_checked_is_frozen():
+    from cyxtrain.training.inputs.plan import CheckedData, FitPlan
+
+    for kind in (FitPlan, CheckedData):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            kind.__new__(kind).config = None
+
+
+def test_only_training_reads_private_names_of_a_trainer():
+    found = []
+    for name, path in modules(ROOT).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                owner = ast.unparse(node.value).split(".")[-1].strip("_")
+                if owner == "trainer" and not name.startswith(f"{PACKAGE}.training."):
+                    found.append((name, ast.unparse(node)))
+    assert found == []
+
+
 def test_no_folder_is_crowded():
     assert {folder: count for folder, count in files_per_folder(ROOT).items() if count > MOST_FILES} == {}
 
