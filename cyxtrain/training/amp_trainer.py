@@ -118,7 +118,6 @@ class DistributedAMPTrainer:
         self._step: TrainingStep | None = None
         self._global_rows = 1
         self._share = _Calls(0, 1, self._placement)
-        self._results: list[Result] = []
         self._at_rest = contextlib.ExitStack()
         self._at_rest.enter_context(self._ddp.no_sync())
 
@@ -189,20 +188,19 @@ class DistributedAMPTrainer:
 
     def _take_call(self, step: TrainingStep, rows: Rows) -> float:
         """Accumulate a micro-batch, and step with the last one; return its loss."""
-        if not self._share.calls:
-            self._share = _Calls(self.step, self._global_rows, self._placement)
+        share, loss = self._share, 0.0
+        if not share.calls:
             step.begin()
-        self._share.calls += 1
-        is_last, loss = self._share.calls == self.accumulation_steps, 0.0
+        share.calls += 1
+        is_last = share.calls == self.accumulation_steps
         if num_rows(rows.inputs):
-            self._share.micro_batches.append(rows)
-            batch = Batch(self.step, *rows)
-            self._results.append(step.accumulate_micro_batch(batch, self._share, is_last=is_last))
-            loss = self._value_of(self._results[-1].loss)
+            share.micro_batches.append(rows)
+            share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
+            loss = self._value_of(share.results[-1].loss)
         elif is_last:
-            step.join_without_rows(self._share)
+            step.join_without_rows(share)
         if is_last:
-            if step.finish(self._share, self._results) is Verdict.TAKEN:
+            if step.finish(share, share.results) is Verdict.TAKEN:
                 self._ddp.sync_buffers()  # rank 0 may save them before the next step
             else:
                 self._ddp.buffer_rows = 0  # all ranks have the buffers of before the step
@@ -293,7 +291,7 @@ class DistributedAMPTrainer:
         # same number for all ranks and calls, so that gradients can be added.
         unit = torch.tensor([max(num_rows(rows.inputs), 1)], device="cpu")
         dist.broadcast(unit, 0, group=runtime.cpu_group())
-        self._global_rows = int(unit) * self.accumulation_steps * self.world_size
+        self._share.global_rows = self._global_rows = int(unit) * self.accumulation_steps * self.world_size
         setup = ModelSetup(
             placement=self._placement, loss=self._loss, call=call, metrics=Metrics(), num_micro_batches=None
         )
@@ -302,7 +300,6 @@ class DistributedAMPTrainer:
 
     def _forget_step(self) -> None:
         self._share = _Calls(self.step, self._global_rows, self._placement)
-        self._results = []
         self._ddp.forget()
         self._ddp.module.zero_grad()
 
@@ -312,14 +309,15 @@ class _Calls(StreamShare):
 
     Attributes:
         micro_batches: So far, on the device.
+        results: Of each of them.
         calls: So far, with those that had no rows.
     """
 
     def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
         self.micro_batches: list[Rows] = []
         super().__init__(number, lambda: (self.micro_batches, 0), DeviceCopier(placement))
-        self.global_rows = global_rows
-        self.calls = 0
+        self.global_rows, self.calls = global_rows, 0
+        self.results: list[Result] = []
 
 
 def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> OptimizerLike:

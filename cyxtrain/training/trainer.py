@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -39,7 +40,15 @@ from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.inputs.fit_keywords import Data, FitKeywords
-from cyxtrain.training.inputs.plan import CheckedData, FitPlan, LossLike, plan_fit, plan_rows, warn_of_data
+from cyxtrain.training.inputs.plan import (
+    CheckedData,
+    FitPlan,
+    LossLike,
+    TrainerArguments,
+    plan_fit,
+    plan_rows,
+    warn_of_data,
+)
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
@@ -148,6 +157,10 @@ class DistributedTrainer:
     @property
     def _loss(self) -> Any:
         return with_weights(self.loss_fn, self.loss_weights)
+
+    @property
+    def _arguments(self) -> TrainerArguments:
+        return TrainerArguments(self.model, self._loss, self.optimizer, self._device, self._metrics)
 
     @property
     def trained(self) -> nn.Module:
@@ -454,13 +467,8 @@ class DistributedTrainer:
         self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
     ) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work."""
-
-        def plan() -> tuple[CheckedData, dict[str, Any]]:
-            given = (source, batch_size, self.model, self._loss, self.optimizer, self._device, config)
-            return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
-
-        config = self._state.config
-        source = open_rows(data, batch_size, config, distributed=distributed)
+        source = open_rows(data, batch_size, self.config, distributed=distributed)
+        plan = partial(plan_rows, source, batch_size, self.config, self._arguments, predicting=predicting)
         return agree_on(plan)[0] if distributed else plan()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803
@@ -557,9 +565,8 @@ class DistributedTrainer:
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
-        given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, sources, first)
         with recomputed(self._recomputed):
-            plan, facts = plan_fit(*given)
+            plan, facts = plan_fit(arguments, self._arguments, sources, first)
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, plan.config, steps))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,6 +51,16 @@ from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 
 LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
+
+
+class TrainerArguments(NamedTuple):
+    """What a trainer was given; `loss_fn` with the factors of several losses."""
+
+    model: nn.Module
+    loss_fn: Any
+    optimizer: torch.optim.Optimizer
+    device: str | torch.device
+    metrics: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,27 +243,21 @@ def place_of(position: Position) -> Place:
 
 
 def plan_fit(
-    arguments: FitArguments,
-    model: nn.Module,
-    loss_fn: LossLike,
-    optimizer: torch.optim.Optimizer,
-    device: str | torch.device,
-    metrics: Mapping[str, Any],
-    opened: Sources,
-    epoch: int,
+    arguments: FitArguments, trainer: TrainerArguments, opened: Sources, epoch: int
 ) -> tuple[FitPlan, dict[str, Any]]:
     """Return this rank's plan, and what must be the same on every rank; `epoch`: where it is likely to begin."""
-    config, trained = arguments.config, trained_with(model, Loss(loss_fn))
+    config, model, optimizer = arguments.config, trainer.model, trainer.optimizer
+    trained = trained_with(model, Loss(trainer.loss_fn))
     check_trained(trained, optimizer, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
-    rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, optimizer, device, metrics)
-    data = _dry_run(source, config.batch_size, *given, trains_on=rows)
+    data = _dry_run(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
     validation = None
     if validation_source is not None:
         with naming_validation("validation"):
-            validation = _dry_run(validation_source, _validation_batch_size(validation_source, config), *given)
+            size = validation_source.batch_size or config.validation_batch_size or config.batch_size
+            validation = _dry_run(validation_source, size, config, trainer)
     facts = {
         **_facts(arguments, source, validation_source, trained, data.placement.device),
         **model_facts(trained, data.loss),
@@ -276,10 +280,6 @@ def _is_on_accelerator(trained: nn.Module) -> bool:
     """Return whether all parameters are on one accelerator of the kind that "auto" takes."""
     devices, kind = {parameter.device for parameter in trained.parameters()}, accelerator.visible()
     return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
-
-
-def _validation_batch_size(source: Source, config: DistributedTrainingConfig) -> int:
-    return source.batch_size or config.validation_batch_size or config.batch_size
 
 
 def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
@@ -342,12 +342,8 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
 def plan_rows(
     source: Source,
     batch_size: int | None,
-    model: nn.Module,
-    loss_fn: LossLike,
-    optimizer: torch.optim.Optimizer | None,
-    device: str | torch.device,
     config: DistributedTrainingConfig,
-    metrics: Mapping[str, Any],
+    trainer: TrainerArguments,
     *,
     predicting: bool,
 ) -> tuple[CheckedData, dict[str, Any]]:
@@ -355,12 +351,11 @@ def plan_rows(
     if batch_size is None:
         batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
-    given = (config, model, loss_fn, optimizer, device, metrics)
-    rows = _dry_run(source, batch_size, *given, predicting=predicting, is_of_fit=False)
+    rows = _dry_run(source, batch_size, config, trainer, predicting=predicting, is_of_fit=False)
     return rows, {
         "the batch size": batch_size,
         **source.facts("the given"),
-        **value_facts(trained_with(model, rows.loss)),
+        **value_facts(trained_with(trainer.model, rows.loss)),
     }
 
 
@@ -381,27 +376,24 @@ def _dry_run(
     source: Source,
     batch_size: int,
     config: DistributedTrainingConfig,
-    model: nn.Module,
-    loss_fn: LossLike,
-    optimizer: torch.optim.Optimizer | None,
-    device: str | torch.device,
-    metrics: Mapping[str, Any],
+    trainer: TrainerArguments,
     *,
     predicting: bool = False,
     trains_on: Rows | None = None,
     is_of_fit: bool = True,
 ) -> CheckedData:
     """Return rows that passed a dry run; `trains_on`: a micro-batch of training."""
-    loss = Loss(loss_fn)
+    model, loss = trainer.model, Loss(trainer.loss_fn)
     if not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example
     loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
     with memory_explained(trains=trains_on is not None):
-        placement = place_model(model, loss, device, channels_last=config.channels_last)
-        place_state(optimizer)
+        placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
+        place_state(trainer.optimizer)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
-    dry_run, measures = DryRun(model, loss, call, placement, metrics, is_of_fit=is_of_fit), Metrics()
+    asked, measures = {} if predicting else trainer.metrics, Metrics()
+    dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
         dry_run.predict(source)
     elif trains_on is None:
