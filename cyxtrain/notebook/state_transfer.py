@@ -1,7 +1,7 @@
 """Apply what a call has changed in one process to the same objects in another.
 
-A trainer's parts have the same names on both sides: `parts_of`. One side records their attributes before the call
-(`Marks`) and collects the changes afterwards (`Changes`); the other applies them to its own objects, in place.
+A trainer's parts have the same names on both sides: `parts_of`. One side records digests of their attributes before the
+call (`AttributeDigests`) and collects the `Changes` afterwards; the other applies them to its own objects, in place.
 
 A checkpoint holds less: what a program that rebuilds everything needs to resume. Here also attributes, buffers outside
 `state_dict` and values of any type are transferred.
@@ -82,7 +82,7 @@ class Changes:
     """(part, name, reason) of attributes that cannot be sent."""
 
 
-class Marks:
+class AttributeDigests:
     """Digests of the attributes of a trainer's parts (`parts_of`) and of other plain objects, to detect changes."""
 
     def __init__(self, trainer: DistributedTrainer, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class Marks:
         self._known = {id(part) for part in self._parts.values()}
         self._addresses = {address_of(part) for part in self._parts.values() if isinstance(part, Tensor)}
         self._values = {(part, name): value for part, name, value in _attributes(self._parts)}
-        self._before = {place: self._mark(value)[0] for place, value in self._values.items()}
+        self._before = {place: self._digest(value)[0] for place, value in self._values.items()}
 
     def changes(self) -> tuple[Changes, dict[str, Any]]:
         """Return the changes, and the parts that they may refer to."""
@@ -105,18 +105,15 @@ class Marks:
         for what, module in parts_of_trainer(self._trainer).modules.items():
             for name, parameter in module.named_parameters():
                 found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
-            for name, buffer in module.named_buffers():
-                found.tensors[f"{what} buffer {name}"] = (
-                    buffer.detach(),
-                    False,
-                )  # not itself: it would be sent by name
+            for name, buffer in module.named_buffers():  # detached: the buffer itself would be sent by name
+                found.tensors[f"{what} buffer {name}"] = buffer.detach(), False
         optimizer = self._trainer.optimizer
         found.optimizer = dict(optimizer.state), optimizer.param_groups
         for part, name, value in _attributes(self._parts):
             now.add((part, name))
-            mark, sent = self._mark(value)
+            digest, sent = self._digest(value)
             is_same = value is self._values.get((part, name), _NOTHING)
-            if (part, name) in self._before and _same(self._before[part, name], mark):
+            if (part, name) in self._before and _same(self._before[part, name], digest):
                 continue
             try:
                 if isinstance(sent, _Packed):
@@ -129,7 +126,7 @@ class Marks:
         found.removed = [each for each in self._before if each not in now]
         return found, self._parts
 
-    def _mark(self, value: Any) -> tuple[Any, Any]:
+    def _digest(self, value: Any) -> tuple[Any, Any]:
         """Return (a digest of a value, what to send of it)."""
         plain = type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
         if plain or id(value) in self._known:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
@@ -117,9 +116,9 @@ class DistributedAMPTrainer:
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._step: TrainingStep | None = None
         self._global_rows = 1
-        self._share = _Calls(0, 1, self._placement)
-        self._at_rest = contextlib.ExitStack()
-        self._at_rest.enter_context(self._ddp.no_sync())
+        self._share = _CurrentStep(0, 1, self._placement)
+        self._between_calls = contextlib.ExitStack()
+        self._between_calls.enter_context(self._ddp.no_sync())
 
     def _make_optimizer(self, optimizer: OptimizerLike) -> dict[str, Any]:
         """Make the optimizer; return what must be the same on every rank."""
@@ -176,7 +175,7 @@ class DistributedAMPTrainer:
         kept until it is complete. Since it returns a number, each call waits for the accelerator, which
         `fit(precision="fp16", accumulation_steps=...)` does not.
         """
-        with ending_group_on_error(), memory_explained(), torch.enable_grad(), self._at_work():
+        with ending_group_on_error(), memory_explained(), torch.enable_grad(), self._averaging():
             rows = as_batch(batch)
             if self._step is None:
                 self._step = self._open(rows)
@@ -184,9 +183,9 @@ class DistributedAMPTrainer:
             for module in (self.model, *self._loss.modules):
                 if not module.training:
                     module.train()
-            return self._take_call(self._step, self._placement.place(rows))
+            return self._accumulate(self._step, self._placement.place(rows))
 
-    def _take_call(self, step: TrainingStep, rows: Rows) -> float:
+    def _accumulate(self, step: TrainingStep, rows: Rows) -> float:
         """Accumulate a micro-batch, and step with the last one; return its loss."""
         share, loss = self._share, 0.0
         if not share.calls:
@@ -205,7 +204,7 @@ class DistributedAMPTrainer:
             else:
                 self._ddp.buffer_rows = 0  # all ranks have the buffers of before the step
             self._state.position.count_step()
-            self._forget_step()
+            self._discard_step()
         return loss
 
     def _value_of(self, loss: BatchLoss) -> float:
@@ -253,25 +252,25 @@ class DistributedAMPTrainer:
         """
         runtime.roll_call("load_checkpoint")
         self._state.load_file(path)
-        self._forget_step()
+        self._discard_step()
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _averaging(self) -> Iterator[None]:
         """Average gradients within; between two calls they may be those of another trainer's fit.
 
         An error within leaves no half of a step behind: the next call begins one.
         """
-        self._at_rest.close()
+        self._between_calls.close()
         try:
             with contextlib.ExitStack() as stack:
                 for wrapper in self._wrappers:
                     stack.enter_context(wrapper.suspended())
                 yield
         except BaseException:
-            self._forget_step()
+            self._discard_step()
             raise
         finally:
-            self._at_rest.enter_context(self._ddp.no_sync())
+            self._between_calls.enter_context(self._ddp.no_sync())
 
     def _open(self, rows: Rows) -> TrainingStep:
         """Find out from the first batch how the model is called, and what gradients are divided by for now."""
@@ -283,28 +282,29 @@ class DistributedAMPTrainer:
             DryRun(self.model, self._loss, call, self._placement, {}, is_of_fit=True).check_weights(rows)
             if self._loss.warning and self.is_main_process:
                 warn(self._loss.warning)
-        own = "" if self._loss.items is None or not self._loss.uses_num_items else self._loss.items.name
-        known = next(filter(None, runtime.gather_texts(own)), "")  # a rank may have nothing to count in its first batch
-        if known:
-            self._loss.use_num_items(rule_named(known, Batch(0, *self._example)))
+        rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""
+        counts, rules = zip(
+            *(text.split(" ", 1) for text in runtime.gather_texts(f"{num_rows(rows.inputs)} {rule}")), strict=True
+        )
+        if any(rules):  # a rank may have nothing to count in its first batch
+            self._loss.use_num_items(rule_named(next(filter(None, rules)), Batch(0, *self._example)))
         # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
         # same number for all ranks and calls, so that gradients can be added.
-        unit = torch.tensor([max(num_rows(rows.inputs), 1)], device="cpu")
-        dist.broadcast(unit, 0, group=runtime.cpu_group())
-        self._share.global_rows = self._global_rows = int(unit) * self.accumulation_steps * self.world_size
+        self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
+        self._share.global_rows = self._global_rows
         setup = ModelSetup(
             placement=self._placement, loss=self._loss, call=call, metrics=Metrics(), num_micro_batches=None
         )
         guard = FiniteGuard(self._ddp, "raise", self._state.position, device, self.scaler, is_fit=False)
         return TrainingStep(self._ddp, self._state, setup, guard)
 
-    def _forget_step(self) -> None:
-        self._share = _Calls(self.step, self._global_rows, self._placement)
+    def _discard_step(self) -> None:
+        self._share = _CurrentStep(self.step, self._global_rows, self._placement)
         self._ddp.forget()
         self._ddp.module.zero_grad()
 
 
-class _Calls(StreamShare):
+class _CurrentStep(StreamShare):
     """The micro-batches of one step, one per call.
 
     Attributes:
