@@ -192,7 +192,7 @@ def _unsendable_part(trainer: DistributedTrainer, arguments: tuple[Any, ...], ke
         "the model": trainer.model,
         "loss_fn": trainer.loss_fn,
         "the optimizer": trainer.optimizer,
-        "metrics": parts_of_trainer(trainer).metrics,
+        "metrics": parts_of_trainer(trainer).given.metrics,
         "the scheduler": trainer.scheduler,
         **{f"the callback {type(each).__name__}": vars(each) for each in checked_callbacks(keywords.get("callbacks"))},
         **{f"the callback {type(each).__name__}": vars(each) for each in trainer.callbacks},

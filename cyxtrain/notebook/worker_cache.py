@@ -118,7 +118,7 @@ def _own_sources() -> dict[str, int]:
 
 def is_on_gpu(trainer: DistributedTrainer) -> bool:
     """Return whether a trainer's workers use accelerators."""
-    device, parameter = parts_of_trainer(trainer).device, next(trainer.model.parameters(), None)
+    device, parameter = parts_of_trainer(trainer).given.device, next(trainer.model.parameters(), None)
     if device != "auto":
         return accelerator.is_accelerator(torch.device(device))
     if parameter is not None and accelerator.is_accelerator(parameter.device):

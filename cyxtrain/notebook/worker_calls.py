@@ -129,9 +129,8 @@ def run_call(
         relays = {name: Relay(name, report if is_master else None) for name in staying}
         trainer: DistributedTrainer
         objects: dict[str, Any] = {}
-        trainer, callbacks = read(
-            trainer_path, {**dict.fromkeys(FIT_ONLY_PARTS), **relays}, mapped=False, objects=objects
-        )
+        not_sent = {**dict.fromkeys(FIT_ONLY_PARTS), **relays}
+        trainer, callbacks = read(trainer_path, not_sent, mapped=False, objects=objects)
         parts = parts_of(trainer, callbacks)
         side_effects, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
         side_effects.enter()

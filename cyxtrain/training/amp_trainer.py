@@ -30,17 +30,16 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.num_items import rule_named
 from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
 from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.training.inputs.checked_data import LossLike, ModelSetup, place_model
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.dry_run import DryRun
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
-from cyxtrain.training.inputs.plan import LossLike, ModelSetup, place_model
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
@@ -283,18 +282,14 @@ class DistributedAMPTrainer:
             if self._loss.warning and self.is_main_process:
                 warn(self._loss.warning)
         rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""
-        counts, rules = zip(
-            *(text.split(" ", 1) for text in runtime.gather_texts(f"{num_rows(rows.inputs)} {rule}")), strict=True
-        )
+        texts = runtime.gather_texts(f"{num_rows(rows.inputs)} {rule}")
+        counts, rules = zip(*(text.split(" ", 1) for text in texts), strict=True)
         if any(rules):  # a rank may have nothing to count in its first batch
             self._loss.use_num_items(rule_named(next(filter(None, rules)), Batch(0, *self._example)))
         # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
         # same number for all ranks and calls, so that gradients can be added.
-        self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
-        self._share.global_rows = self._global_rows
-        setup = ModelSetup(
-            placement=self._placement, loss=self._loss, call=call, metrics=Metrics(), num_micro_batches=None
-        )
+        self._share.global_rows = self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
+        setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
         guard = FiniteGuard(self._ddp, "raise", self._state.position, device, self.scaler, is_fit=False)
         return TrainingStep(self._ddp, self._state, setup, guard)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
+
+from cyxtrain.training.inputs.checked_data import TrainerArguments
 
 
 class TrainerParts(NamedTuple):
@@ -17,16 +18,14 @@ class TrainerParts(NamedTuple):
             "rates". The last two are None in a process that has been sent neither.
         modules: The loss's modules, and the "model", by name.
         local: Names of the trainer's attributes that stay in their process, or are parts themselves.
-        metrics: What is measured besides the loss, by name.
-        device: As the trainer was given it.
+        given: What the trainer was given.
         is_fitting: Whether a fit is running in this process.
     """
 
     owners: dict[str, Any]
     modules: dict[str, nn.Module]
     local: frozenset[str]
-    metrics: dict[str, Any]
-    device: str | torch.device
+    given: TrainerArguments
     is_fitting: bool
 
 

@@ -37,18 +37,11 @@ from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
+from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
 from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.inputs.fit_keywords import Data, FitKeywords
-from cyxtrain.training.inputs.plan import (
-    CheckedData,
-    FitPlan,
-    LossLike,
-    TrainerArguments,
-    plan_fit,
-    plan_rows,
-    warn_of_data,
-)
+from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
@@ -468,8 +461,8 @@ class DistributedTrainer:
     ) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work."""
         source = open_rows(data, batch_size, self.config, distributed=distributed)
-        plan = partial(plan_rows, source, batch_size, self.config, self._arguments, predicting=predicting)
-        return agree_on(plan)[0] if distributed else plan()[0]
+        check = partial(check_rows, source, batch_size, self.config, self._arguments, predicting=predicting)
+        return agree_on(check)[0] if distributed else check()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
@@ -584,8 +577,7 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
         owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
         local=frozenset({"_fit", "_wrappers", "_state"}),
-        metrics=trainer._metrics,
-        device=trainer._device,
+        given=trainer._arguments,
         is_fitting=trainer._fit is not None,
     )
 

@@ -1,97 +1,45 @@
-"""What a call of `fit`, `evaluate` or `predict` does, after all checks.
+"""What a call of `fit` does, after all checks.
 
 Each rank makes a plan, which changes nothing; then the ranks agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import nearest, require_integer
+from cyxtrain.config.settings import nearest
 from cyxtrain.data.batches.batch import Share
-from cyxtrain.data.batches.collate import answers_in
-from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.metrics.metric import Metrics
-from cyxtrain.optim.optimizers import can_fuse, place_state
-from cyxtrain.optim.precision import Precision
+from cyxtrain.optim.optimizers import can_fuse
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import FitArguments
-from cyxtrain.training.inputs.checks import check_targets, check_trained
-from cyxtrain.training.inputs.dry_run import DryRun
-from cyxtrain.training.inputs.empty_batches import EmptyBatch
-from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
+from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments, check_data
+from cyxtrain.training.inputs.checks import check_trained
+from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.training_data import Sources, naming_validation
 from cyxtrain.training.model.compile import compiles_by_layer
-from cyxtrain.training.model.forward import ModelCall
-from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.placement import (
     check_batch_norm,
     check_devices,
-    choose_device,
     device_facts,
     explain_device,
-    put_channels_last,
 )
 from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
-
-LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
-
-
-class TrainerArguments(NamedTuple):
-    """What a trainer was given; `loss_fn` with the factors of several losses."""
-
-    model: nn.Module
-    loss_fn: Any
-    optimizer: torch.optim.Optimizer
-    device: str | torch.device
-    metrics: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSetup:
-    """How batches reach the model, and what is computed of its output.
-
-    Attributes:
-        num_micro_batches: Of a step, at most, on any rank; None: they come one by one, after no dry run.
-        without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
-    """
-
-    placement: Placement
-    loss: Loss
-    call: ModelCall
-    metrics: Metrics
-    num_micro_batches: int | None = 1
-    without_rows: EmptyBatch | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedData(ModelSetup):
-    """Data that passed a dry run.
-
-    Attributes:
-        batch_size: Rows at once, outside training.
-        flops_per_row: Operations of forward and backward; None: not counted.
-    """
-
-    source: Source
-    batch_size: int
-    flops_per_row: float | None = None
 
 
 @dataclass(frozen=True)
@@ -252,12 +200,12 @@ def plan_fit(
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
-    data = _dry_run(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
+    data = check_data(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
     validation = None
     if validation_source is not None:
         with naming_validation("validation"):
             size = validation_source.batch_size or config.validation_batch_size or config.batch_size
-            validation = _dry_run(validation_source, size, config, trainer)
+            validation = check_data(validation_source, size, config, trainer)
     facts = {
         **_facts(arguments, source, validation_source, trained, data.placement.device),
         **model_facts(trained, data.loss),
@@ -337,76 +285,3 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
             more = f", the first of {count:,} such rows" if count > 1 else ""
             prefix = "validation data: " if name == "_validation" else ""
             warn(f"{prefix}{where}{more}. {what} Fill or drop such rows first.")
-
-
-def plan_rows(
-    source: Source,
-    batch_size: int | None,
-    config: DistributedTrainingConfig,
-    trainer: TrainerArguments,
-    *,
-    predicting: bool,
-) -> tuple[CheckedData, dict[str, Any]]:
-    """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
-    if batch_size is None:
-        batch_size = source.batch_size or config.batch_size
-    require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
-    rows = _dry_run(source, batch_size, config, trainer, predicting=predicting, is_of_fit=False)
-    return rows, {
-        "the batch size": batch_size,
-        **source.facts("the given"),
-        **value_facts(trained_with(trainer.model, rows.loss)),
-    }
-
-
-def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
-    """Move model and loss to their device; return where batches go, and in which types."""
-    parameters = list(model.parameters())
-    chosen = choose_device(device, model)
-    model.to(chosen)
-    for module in loss.modules:
-        module.to(chosen)  # it may have class weights
-    floats = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
-    if channels_last:
-        put_channels_last(model)
-    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
-
-
-def _dry_run(
-    source: Source,
-    batch_size: int,
-    config: DistributedTrainingConfig,
-    trainer: TrainerArguments,
-    *,
-    predicting: bool = False,
-    trains_on: Rows | None = None,
-    is_of_fit: bool = True,
-) -> CheckedData:
-    """Return rows that passed a dry run; `trains_on`: a micro-batch of training."""
-    model, loss = trainer.model, Loss(trainer.loss_fn)
-    if not predicting:
-        check_targets(source, loss)
-    inputs, targets, weights = source.example
-    loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
-    with memory_explained(trains=trains_on is not None):
-        placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
-        place_state(trainer.optimizer)
-    call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
-    asked, measures = {} if predicting else trainer.metrics, Metrics()
-    dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
-    if predicting:
-        dry_run.predict(source)
-    elif trains_on is None:
-        measures = dry_run.evaluate(source)
-    else:
-        counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
-        measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
-    return CheckedData(
-        source=source,
-        batch_size=batch_size,
-        placement=placement,
-        loss=loss,
-        call=call,
-        metrics=measures,
-        flops_per_row=dry_run.flops_per_row,
-    )

@@ -79,13 +79,13 @@ INSIDE = {
     ],
     "checkpoint": ["format files", "checkpoint_file", "validation", "weights transport folder", "writer"],
     "training": [
-        "trained delegation",
+        "trained",
         "state",
         "model",
         "inputs",
         "nonfinite",
         "step",
-        "stopping checkpoint_manager resume evaluation header",
+        "stopping checkpoint_manager resume evaluation header delegation",
         "fit_loop",
         "trainer amp_trainer",
     ],
@@ -182,7 +182,8 @@ def test_a_fit_has_three_state_objects():
 
 
 def test_what_was_checked_is_frozen():
-    from cyxtrain.training.inputs.plan import CheckedData, FitPlan
+    from cyxtrain.training.inputs.checked_data import CheckedData
+    from cyxtrain.training.inputs.plan import FitPlan
 
     for kind in (FitPlan, CheckedData):
         with pytest.raises(dataclasses.FrozenInstanceError):
