@@ -1,1 +1,1 @@
-"""Checkpoint files: write, read, keep, validate. No training."""
+"""Checkpoint files: format, write, read, validate. No training: see `training/checkpoint_manager.py`, `resume/`."""

@@ -63,7 +63,7 @@ class JobAnswers:
     by_rank: dict[int, Any] = field(default_factory=dict)
     ended: list[RankExit] = field(default_factory=list)
     """Workers that have exited instead, the first one first."""
-    can_go_on: bool = True
+    can_continue: bool = True
     """Whether all can take another job; otherwise the caller must close the pool."""
 
     def check(self) -> None:
@@ -208,7 +208,7 @@ class Pool:
                 rank, message = event
                 if isinstance(message, Answer):
                     answers.by_rank[rank] = message.value
-                    answers.can_go_on &= message.can_go_on
+                    answers.can_continue &= message.can_continue
                 elif isinstance(message, Report):
                     apply(message.value)
                 else:
@@ -222,8 +222,8 @@ class Pool:
                     raise KeyboardInterrupt if event.number == signal.SIGINT else SystemExit(128 + event.number)
             elif isinstance(event, RankExit):
                 answers.ended.append(event)
-                answers.can_go_on = False
-            if not answers.can_go_on:
+                answers.can_continue = False
+            if not answers.can_continue:
                 deadline = min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
         return answers
 

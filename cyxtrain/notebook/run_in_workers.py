@@ -24,11 +24,11 @@ from cyxtrain.notebook.relay import BEGUN, SHOW
 from cyxtrain.notebook.sharing import SharedFile, read, write
 from cyxtrain.notebook.state_transfer import Changes, merge, parts_of
 from cyxtrain.notebook.worker_cache import is_on_gpu, workers
-from cyxtrain.notebook.worker_calls import FIT, OF_FITS, Performed, SideEffects, perform
+from cyxtrain.notebook.worker_calls import FIT, FIT_ONLY_PARTS, CallResult, SideEffects, run_call
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training import delegation
 from cyxtrain.training.inputs.arguments import parse_fit
-from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
 
@@ -55,7 +55,7 @@ def _num_workers(
 ) -> int:
     """Return how many processes run a call; below 2: this one."""
     launched = process_env.is_launched() or (runtime.is_initialized() and runtime.get_world_size() > 1)
-    if launched or trainer._fit is not None or keywords.get("distributed") is False:
+    if launched or parts_of_trainer(trainer).is_fitting or keywords.get("distributed") is False:
         return 1
     given = [each for each in (*arguments, keywords.get("config")) if isinstance(each, DistributedTrainingConfig)]
     given = given or [DistributedTrainingConfig() if method == FIT else trainer.config]
@@ -92,7 +92,7 @@ class _Call:
     def run_by(self, pool: Pool, why_new: str) -> Any:
         """Run the call in the workers and return its value; `why_new` tells why they are starting, or is empty."""
         __tracebackhide__ = True
-        can_go_on = True
+        can_continue = True
         try:
             with pool.handling_signals():
                 if why_new and self._verbose:
@@ -100,15 +100,15 @@ class _Call:
                 with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
                     self._send(trainer, given)
                     call = (self._method, trainer.path, given.path, list(self._staying))
-                    answers = pool.run(perform, call, partial(self._on_report, pool), self._on_signal)
-                can_go_on = answers.can_go_on
+                    answers = pool.run(run_call, call, partial(self._on_report, pool), self._on_signal)
+                can_continue = answers.can_continue
                 return self._apply(answers, pool.num_processes)
         finally:
             for callback in self._staying.values():
                 callback.close()
             if self._display is not None:
                 self._display.close()
-            if self._is_interrupted or not can_go_on:
+            if self._is_interrupted or not can_continue:
                 pool.close()
             elif pool.is_usable:
                 pool.release_answers()
@@ -116,7 +116,7 @@ class _Call:
     def _send(self, trainer: SharedFile, given: SharedFile) -> None:
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
         call = (SideEffects.here(), self._arguments, data)
-        idle = () if self._method == FIT else OF_FITS
+        idle = () if self._method == FIT else FIT_ONLY_PARTS
         stays = {name: part for name, part in self._parts.items() if name in idle} | self._staying
         try:
             objects: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class _Call:
             self._parts = {**objects, **self._parts}
             write(call, given, self._parts, is_data=True)
         except Exception as error:
-            what = _what_cannot_go(self._trainer, self._arguments, self._keywords)
+            what = _unsendable_part(self._trainer, self._arguments, self._keywords)
             raise ConfigError(
                 f"{what} cannot be sent to worker processes: {type(error).__name__}: {error}. Create objects with an "
                 "open file, a lock or a generator in the workers: in a callback's on_train_begin, or by a function "
@@ -165,7 +165,7 @@ class _Call:
     def _apply(self, answers: JobAnswers, num_ranks: int) -> Any:
         """Apply the changes to the trainer's objects, and return the call's value or raise its error."""
         __tracebackhide__ = True
-        ranks: dict[int, Performed] = answers.by_rank
+        ranks: dict[int, CallResult] = answers.by_rank
         value = None
         if 0 in ranks and ranks[0].result is not None:
             value = read(ranks[0].result, self._parts, mapped=os.name == "posix" and self._method != FIT)
@@ -180,19 +180,19 @@ class _Call:
             about = failures[rank].about
             rank = about if about in failures else rank  # the other rank has the original error
             error = raised(failures[rank], rank, num_ranks)
-            goes_on = self._stops or runtime.is_interactive()
-            if not (isinstance(error, KeyboardInterrupt) and goes_on):
+            continues = self._stops or runtime.is_interactive()
+            if not (isinstance(error, KeyboardInterrupt) and continues):
                 raise error from error.__cause__
         return self._trainer.history if self._method == FIT else value
 
 
-def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> str:
+def _unsendable_part(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> str:
     """Return which part of a call cannot be sent."""
     parts = {
         "the model": trainer.model,
         "loss_fn": trainer.loss_fn,
         "the optimizer": trainer.optimizer,
-        "metrics": trainer._metrics,
+        "metrics": parts_of_trainer(trainer).given.metrics,
         "the scheduler": trainer.scheduler,
         **{f"the callback {type(each).__name__}": vars(each) for each in checked_callbacks(keywords.get("callbacks"))},
         **{f"the callback {type(each).__name__}": vars(each) for each in trainer.callbacks},

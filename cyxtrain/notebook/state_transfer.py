@@ -1,7 +1,7 @@
 """Apply what a call has changed in one process to the same objects in another.
 
-A trainer's parts have the same names on both sides: `parts_of`. One side records their attributes before the call
-(`Marks`) and collects the changes afterwards (`Changes`); the other applies them to its own objects, in place.
+A trainer's parts have the same names on both sides: `parts_of`. One side records digests of their attributes before the
+call (`AttributeDigests`) and collects the `Changes` afterwards; the other applies them to its own objects, in place.
 
 A checkpoint holds less: what a program that rebuilds everything needs to resume. Here also attributes, buffers outside
 `state_dict` and values of any type are transferred.
@@ -25,11 +25,10 @@ from cyxtrain.errors import warn
 from cyxtrain.notebook.sharing import address_of, as_bytes, from_bytes, returning
 from cyxtrain.optim.learning_rates import schedules_in
 from cyxtrain.optim.optimizers import place_state
-from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred."""
-_OF_TRAINERS = frozenset({"_fit", "_wrappers", "_state"})
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
 _NOTHING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
@@ -38,21 +37,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.Functio
 
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Return the parts of a trainer, and of a call's callbacks, that both sides have, by name."""
-    state, rates = trainer._state, trainer._state.rates
-    parts = {"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": rates}
+    own = parts_of_trainer(trainer)
+    parts, rates = dict(own.owners), own.owners["rates"]
     schedules = [] if rates is None else schedules_in(rates.scheduler)
     parts |= {f"schedule {number}": schedule for number, schedule in enumerate(schedules)}
-    for what, module in _modules(trainer):
+    for what, module in own.modules.items():
         parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
         parts |= {f"{what} parameter {name}": each for name, each in module.named_parameters()}
         parts |= {f"{what} buffer {name}": each for name, each in module.named_buffers()}
     parts |= {f"callback {number}": each for number, each in enumerate([*trainer.callbacks, *callbacks])}
     return {name: part for name, part in parts.items() if part is not None}
-
-
-def _modules(trainer: DistributedTrainer) -> list[tuple[str, nn.Module]]:
-    loss = trainer._state.loss
-    return [*({} if loss is None else loss.named_modules("loss")).items(), ("model", trainer.model)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class Changes:
     """(part, name, reason) of attributes that cannot be sent."""
 
 
-class Marks:
+class AttributeDigests:
     """Digests of the attributes of a trainer's parts (`parts_of`) and of other plain objects, to detect changes."""
 
     def __init__(self, trainer: DistributedTrainer, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
@@ -99,7 +93,7 @@ class Marks:
         self._known = {id(part) for part in self._parts.values()}
         self._addresses = {address_of(part) for part in self._parts.values() if isinstance(part, Tensor)}
         self._values = {(part, name): value for part, name, value in _attributes(self._parts)}
-        self._before = {place: self._mark(value)[0] for place, value in self._values.items()}
+        self._before = {place: self._digest(value)[0] for place, value in self._values.items()}
 
     def changes(self) -> tuple[Changes, dict[str, Any]]:
         """Return the changes, and the parts that they may refer to."""
@@ -108,21 +102,18 @@ class Marks:
             if isinstance(module, nn.Module) and " module " in part:
                 new = {name: each for name, each in module.named_children() if id(each) not in self._known}
                 found.children |= {(part, name): each for name, each in new.items()}
-        for what, module in _modules(self._trainer):
+        for what, module in parts_of_trainer(self._trainer).modules.items():
             for name, parameter in module.named_parameters():
                 found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
-            for name, buffer in module.named_buffers():
-                found.tensors[f"{what} buffer {name}"] = (
-                    buffer.detach(),
-                    False,
-                )  # not itself: it would be sent by name
+            for name, buffer in module.named_buffers():  # detached: the buffer itself would be sent by name
+                found.tensors[f"{what} buffer {name}"] = buffer.detach(), False
         optimizer = self._trainer.optimizer
         found.optimizer = dict(optimizer.state), optimizer.param_groups
         for part, name, value in _attributes(self._parts):
             now.add((part, name))
-            mark, sent = self._mark(value)
+            digest, sent = self._digest(value)
             is_same = value is self._values.get((part, name), _NOTHING)
-            if (part, name) in self._before and _same(self._before[part, name], mark):
+            if (part, name) in self._before and _same(self._before[part, name], digest):
                 continue
             try:
                 if isinstance(sent, _Packed):
@@ -135,7 +126,7 @@ class Marks:
         found.removed = [each for each in self._before if each not in now]
         return found, self._parts
 
-    def _mark(self, value: Any) -> tuple[Any, Any]:
+    def _digest(self, value: Any) -> tuple[Any, Any]:
         """Return (a digest of a value, what to send of it)."""
         plain = type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
         if plain or id(value) in self._known:
@@ -171,7 +162,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if isinstance(owner, nn.Module) and " module " in part:
             hidden = _OF_MODULES
         elif part == "trainer":
-            hidden = _OF_TRAINERS
+            hidden = parts_of_trainer(owner).local
         elif part == "the optimizer":
             hidden = _OF_OPTIMIZERS
         for name, value in list(vars(owner).items()):
@@ -181,7 +172,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
     """Apply the changes of another process to a trainer's parts (`parts_of`)."""
-    modules = dict(_modules(trainer))
+    modules = parts_of_trainer(trainer).modules
     for (part, name), child in changes.children.items():
         vars(parts[part]).pop(name, None)
         torch_compat.own_modules(parts[part])[name] = child

@@ -66,7 +66,7 @@ class Answer:
     """The result of a job."""
 
     value: Any
-    can_go_on: bool
+    can_continue: bool
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ def main() -> None:
             gc.collect()  # reference cycles, while idle: it takes as long as a small job
             message = jobs.get()
         if isinstance(message, Job):
-            value, can_go_on = message.function(*message.arguments, lambda value: channel.send(Report(value)))
+            value, can_continue = message.function(*message.arguments, lambda value: channel.send(Report(value)))
             kept[:] = [value]
             _write_marks(message.mark)
-            channel.send(Answer(value, can_go_on))
+            channel.send(Answer(value, can_continue))
             del value
         else:
             kept.clear()

@@ -14,7 +14,7 @@ from cyxtrain.config import BackendType, requested_backend
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.notebook.pool import Pool
-from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 from cyxtrain.workers.machine import usable_cores
 from cyxtrain.world import runtime
 
@@ -118,7 +118,7 @@ def _own_sources() -> dict[str, int]:
 
 def is_on_gpu(trainer: DistributedTrainer) -> bool:
     """Return whether a trainer's workers use accelerators."""
-    device, parameter = trainer._device, next(trainer.model.parameters(), None)
+    device, parameter = parts_of_trainer(trainer).given.device, next(trainer.model.parameters(), None)
     if device != "auto":
         return accelerator.is_accelerator(torch.device(device))
     if parameter is not None and accelerator.is_accelerator(parameter.device):

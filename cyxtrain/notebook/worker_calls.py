@@ -25,13 +25,13 @@ from cyxtrain.errors import DistributedTrainingError, is_on_all_ranks
 from cyxtrain.notebook.failures import Failed
 from cyxtrain.notebook.relay import Relay, display_here
 from cyxtrain.notebook.sharing import SharedFile, read, write
-from cyxtrain.notebook.state_transfer import Marks, parts_of
+from cyxtrain.notebook.state_transfer import AttributeDigests, parts_of
 from cyxtrain.progress.display import displays_by
 from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
 
 FIT = "fit"
-OF_FITS = ("the optimizer", "rates")
+FIT_ONLY_PARTS = ("the optimizer", "rates")
 """Parts of a trainer that other calls do not need and are not sent: the optimizer's state is large."""
 _PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -101,7 +101,7 @@ def _known(read: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Performed:
+class CallResult:
     """The result of a call on one rank."""
 
     failed: Failed | None
@@ -109,9 +109,9 @@ class Performed:
     """On rank 0 a file with the call's value or, after a fit, however it ended, the `Changes` of its trainer."""
 
 
-def perform(
+def run_call(
     method: str, trainer_path: str, call_path: str, staying: Sequence[str], report: Callable[[Any], None]
-) -> tuple[Performed, bool]:
+) -> tuple[CallResult, bool]:
     """Run a trainer's call on this rank.
 
     Args:
@@ -129,36 +129,37 @@ def perform(
         relays = {name: Relay(name, report if is_master else None) for name in staying}
         trainer: DistributedTrainer
         objects: dict[str, Any] = {}
-        trainer, callbacks = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False, objects=objects)
+        not_sent = {**dict.fromkeys(FIT_ONLY_PARTS), **relays}
+        trainer, callbacks = read(trainer_path, not_sent, mapped=False, objects=objects)
         parts = parts_of(trainer, callbacks)
         side_effects, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
         side_effects.enter()
         if method == FIT:
             keywords["callbacks"] = callbacks
-        marks = Marks(trainer, parts, objects) if method == FIT and is_master else None
+        digests = AttributeDigests(trainer, parts, objects) if method == FIT and is_master else None
     except BaseException as error:
         _announce(error)
-        return Performed(Failed.of(error)), False
-    value, failed, can_go_on = None, None, True
+        return CallResult(Failed.of(error)), False
+    value, failed, can_continue = None, None, True
     try:
         with displays_by(partial(display_here, report)):
             # The base class's method: a subclass's override runs in the notebook.
             base = next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
             value = getattr(base, method)(trainer, *arguments, **keywords)
     except BaseException as error:
-        failed, can_go_on = Failed.of(error), is_on_all_ranks(error)
-        if not can_go_on:
+        failed, can_continue = Failed.of(error), is_on_all_ranks(error)
+        if not can_continue:
             _announce(error)
     try:
-        return Performed(failed, _written(value, marks) if is_master else None), can_go_on
+        return CallResult(failed, _written(value, digests) if is_master else None), can_continue
     except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
-        return Performed(failed or Failed.of(error)), False
+        return CallResult(failed or Failed.of(error)), False
 
 
-def _written(value: Any, marks: Marks | None) -> SharedFile:
+def _written(value: Any, digests: AttributeDigests | None) -> SharedFile:
     """Write what a call has returned or changed."""
     found = SharedFile()
-    result, parts = (value, {}) if marks is None else marks.changes()
+    result, parts = (value, {}) if digests is None else digests.changes()
     write(result, found, parts, returns=True)
     return found
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, on_all_ranks
-from cyxtrain.parallel.consistency.tensor_parts import bytes_of
+from cyxtrain.tensors.layouts import bytes_of
 from cyxtrain.world import runtime
 
 _NAME = "all_gather_with_grad"

@@ -12,40 +12,36 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from typing_extensions import override
+from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig, create_default_amp_config
 from cyxtrain.config.settings import is_number, require, require_integer
-from cyxtrain.data.batches.batch import Batch, Share
+from cyxtrain.data.batches.batch import Batch, StreamShare
 from cyxtrain.data.batches.collate import as_batch, check_parts
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.num_items import rule_named
-from cyxtrain.metrics.weighting import Weighting
+from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
-from cyxtrain.parallel import DistributedDataParallel, gathering_alone, unwrap
-from cyxtrain.training.inputs.checks import check_model, check_optimizer, check_precision
+from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.training.inputs.checked_data import LossLike, ModelSetup, place_model
+from cyxtrain.training.inputs.checks import check_trained
+from cyxtrain.training.inputs.dry_run import DryRun
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
-from cyxtrain.training.inputs.plan import LossLike, ModelSetup, place_model
-from cyxtrain.training.inputs.weight_check import WeightCheck, warning_of
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import Result, TrainingStep
@@ -119,18 +115,15 @@ class DistributedAMPTrainer:
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._step: TrainingStep | None = None
         self._global_rows = 1
-        self._share = _Calls(0, 1, self._placement)
-        self._results: list[Result] = []
-        self._at_rest = contextlib.ExitStack()
-        self._at_rest.enter_context(self._ddp.no_sync())
+        self._share = _CurrentStep(0, 1, self._placement)
+        self._between_calls = contextlib.ExitStack()
+        self._between_calls.enter_context(self._ddp.no_sync())
 
     def _make_optimizer(self, optimizer: OptimizerLike) -> dict[str, Any]:
         """Make the optimizer; return what must be the same on every rank."""
         trained = trained_with(self.model, self._loss)
         self.optimizer = make_optimizer(optimizer, trained)
-        check_model(trained)
-        check_optimizer(self.optimizer, trained)
-        check_precision(trained, _PRECISION)
+        check_trained(trained, self.optimizer, _PRECISION)
         facts = {**model_facts(trained, self._loss), **optimizer_facts(self.optimizer, trained)}
         return {**facts, "accumulation_steps": self.accumulation_steps, "config": asdict(self.config)}
 
@@ -181,7 +174,7 @@ class DistributedAMPTrainer:
         kept until it is complete. Since it returns a number, each call waits for the accelerator, which
         `fit(precision="fp16", accumulation_steps=...)` does not.
         """
-        with ending_group_on_error(), memory_explained(), torch.enable_grad(), self._at_work():
+        with ending_group_on_error(), memory_explained(), torch.enable_grad(), self._averaging():
             rows = as_batch(batch)
             if self._step is None:
                 self._step = self._open(rows)
@@ -189,36 +182,35 @@ class DistributedAMPTrainer:
             for module in (self.model, *self._loss.modules):
                 if not module.training:
                     module.train()
-            return self._take_call(self._step, Batch(self.step, *self._placement.place(rows)))
+            return self._accumulate(self._step, self._placement.place(rows))
 
-    def _take_call(self, step: TrainingStep, batch: Batch) -> float:
+    def _accumulate(self, step: TrainingStep, rows: Rows) -> float:
         """Accumulate a micro-batch, and step with the last one; return its loss."""
-        if not self._share.calls:
-            self._share = _Calls(self.step, self._global_rows, self._placement)
+        share, loss = self._share, 0.0
+        if not share.calls:
             step.begin()
-        self._share.calls += 1
-        is_last, loss = self._share.calls == self.accumulation_steps, 0.0
-        if batch.rows:
-            self._share.batches.append(batch)
-            self._results.append(step.accumulate_micro_batch(batch, self._share, is_last=is_last))
-            loss = self._value_of(self._results[-1])
+        share.calls += 1
+        is_last = share.calls == self.accumulation_steps
+        if num_rows(rows.inputs):
+            share.micro_batches.append(rows)
+            share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
+            loss = self._value_of(share.results[-1].loss)
         elif is_last:
-            step.join_without_rows(self._share)
+            step.join_without_rows(share)
         if is_last:
-            if step.finish(self._share, self._results) is Verdict.TAKEN:
+            if step.finish(share, share.results) is Verdict.TAKEN:
                 self._ddp.sync_buffers()  # rank 0 may save them before the next step
             else:
                 self._ddp.buffer_rows = 0  # all ranks have the buffers of before the step
             self._state.position.count_step()
-            self._forget_step()
+            self._discard_step()
         return loss
 
-    def _value_of(self, result: Result) -> float:
+    def _value_of(self, loss: BatchLoss) -> float:
         """Return the loss as the loss function gives it; 0 if nothing in it counts."""
-        value, weight, terms = _on_host(result.loss.value, result.loss.weight, result.loss.terms)
-        if self._loss.weighting is Weighting.NOTHING:
-            return value
-        return value * terms / weight if weight else 0.0
+        if not self._loss.counts_terms:
+            return float(loss.value.detach())
+        return float(loss.mean.detach()) if loss.has_weight else 0.0
 
     def save_checkpoint(
         self,
@@ -259,25 +251,25 @@ class DistributedAMPTrainer:
         """
         runtime.check_same_call("load_checkpoint")
         self._state.load_file(path)
-        self._forget_step()
+        self._discard_step()
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _averaging(self) -> Iterator[None]:
         """Average gradients within; between two calls they may be those of another trainer's fit.
 
         An error within leaves no half of a step behind: the next call begins one.
         """
-        self._at_rest.close()
+        self._between_calls.close()
         try:
             with contextlib.ExitStack() as stack:
                 for wrapper in self._wrappers:
                     stack.enter_context(wrapper.suspended())
                 yield
         except BaseException:
-            self._forget_step()
+            self._discard_step()
             raise
         finally:
-            self._at_rest.enter_context(self._ddp.no_sync())
+            self._between_calls.enter_context(self._ddp.no_sync())
 
     def _open(self, rows: Rows) -> TrainingStep:
         """Find out from the first batch how the model is called, and what gradients are divided by for now."""
@@ -286,82 +278,41 @@ class DistributedAMPTrainer:
         call = ModelCall(self.model, Precision(_PRECISION, device), rows.inputs, rows.targets, self._loss)
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
-            self._check_weights(call, Batch(0, *self._placement.place(rows)))
-        own = "" if self._loss.items is None or not self._loss.uses_num_items else self._loss.items.name
-        known = next(filter(None, runtime.gather_texts(own)), "")  # a rank may have nothing to count in its first batch
-        if known:
-            self._loss.use_num_items(rule_named(known, Batch(0, *self._example)))
+            DryRun(self.model, self._loss, call, self._placement, {}, is_of_fit=True).check_weights(rows)
+            if self._loss.warning and self.is_main_process:
+                warn(self._loss.warning)
+        rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""
+        texts = runtime.gather_texts(f"{num_rows(rows.inputs)} {rule}")
+        counts, rules = zip(*(text.split(" ", 1) for text in texts), strict=True)
+        if any(rules):  # a rank may have nothing to count in its first batch
+            self._loss.use_num_items(rule_named(next(filter(None, rules)), Batch(0, *self._example)))
         # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
         # same number for all ranks and calls, so that gradients can be added.
-        unit = torch.tensor([max(num_rows(rows.inputs), 1)], device="cpu")
-        dist.broadcast(unit, 0, group=runtime.cpu_group())
-        self._global_rows = int(unit) * self.accumulation_steps * self.world_size
-        setup = ModelSetup(
-            placement=self._placement, loss=self._loss, call=call, metrics=Metrics(), num_micro_batches=None
-        )
+        self._share.global_rows = self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
+        setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
         guard = FiniteGuard(self._ddp, "raise", self._state.position, device, self.scaler, is_fit=False)
         return TrainingStep(self._ddp, self._state, setup, guard)
 
-    def _check_weights(self, call: ModelCall, batch: Batch) -> None:
-        """Find out what the model counts, and warn if that is unknown; leave no trace."""
-        check = WeightCheck(self.model, self._loss, call, batch)
-        owners = [self.model, *self._loss.functions]
-        with snapshot(owners, self._placement.device, copies=True), torch.no_grad(), gathering_alone():
-            for module in (self.model, *self._loss.modules):
-                module.eval()
-            self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
-        if self._loss.warning and self.is_main_process:
-            warn(self._loss.warning)
-
-    def _forget_step(self) -> None:
-        self._share = _Calls(self.step, self._global_rows, self._placement)
-        self._results = []
+    def _discard_step(self) -> None:
+        self._share = _CurrentStep(self.step, self._global_rows, self._placement)
         self._ddp.forget()
         self._ddp.module.zero_grad()
 
 
-class _Calls(Share):
+class _CurrentStep(StreamShare):
     """The micro-batches of one step, one per call.
 
     Attributes:
+        micro_batches: So far, on the device.
+        results: Of each of them.
         calls: So far, with those that had no rows.
     """
 
     def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
-        super().__init__(number, global_rows, DeviceCopier(placement))
-        self.batches: list[Batch] = []
-        self.calls = 0
-
-    @property
-    @override
-    def rows(self) -> int:
-        return sum(batch.rows for batch in self.batches)
-
-    @override
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    @override
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
-
-    @override
-    def _fetch(self, index: int) -> Rows:
-        batch = self.batches[index]
-        return Rows(batch.inputs, batch.targets, batch.weights)
-
-    @override
-    def names(self, rows: Sequence[int]) -> list[str]:
-        return [f"{row}" for row in rows]
-
-
-def _on_host(*numbers: Tensor | float) -> list[float]:
-    """Return numbers as floats, and wait for an accelerator once."""
-    alone = [each.detach() if isinstance(each, Tensor) else each for each in numbers]
-    there = {at: each for at, each in enumerate(alone) if isinstance(each, Tensor) and not each.is_cpu}
-    found = torch.stack([each.double().reshape(()) for each in there.values()]).tolist() if there else []
-    copied = dict(zip(there, found, strict=True))
-    return [copied[at] if at in there else float(each) for at, each in enumerate(alone)]
+        self.micro_batches: list[Rows] = []
+        super().__init__(number, lambda: (self.micro_batches, 0), DeviceCopier(placement))
+        self.global_rows, self.calls = global_rows, 0
+        self.results: list[Result] = []
 
 
 def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> OptimizerLike:

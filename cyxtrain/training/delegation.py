@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from cyxtrain.training.inputs.checked_data import TrainerArguments
+
+
+class TrainerParts(NamedTuple):
+    """What a delegate sends of a trainer and changes in place, and what it asks of it (`trainer.parts_of_trainer`).
+
+    Attributes:
+        owners: The objects whose attributes a call may change, by name: "trainer", "its state", "the optimizer" and
+            "rates". The last two are None in a process that has been sent neither.
+        modules: The loss's modules, and the "model", by name.
+        local: Names of the trainer's attributes that stay in their process, or are parts themselves.
+        given: What the trainer was given.
+        is_fitting: Whether a fit is running in this process.
+    """
+
+    owners: dict[str, Any]
+    modules: dict[str, nn.Module]
+    local: frozenset[str]
+    given: TrainerArguments
+    is_fitting: bool
+
 
 Delegate = Callable[[Any, str, tuple[Any, ...], Mapping[str, Any]], Any]
 """Takes the trainer, the method's name, its arguments and keyword arguments; returns its result, or None: run here."""

@@ -20,7 +20,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.plan import CheckedData
+from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.modes import modes_kept

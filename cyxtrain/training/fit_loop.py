@@ -21,8 +21,7 @@ from cyxtrain.progress.display import numbers
 from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch
 from cyxtrain.progress.profiling import Profile
-from cyxtrain.training.checkpoints.manager import CheckpointManager
-from cyxtrain.training.checkpoints.resume import Checkpoint, restore_rank, stop_requested_in
+from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.inputs.facts import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
@@ -30,6 +29,7 @@ from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.nonfinite import FiniteGuard
+from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
@@ -58,6 +58,9 @@ class FitLoop:
         self._device = plan.data.placement.device
         self._last_epoch = state.position.first_epoch + plan.config.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
+        speed, rows = state.history.samples_per_second, plan.feed.rows_of(plan.steps_per_epoch)
+        self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
+        self._training_seconds = self._trained_rows / speed if speed else 0.0
         self._manager = CheckpointManager(
             state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better
         )
@@ -367,10 +370,10 @@ class FitLoop:
             measured = measured | {f"val_{name}": value for name, value in validated.items()}
             text += f"  {numbers(validated, 'val_')}"
         record_epoch(history, self._state.position.epoch, measured)
-        plan.training_seconds += epoch_seconds
-        plan.training_rows += rows
+        self._training_seconds += epoch_seconds
+        self._trained_rows += rows
         history.total_time_seconds = total_seconds
-        history.samples_per_second = plan.training_rows / plan.training_seconds
+        history.samples_per_second = self._trained_rows / self._training_seconds
         flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
         self._state.set_device_usage(usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)

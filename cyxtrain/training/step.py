@@ -30,7 +30,7 @@ from cyxtrain.optim.clipping import make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import OptimizerStep
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
 from cyxtrain.progress.step_timer import Part, StepTimer
-from cyxtrain.training.inputs.plan import ModelSetup
+from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime

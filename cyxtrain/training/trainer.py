@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -31,22 +32,23 @@ from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_fa
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
-from cyxtrain.training.checkpoints.resume import Checkpoint, start_or_resume
-from cyxtrain.training.checkpoints.resume_diff import numerics_of
-from cyxtrain.training.delegation import delegated
+from cyxtrain.training.delegation import TrainerParts, delegated
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
+from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
 from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.inputs.fit_keywords import Data, FitKeywords
-from cyxtrain.training.inputs.plan import CheckedData, FitPlan, LossLike, plan_fit, plan_rows, warn_of_data
+from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.resume.resume_diff import numerics_of
+from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
 from cyxtrain.training.trained import trained_with
@@ -148,6 +150,10 @@ class DistributedTrainer:
     @property
     def _loss(self) -> Any:
         return with_weights(self.loss_fn, self.loss_weights)
+
+    @property
+    def _arguments(self) -> TrainerArguments:
+        return TrainerArguments(self.model, self._loss, self.optimizer, self._device, self._metrics)
 
     @property
     def trained(self) -> nn.Module:
@@ -347,11 +353,11 @@ class DistributedTrainer:
         self._check_same_call("fit", works_alone=False)
         parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
         plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
-        plan.merge_facts(facts_by_rank)
+        plan = plan.merged_with(facts_by_rank)
         with ending_group_on_error():
             warn_of_data(facts_by_rank)
             numerics = numerics_of(self.model, plan, self.ddp_config)
-            checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
+            plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
@@ -454,14 +460,9 @@ class DistributedTrainer:
         self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
     ) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work."""
-
-        def plan() -> tuple[CheckedData, dict[str, Any]]:
-            given = (source, batch_size, self.model, self._loss, self.optimizer, self._device, config)
-            return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
-
-        config = self._state.config
-        source = open_rows(data, batch_size, config, distributed=distributed)
-        return agree_on(plan)[0] if distributed else plan()[0]
+        source = open_rows(data, batch_size, self.config, distributed=distributed)
+        check = partial(check_rows, source, batch_size, self.config, self._arguments, predicting=predicting)
+        return agree_on(check)[0] if distributed else check()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
@@ -557,9 +558,8 @@ class DistributedTrainer:
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
-        given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, sources, first)
         with recomputed(self._recomputed):
-            plan, facts = plan_fit(*given)
+            plan, facts = plan_fit(arguments, self._arguments, sources, first)
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, plan.config, steps))
@@ -568,6 +568,18 @@ class DistributedTrainer:
         if not self.ddp_config.broadcast_parameters:
             must_match |= value_facts(self._state.trained)
         return plan, {**facts, **must_match, "the number of epochs trained before": self.epoch}
+
+
+def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
+    """Return what another process that runs the trainer's calls has as well: its layout is known to this module."""
+    state = trainer._state
+    return TrainerParts(
+        owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
+        modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
+        local=frozenset({"_fit", "_wrappers", "_state"}),
+        given=trainer._arguments,
+        is_fitting=trainer._fit is not None,
+    )
 
 
 def name_of_loss(loss_fn: Any) -> str:

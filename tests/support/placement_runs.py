@@ -21,7 +21,7 @@ from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.data.rng import generators_as_json, seed_generators, set_generators
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.parallel.consistency.replicas import check_replicas
-from cyxtrain.parallel.consistency.tensor_parts import fingerprints
+from cyxtrain.tensors.fingerprint import fingerprints
 from cyxtrain.world import runtime
 
 GPU = fakegpu.NAME

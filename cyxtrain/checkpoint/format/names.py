@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from cyxtrain.parallel.consistency.tensor_parts import fingerprint, is_dense, parts_of, write
+from cyxtrain.tensors.fingerprint import fingerprint
+from cyxtrain.tensors.layouts import is_dense, parts_of, write
 
 # the prefix of `torch.compile` in the names of a module and its parts
 _COMPILED = "_orig_mod."

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cyxtrain.errors import CheckpointError
-from cyxtrain.parallel.consistency.tensor_parts import is_plain, kind_of, parts_of, rebuilt
+from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of, rebuilt
 
 # Dtypes that some supported version of safetensors lacks are stored as others of the same width, bit for bit, in files
 # of every version.

@@ -1,1 +1,1 @@
-"""Equal parameters and buffers on every rank: broadcast, compare, hash."""
+"""Equal parameters and buffers on every rank: broadcast and compare."""

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import HostCopy, from_host
 from cyxtrain.errors import ConfigError, on_all_ranks
-from cyxtrain.parallel.consistency.tensor_parts import (
-    batches,
-    bytes_of,
-    fingerprints,
-    is_plain,
-    kind_of,
-    parts_of,
-    rebuilt,
-    write,
-)
+from cyxtrain.tensors.fingerprint import batches, fingerprints
+from cyxtrain.tensors.layouts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
 from cyxtrain.world import runtime
 
 _MESSAGE_BYTES = 25 << 20

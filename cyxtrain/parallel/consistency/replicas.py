@@ -12,7 +12,8 @@ import xxhash
 from torch import Tensor, nn
 
 from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened
-from cyxtrain.parallel.consistency.tensor_parts import fingerprint, fingerprints, is_plain, kind_of
+from cyxtrain.tensors.fingerprint import fingerprint, fingerprints
+from cyxtrain.tensors.layouts import is_plain, kind_of
 from cyxtrain.world.consensus import gather_texts
 
 

@@ -20,10 +20,12 @@ from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model without trainable parameters."""
-    if not trained_parameters(model):
+def check_trained(trained: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
+    """Refuse a model without trainable parameters, and an optimizer or a precision that it cannot have."""
+    if not trained_parameters(trained):
         raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
+    _check_optimizer(optimizer, trained)
+    _check_precision(trained, precision)
 
 
 def check_own_steps(trainer: type, model: nn.Module) -> None:
@@ -47,7 +49,7 @@ def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
     return found
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuse LBFGS, and optimizers that cannot take the model's sparse gradients."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times per step, which fit does not do: use Adam or SGD.")
@@ -130,7 +132,7 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
         )
 
 
-def check_precision(model: nn.Module, precision: str) -> None:
+def _check_precision(model: nn.Module, precision: str) -> None:
     """Refuse 16-bit parameters with a scaled loss: their gradients could not be unscaled."""
     narrow = (torch.float16, torch.bfloat16)
     halves = [name for name, parameter in trained_parameters(model) if parameter.dtype in narrow]

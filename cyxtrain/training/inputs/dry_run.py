@@ -104,10 +104,19 @@ class DryRun:
             measures = self._measuring(output, batch, value)
             if counts_flops:
                 self._count_flops(source, batch)
-            with torch.no_grad(), gathering_alone():
-                self._put_into_evaluation()
-                self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
+            self._find_weights(check)
             return measures
+
+    def check_weights(self, rows: Rows) -> None:
+        """Find out by a few rows what the loss is a mean over; set `Loss.warning` if that is unknown."""
+        check = WeightCheck(self._model, self._loss, self._call, self._placed(rows))
+        with self._without_trace():
+            self._find_weights(check)
+
+    def _find_weights(self, check: WeightCheck) -> None:
+        with torch.no_grad(), gathering_alone():
+            self._put_into_evaluation()
+            self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
 
     def _count_flops(self, source: Source, batch: Batch) -> None:
         """Count operations; if that fails, training continues without it."""

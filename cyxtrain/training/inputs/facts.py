@@ -14,7 +14,7 @@ from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.rows import sampled_hash
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.parallel.consistency.tensor_parts import is_plain, kind_of, parts_of
+from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of
 
 _OWN_FIELDS = ("verbose", "checkpoint_dir", "profile")
 """What ranks may set differently: only one of them shows and writes."""

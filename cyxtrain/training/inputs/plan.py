@@ -1,12 +1,12 @@
-"""What a call of `fit`, `evaluate` or `predict` does, after all checks.
+"""What a call of `fit` does, after all checks.
 
 Each rank makes a plan, which changes nothing; then the ranks agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,77 +14,35 @@ from torch import nn
 
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import nearest, require_integer
+from cyxtrain.config.settings import nearest
 from cyxtrain.data.batches.batch import Share
-from cyxtrain.data.batches.collate import answers_in
-from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.metrics.metric import Metrics
-from cyxtrain.optim.optimizers import can_fuse, place_state
-from cyxtrain.optim.precision import Precision
+from cyxtrain.optim.optimizers import can_fuse
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import FitArguments
-from cyxtrain.training.inputs.checks import check_model, check_optimizer, check_precision, check_targets
-from cyxtrain.training.inputs.dry_run import DryRun
-from cyxtrain.training.inputs.empty_batches import EmptyBatch
-from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
+from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments, check_data
+from cyxtrain.training.inputs.checks import check_trained
+from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.training_data import Sources, naming_validation
 from cyxtrain.training.model.compile import compiles_by_layer
-from cyxtrain.training.model.forward import ModelCall
-from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.placement import (
     check_batch_norm,
     check_devices,
-    choose_device,
     device_facts,
     explain_device,
-    put_channels_last,
 )
-from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 
-LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
-
-@dataclass(kw_only=True)
-class ModelSetup:
-    """How batches reach the model, and what is computed of its output.
-
-    Attributes:
-        num_micro_batches: Of a step, at most, on any rank; None: they come one by one, after no dry run.
-        without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
-    """
-
-    placement: Placement
-    loss: Loss
-    call: ModelCall
-    metrics: Metrics
-    num_micro_batches: int | None = 1
-    without_rows: EmptyBatch | None = None
-
-
-@dataclass(kw_only=True)
-class CheckedData(ModelSetup):
-    """Data that passed a dry run.
-
-    Attributes:
-        batch_size: Rows at once, outside training.
-        flops_per_row: Operations of forward and backward; None: not counted.
-    """
-
-    source: Source
-    batch_size: int
-    flops_per_row: float | None = None
-
-
-@dataclass
+@dataclass(frozen=True)
 class FitPlan:
     """One call of `fit` that passed all checks.
 
@@ -112,21 +70,22 @@ class FitPlan:
     defers_verdicts: bool = False
     attempt: int = 0
     devices: str = ""
-    training_seconds: float = 0.0
-    training_rows: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
         """Type in which matrices are multiplied."""
         return self.data.call.precision.dtype or self.data.placement.dtype
 
-    def merge_facts(self, facts_by_rank: Sequence[dict[str, Any]]) -> None:
-        """Merge the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
+    def merged_with(self, facts_by_rank: Sequence[dict[str, Any]]) -> FitPlan:
+        """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
         check_devices(facts_by_rank, self.data.placement.device)
-        self.ends_on_nan = any(facts["_ends_on_nan"] for facts in facts_by_rank)
-        self.defers_verdicts = all(facts["_is_on_accelerator"] for facts in facts_by_rank)
-        self.attempt = max(facts["_attempt"] for facts in facts_by_rank)
-        self.devices = explain_device(self.data.placement.device, facts_by_rank)
+        return replace(
+            self,
+            ends_on_nan=any(facts["_ends_on_nan"] for facts in facts_by_rank),
+            defers_verdicts=all(facts["_is_on_accelerator"] for facts in facts_by_rank),
+            attempt=max(facts["_attempt"] for facts in facts_by_rank),
+            devices=explain_device(self.data.placement.device, facts_by_rank),
+        )
 
     def params(self, last_epoch: int) -> dict[str, Any]:
         """Return what callbacks are given with `set_params`; `last_epoch` counts from 1."""
@@ -211,15 +170,6 @@ class FitPlan:
         validation = "" if self.validation is None else self.validation.source.digest()
         return {"data": self.data.source.digest(), "validation": validation}
 
-    def resume_from(self, state: TrainingState, world_size: int) -> None:
-        """Take over a checkpoint's samples per step and its throughput; `world_size`: ranks that wrote it."""
-        self.feed.check_world(world_size, place_of(state.position))
-        self.feed.resume_from(state.position.effective_batch_size)
-        history, rows = state.history, self.feed.rows_of(self.steps_per_epoch)
-        if history.samples_per_second and rows is not None:
-            self.training_rows = rows * len(history.epochs)
-            self.training_seconds = self.training_rows / history.samples_per_second
-
 
 def requested_steps(config: DistributedTrainingConfig) -> int | None:
     """Return the limit of steps of an epoch that the config sets."""
@@ -241,29 +191,21 @@ def place_of(position: Position) -> Place:
 
 
 def plan_fit(
-    arguments: FitArguments,
-    model: nn.Module,
-    loss_fn: LossLike,
-    optimizer: torch.optim.Optimizer,
-    device: str | torch.device,
-    metrics: Mapping[str, Any],
-    opened: Sources,
-    epoch: int,
+    arguments: FitArguments, trainer: TrainerArguments, opened: Sources, epoch: int
 ) -> tuple[FitPlan, dict[str, Any]]:
     """Return this rank's plan, and what must be the same on every rank; `epoch`: where it is likely to begin."""
-    config, trained = arguments.config, trained_with(model, Loss(loss_fn))
-    check_model(trained)
-    check_optimizer(optimizer, trained)
-    check_precision(trained, config.precision)
+    config, model, optimizer = arguments.config, trainer.model, trainer.optimizer
+    trained = trained_with(model, Loss(trainer.loss_fn))
+    check_trained(trained, optimizer, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
-    rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, optimizer, device, metrics)
-    data = _dry_run(source, config.batch_size, *given, trains_on=rows)
+    data = check_data(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
     validation = None
     if validation_source is not None:
         with naming_validation("validation"):
-            validation = _dry_run(validation_source, _validation_batch_size(validation_source, config), *given)
+            size = validation_source.batch_size or config.validation_batch_size or config.batch_size
+            validation = check_data(validation_source, size, config, trainer)
     facts = {
         **_facts(arguments, source, validation_source, trained, data.placement.device),
         **model_facts(trained, data.loss),
@@ -286,10 +228,6 @@ def _is_on_accelerator(trained: nn.Module) -> bool:
     """Return whether all parameters are on one accelerator of the kind that "auto" takes."""
     devices, kind = {parameter.device for parameter in trained.parameters()}, accelerator.visible()
     return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
-
-
-def _validation_batch_size(source: Source, config: DistributedTrainingConfig) -> int:
-    return source.batch_size or config.validation_batch_size or config.batch_size
 
 
 def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
@@ -347,84 +285,3 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
             more = f", the first of {count:,} such rows" if count > 1 else ""
             prefix = "validation data: " if name == "_validation" else ""
             warn(f"{prefix}{where}{more}. {what} Fill or drop such rows first.")
-
-
-def plan_rows(
-    source: Source,
-    batch_size: int | None,
-    model: nn.Module,
-    loss_fn: LossLike,
-    optimizer: torch.optim.Optimizer | None,
-    device: str | torch.device,
-    config: DistributedTrainingConfig,
-    metrics: Mapping[str, Any],
-    *,
-    predicting: bool,
-) -> tuple[CheckedData, dict[str, Any]]:
-    """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
-    if batch_size is None:
-        batch_size = source.batch_size or config.batch_size
-    require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
-    given = (config, model, loss_fn, optimizer, device, metrics)
-    rows = _dry_run(source, batch_size, *given, predicting=predicting, is_of_fit=False)
-    return rows, {
-        "the batch size": batch_size,
-        **source.facts("the given"),
-        **value_facts(trained_with(model, rows.loss)),
-    }
-
-
-def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
-    """Move model and loss to their device; return where batches go, and in which types."""
-    parameters = list(model.parameters())
-    chosen = choose_device(device, model)
-    model.to(chosen)
-    for module in loss.modules:
-        module.to(chosen)  # it may have class weights
-    floats = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
-    if channels_last:
-        put_channels_last(model)
-    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
-
-
-def _dry_run(
-    source: Source,
-    batch_size: int,
-    config: DistributedTrainingConfig,
-    model: nn.Module,
-    loss_fn: LossLike,
-    optimizer: torch.optim.Optimizer | None,
-    device: str | torch.device,
-    metrics: Mapping[str, Any],
-    *,
-    predicting: bool = False,
-    trains_on: Rows | None = None,
-    is_of_fit: bool = True,
-) -> CheckedData:
-    """Return rows that passed a dry run; `trains_on`: a micro-batch of training."""
-    loss = Loss(loss_fn)
-    if not predicting:
-        check_targets(source, loss)
-    inputs, targets, weights = source.example
-    loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
-    with memory_explained(trains=trains_on is not None):
-        placement = place_model(model, loss, device, channels_last=config.channels_last)
-        place_state(optimizer)
-    call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
-    dry_run, measures = DryRun(model, loss, call, placement, metrics, is_of_fit=is_of_fit), Metrics()
-    if predicting:
-        dry_run.predict(source)
-    elif trains_on is None:
-        measures = dry_run.evaluate(source)
-    else:
-        counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
-        measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
-    return CheckedData(
-        source=source,
-        batch_size=batch_size,
-        placement=placement,
-        loss=loss,
-        call=call,
-        metrics=measures,
-        flops_per_row=dry_run.flops_per_row,
-    )

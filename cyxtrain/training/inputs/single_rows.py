@@ -12,8 +12,9 @@ from cyxtrain.data.sharding import UnevenStep
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel import gathering_alone
+from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.inputs.empty_batches import EmptyBatch
-from cyxtrain.training.inputs.plan import CheckedData, FitPlan
+from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.world import runtime

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.parallel.consistency.tensor_parts import fingerprint, is_plain, parts_of, write
+from cyxtrain.tensors.fingerprint import fingerprint
+from cyxtrain.tensors.layouts import is_plain, parts_of, write
 
 
 @dataclass

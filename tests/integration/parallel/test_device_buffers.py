@@ -18,7 +18,8 @@ from cyxtrain.parallel.consistency import broadcasting
 STEPS = 12
 OURS = (
     "parallel/consistency/broadcasting.py",
-    "parallel/consistency/tensor_parts.py",
+    "tensors/fingerprint.py",
+    "tensors/layouts.py",
     "accelerator.py",
 )
 

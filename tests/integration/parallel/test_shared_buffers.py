@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cyxtrain as cx
-from cyxtrain.parallel.consistency.tensor_parts import fingerprint, is_plain, kind_of, parts_of, write
+from cyxtrain.tensors.fingerprint import fingerprint
+from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of, write
 from cyxtrain.training.model.buffers import BuffersKept
 
 pytestmark = [

@@ -33,6 +33,7 @@ LAYERS = [
     "environment",
     "config",
     "ring",
+    "tensors",
     "world",
     "workers models",
     "data parallel",
@@ -78,13 +79,13 @@ INSIDE = {
     ],
     "checkpoint": ["format files", "checkpoint_file", "validation", "weights transport folder", "writer"],
     "training": [
-        "trained delegation",
+        "trained",
         "state",
         "model",
         "inputs",
         "nonfinite",
         "step",
-        "stopping checkpoints evaluation header",
+        "stopping checkpoint_manager resume evaluation header delegation",
         "fit_loop",
         "trainer amp_trainer",
     ],
@@ -188,6 +189,26 @@ def test_only_one_module_assigns_the_training_state():
 def test_a_fit_has_three_state_objects():
     """What was asked for, what was checked, what is trained."""
     assert state_objects(ROOT) == ["FitArguments", "FitPlan", "TrainingState"]
+
+
+def test_what_was_checked_is_frozen():
+    from cyxtrain.training.inputs.checked_data import CheckedData
+    from cyxtrain.training.inputs.plan import FitPlan
+
+    for kind in (FitPlan, CheckedData):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            kind.__new__(kind).config = None
+
+
+def test_only_training_reads_private_names_of_a_trainer():
+    found = []
+    for name, path in modules(ROOT).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                owner = ast.unparse(node.value).split(".")[-1].strip("_")
+                if owner == "trainer" and not name.startswith(f"{PACKAGE}.training."):
+                    found.append((name, ast.unparse(node)))
+    assert found == []
 
 
 def test_no_folder_is_crowded():

@@ -25,8 +25,8 @@ from cyxtrain.notebook import run_in_workers, worker_cache
 from cyxtrain.notebook.failures import Failed, WorkerTraceback, raised
 from cyxtrain.notebook.pool import JobAnswers
 from cyxtrain.notebook.sharing import SharedFile, read, write
-from cyxtrain.notebook.state_transfer import Marks, merge, parts_of
-from cyxtrain.notebook.worker_calls import Performed
+from cyxtrain.notebook.state_transfer import AttributeDigests, merge, parts_of
+from cyxtrain.notebook.worker_calls import CallResult
 
 CELL = "<a cell of these tests>"
 
@@ -139,9 +139,9 @@ def mirrored(prepare: Callable[[Any], Any], change: Callable[[Any], Any]) -> cx.
     """Returns a trainer to which was done what was done to another one that had been the same."""
     there, here = trainer_of(), trainer_of()
     prepare(there), prepare(here)
-    marks = Marks(there, parts_of(there), {})
+    digests = AttributeDigests(there, parts_of(there), {})
     change(there)
-    changes, parts = marks.changes()
+    changes, parts = digests.changes()
     with closing(SharedFile()) as file:
         write(changes, file, parts, returns=True)
         own = parts_of(here)
@@ -291,7 +291,7 @@ def test_what_cannot_be_made_anew_here_is_named_in_a_warning(monkeypatch):
 
 def test_changes_without_an_optimizer_leave_the_own_one_as_it_is():
     trainer = trainer_of()
-    changes, parts = Marks(trainer, parts_of(trainer), {}).changes()
+    changes, parts = AttributeDigests(trainer, parts_of(trainer), {}).changes()
     changes.optimizer = None
     trainer.optimizer.param_groups[0]["lr"] = 0.25
     merge(changes, trainer, parts)
@@ -410,22 +410,22 @@ def made(answers: JobAnswers) -> tuple[Any, FakePool, cx.DistributedTrainer]:
 
 
 def test_a_fit_says_why_workers_start_and_without_changes_returns_the_own_history(capsys):
-    found, pool, trainer = made(JobAnswers({1: Performed(None)}))
+    found, pool, trainer = made(JobAnswers({1: CallResult(None)}))
     assert found is trainer.history
     assert pool.asked == ["release_answers"]
     assert "2 processes are starting" in "".join(capsys.readouterr())
 
 
 def test_workers_that_cannot_go_on_are_ended_and_their_error_is_raised(monkeypatch):
-    failed = Performed(Failed.of(UnluckyError(item=3)))
+    failed = CallResult(Failed.of(UnluckyError(item=3)))
     ended: list[FakePool] = []
     monkeypatch.setattr(FakePool, "close", lambda pool: ended.append(pool))
     with pytest.raises(UnluckyError, match="item 3"):
-        made(JobAnswers({0: Performed(None), 1: failed}, can_go_on=False))
+        made(JobAnswers({0: CallResult(None), 1: failed}, can_continue=False))
     assert len(ended) == 1
 
 
 def test_a_call_that_cannot_be_sent_for_no_reason_of_its_parts_is_named_in_general():
     trainer = trainer_of(make_model())
-    assert run_in_workers._what_cannot_go(trainer, (torch.zeros(2),), {"batch_size": 4}) == "a part of this call"
-    assert run_in_workers._what_cannot_go(trainer, (torch.zeros(2), threading.Lock()), {}) == "y"
+    assert run_in_workers._unsendable_part(trainer, (torch.zeros(2),), {"batch_size": 4}) == "a part of this call"
+    assert run_in_workers._unsendable_part(trainer, (torch.zeros(2), threading.Lock()), {}) == "y"

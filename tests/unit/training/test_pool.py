@@ -50,7 +50,7 @@ def test_answers_reports_and_lines_come_to_whoever_runs_the_job(pool, capsys):
     say(pool, _Received(0, Report("too late")), *marks(pool))
     received: list[Any] = []
     found = run(pool, received)
-    assert (found.by_rank, found.can_go_on, received) == ({0: "a", 1: "b"}, True, ["half"])
+    assert (found.by_rank, found.can_continue, received) == ({0: "a", 1: "b"}, True, ["half"])
     assert capsys.readouterr() == ("mine\n[rank 1] yours\n", "")
     found.check()
 
@@ -69,7 +69,7 @@ def test_nobody_else_gets_the_port_of_a_pool_until_it_is_gone(pool):
 def test_a_worker_that_ends_is_named_and_the_others_answer_is_kept(pool):
     say(pool, _Received(0, Ready()), _Received(1, Ready()), KILLED, _Received(0, Answer("a", True)), *marks(pool))
     found = run(pool)
-    assert (found.by_rank, found.ended, found.can_go_on) == ({0: "a"}, [KILLED], False)
+    assert (found.by_rank, found.ended, found.can_continue) == ({0: "a"}, [KILLED], False)
     with pytest.raises(cx.PeerLostError, match=r"rank 1 has exited: its worker process ended \(exit code 137: SIGKILL"):
         found.check()
 

@@ -1,4 +1,4 @@
-"""Tensors of any layout (expanded, overlapping, sparse, quantised): take apart, write in place, hash.
+"""Hashes of tensors' contents, on the CPU and on accelerators.
 
 The hash of a tensor on an accelerator is the sum of its elements' bits, as integers, times odd numbers that look
 random, modulo 2^64. If one element differs, the hash always does; if several do, almost always.
@@ -18,79 +18,11 @@ from torch import Tensor
 
 from cyxtrain.environment.accelerator import HostCopy
 from cyxtrain.ring import memory_of
+from cyxtrain.tensors.layouts import is_plain, is_wrapper, parts_of
 
-_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 _PIECE = 1 << 20  # elements at once: 16 bytes of temporary memory for each
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements are in its own memory, to be read and written one by one."""
-    return (
-        tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
-        and not _is_wrapper(tensor)
-    )
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is a subclass that wraps other tensors and has no memory of its own."""
-    return getattr(type(tensor), "__tensor_flatten__", None) is not None
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor is without overlaps and gaps in memory: anything can be written to it."""
-    return is_plain(tensor) and (tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor)))
-
-
-def kind_of(tensor: Tensor) -> str:
-    """Return the kind of a tensor in a word, for messages."""
-    if tensor.is_quantized:
-        return "quantised"
-    if tensor.is_nested:
-        return "nested"
-    if _is_wrapper(tensor):
-        return type(tensor).__name__
-    return "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-
-
-def parts_of(tensor: Tensor) -> list[Tensor] | None:
-    """Return the dense parts of a sparse tensor, in canonical order; a plain one itself; otherwise None."""
-    tensor = tensor.detach()
-    if is_plain(tensor):
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in _BY_ROWS:
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in _BY_COLUMNS:
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return None
-
-
-def rebuilt(
-    layout: torch.layout, shape: torch.Size | list[int], parts: Sequence[Tensor], *, checked: bool = False
-) -> Tensor:
-    """Return a sparse tensor of parts from `parts_of`; if `checked`, malformed ones raise RuntimeError."""
-    values = parts[-1]
-    # PyTorch warns unless check_invariants is set.
-    if layout is torch.sparse_coo:
-        indices = parts[0]
-        return torch.sparse_coo_tensor(
-            indices, values, shape, device=values.device, is_coalesced=True, check_invariants=checked
-        )
-    outer, inner = parts[:2]
-    return torch.sparse_compressed_tensor(
-        outer, inner, values, shape, layout=layout, device=values.device, check_invariants=checked
-    )
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a plain tensor's bytes, its own memory if contiguous: NCCL lacks types such as int16."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -117,46 +49,12 @@ def _content_of(tensor: Tensor) -> tuple[list[Tensor], str]:
             return [tensor.int_repr()], f"{tensor.dtype} {tensor.q_scale()} {tensor.q_zero_point()}"
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         return [tensor.int_repr(), scales, zeros], str(tensor.dtype)
-    if _is_wrapper(tensor):
+    if is_wrapper(tensor):
         inner: Any = tensor
         return [getattr(inner, name) for name in inner.__tensor_flatten__()[0]], ""
     if tensor.is_nested:
         return list(tensor.unbind()), ""
     return [] if tensor.is_meta else [tensor.to_dense()], ""
-
-
-def write(tensor: Tensor, new: Tensor) -> None:
-    """Write new contents to a tensor in place, even if several of its elements share memory.
-
-    Args:
-        tensor: Not quantised, nested or meta.
-        new: Of the same type and layout; elements that share memory must be equal. A plain tensor takes another shape.
-    """
-    if not is_plain(tensor):
-        new = new.to(tensor.device)
-        with torch.no_grad():
-            if tensor.layout is not torch.sparse_coo and tensor.values().shape != new.values().shape:
-                tensor.resize_as_sparse_(new)  # copy_ wants as many numbers
-            tensor.copy_(new)
-        return
-    with torch.inference_mode(tensor.is_inference()):  # a tensor made in this mode can be written to only there
-        # data: a buffer that autograd saved in an earlier forward may be written to between backwards.
-        if tensor.shape == new.shape:
-            _write_elements(tensor.data, new)
-        else:
-            tensor.data = new.to(tensor.device, copy=True)
-
-
-def _write_elements(target: Tensor, new: Tensor) -> None:
-    if is_dense(target):
-        target.copy_(new)
-        return
-    offsets = torch.zeros((), dtype=torch.int64, device=target.device)
-    for size, stride in zip(target.shape, target.stride(), strict=True):
-        offsets = offsets[..., None] + torch.arange(size, device=target.device) * stride
-    if target.numel():
-        memory = target.as_strided((int(offsets.max()) + 1,), (1,))
-        memory[offsets.reshape(-1)] = new.reshape(-1).to(target.dtype)
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
-from cyxtrain.training.checkpoints import resume_diff
-from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.inputs.plan import FitPlan, place_of
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
+from cyxtrain.training.resume import resume_diff
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
@@ -108,8 +109,10 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 def start_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
-    """Go to where a fit begins or continues; return the checkpoint, and lines for the header. All ranks call it.
+) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
+    """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header.
+
+    All ranks call it.
 
     Raises:
         CheckpointError: It cannot be read, or does not fit.
@@ -125,30 +128,30 @@ def start_or_resume(
 
 def _begin_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
+) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
     is_named = plan.resume not in (None, AUTO)
     found = find_checkpoint(plan, state)
     data = plan.digests()
     if found is None:
-        _check_batch_norm(state, plan)
+        plan = _with_batch_norm_checked(state, plan)
         scheduled = plan.schedule_steps(plan.warmup_steps if state.rates.warms_up_first else 0)
         _check_schedule(plan, state.rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
         _warn_of_warmup(plan)
         effective, lengths = plan.feed.effective_batch_size, (plan.warmup_steps, plan.all_steps, scheduled)
         state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, numerics)
-        return None, _describe_start(plan, state)
+        return plan, None, _describe_start(plan, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
-    plan.config = resume_diff.as_in_checkpoint(asked, checkpoint.config)
+    plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
     state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=is_named)
     with taking_over(source):
-        _resume_data(plan, state, checkpoint)
+        plan = _resume_data(plan, state, checkpoint)
     if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
         state.change_epochs(max(left, 0))
-        plan.config = state.config
+        plan = replace(plan, config=state.config)
     restored = resume_diff.describe_restored(given, resume_diff.restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
     stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
@@ -159,7 +162,8 @@ def _begin_or_resume(
     header_lines += _describe_dropped(checkpoint)
     computed = resume_diff.differences(checkpoint.arithmetic, numerics)
     _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))
-    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *header_lines]
+    header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
+    return plan, (checkpoint, source), header_lines
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:
@@ -191,17 +195,19 @@ def _check_schedule(
         warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
 
 
-def _resume_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> None:
-    plan.resume_from(state, checkpoint.world_size)
+def _resume_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> FitPlan:
+    """Take over a checkpoint's samples per step, and where in the data it is."""
+    plan.feed.check_world(checkpoint.world_size, place_of(state.position))
+    plan.feed.resume_from(state.position.effective_batch_size)
     plan.feed.load_state_dict(checkpoint.others.get("data", {}))
-    _check_batch_norm(state, plan)
+    return _with_batch_norm_checked(state, plan)
 
 
-def _check_batch_norm(state: TrainingState, plan: FitPlan) -> None:
+def _with_batch_norm_checked(state: TrainingState, plan: FitPlan) -> FitPlan:
     """Refuse rows that batch norm cannot train on, now that each rank's rows of a step are known."""
     check_single_rows(state.model, plan)
-    plan.data.without_rows = part_without_rows(state.model, plan)
-    plan.data.num_micro_batches = plan.feed.micro_batches
+    empty, micro_batches = part_without_rows(state.model, plan), plan.feed.micro_batches
+    return replace(plan, data=replace(plan.data, without_rows=empty, num_micro_batches=micro_batches))
 
 
 def _warn_of_warmup(plan: FitPlan) -> None:

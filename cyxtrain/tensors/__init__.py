@@ -1,0 +1,1 @@
+"""Tensors of any layout: take apart, rebuild, write, hash. No communication."""

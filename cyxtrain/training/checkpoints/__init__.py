@@ -1,1 +1,0 @@
-"""When a fit saves, continuing from a checkpoint, and what differs from it. No file format."""

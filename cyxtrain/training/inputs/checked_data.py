@@ -1,0 +1,145 @@
+"""Data that passed a dry run: with it, how batches reach the model, and what is computed of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config.settings import require_integer
+from cyxtrain.data.batches.collate import answers_in
+from cyxtrain.data.batches.prefetch import Placement
+from cyxtrain.data.batches.rows import Rows
+from cyxtrain.data.sources.source import Source
+from cyxtrain.environment import accelerator
+from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.metric import Metrics
+from cyxtrain.optim.optimizers import place_state
+from cyxtrain.optim.precision import Precision
+from cyxtrain.training.inputs.checks import check_targets
+from cyxtrain.training.inputs.dry_run import DryRun
+from cyxtrain.training.inputs.empty_batches import EmptyBatch
+from cyxtrain.training.inputs.facts import value_facts
+from cyxtrain.training.model.forward import ModelCall
+from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.placement import choose_device, put_channels_last
+from cyxtrain.training.trained import trained_with
+
+LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
+
+
+class TrainerArguments(NamedTuple):
+    """What a trainer was given; `loss_fn` with the factors of several losses."""
+
+    model: nn.Module
+    loss_fn: Any
+    optimizer: torch.optim.Optimizer
+    device: str | torch.device
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """How batches reach the model, and what is computed of its output.
+
+    Attributes:
+        num_micro_batches: Of a step, at most, on any rank; None: they come one by one, after no dry run.
+        without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
+    """
+
+    placement: Placement
+    loss: Loss
+    call: ModelCall
+    metrics: Metrics = field(default_factory=Metrics)
+    num_micro_batches: int | None = 1
+    without_rows: EmptyBatch | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedData(ModelSetup):
+    """Data that passed a dry run.
+
+    Attributes:
+        batch_size: Rows at once, outside training.
+        flops_per_row: Operations of forward and backward; None: not counted.
+    """
+
+    source: Source
+    batch_size: int
+    flops_per_row: float | None = None
+
+
+def check_data(
+    source: Source,
+    batch_size: int,
+    config: DistributedTrainingConfig,
+    trainer: TrainerArguments,
+    *,
+    predicting: bool = False,
+    trains_on: Rows | None = None,
+    is_of_fit: bool = True,
+) -> CheckedData:
+    """Return rows that passed a dry run; `trains_on`: a micro-batch of training."""
+    model, loss = trainer.model, Loss(trainer.loss_fn)
+    if not predicting:
+        check_targets(source, loss)
+    inputs, targets, weights = source.example
+    loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
+    with memory_explained(trains=trains_on is not None):
+        placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
+        place_state(trainer.optimizer)
+    call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
+    asked, measures = {} if predicting else trainer.metrics, Metrics()
+    dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
+    if predicting:
+        dry_run.predict(source)
+    elif trains_on is None:
+        measures = dry_run.evaluate(source)
+    else:
+        counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
+        measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
+    return CheckedData(
+        source=source,
+        batch_size=batch_size,
+        placement=placement,
+        loss=loss,
+        call=call,
+        metrics=measures,
+        flops_per_row=dry_run.flops_per_row,
+    )
+
+
+def check_rows(
+    source: Source,
+    batch_size: int | None,
+    config: DistributedTrainingConfig,
+    trainer: TrainerArguments,
+    *,
+    predicting: bool,
+) -> tuple[CheckedData, dict[str, Any]]:
+    """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
+    if batch_size is None:
+        batch_size = source.batch_size or config.batch_size
+    require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
+    rows = check_data(source, batch_size, config, trainer, predicting=predicting, is_of_fit=False)
+    return rows, {
+        "the batch size": batch_size,
+        **source.facts("the given"),
+        **value_facts(trained_with(trainer.model, rows.loss)),
+    }
+
+
+def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
+    """Move model and loss to their device; return where batches go, and in which types."""
+    chosen = choose_device(device, model)
+    model.to(chosen)
+    for module in loss.modules:
+        module.to(chosen)  # it may have class weights
+    floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    if channels_last:
+        put_channels_last(model)
+    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
