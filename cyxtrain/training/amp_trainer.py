@@ -1,4 +1,4 @@
-"""Mixed precision in a loop of your own: a call for each micro-batch.
+"""Mixed precision in a custom training loop: a call for each micro-batch.
 
     trainer = cx.DistributedAMPTrainer(model, accumulation_steps=4)
     for batch in loader:
