@@ -124,7 +124,9 @@ def test_a_stop_that_does_not_end_is_told_by_all_within_six_seconds_and_by_the_s
     stopped, facts = came_of(name)
     for rank, learnt in enumerate(facts):
         assert (learnt["type"], learnt["rank"]) == ("PeerSilentError", victim), learnt
-        assert learnt["message"].startswith(f"rank {victim} is suspended (SIGSTOP or Ctrl-Z), and has been for "), learnt
+        assert learnt["message"].startswith(f"rank {victim} is suspended (SIGSTOP or Ctrl-Z), and has been for "), (
+            learnt
+        )
         assert rank == victim or 3.0 < learnt["at"] - stopped < 6.0, learnt
     print(f"seconds from the stop to the error: {[round(found['at'] - stopped, 2) for found in facts]}")
 
