@@ -69,7 +69,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     ]
     besides = _count(state.trained) - _count(model)
     if besides:
-        facts.append(("loss", f"has {counted(besides, 'trainable parameter')}"))
+        facts.append(("loss", f"learns its own {counted(besides, 'parameter')}"))
     if loss.items is not None and loss.uses_num_items:
         facts.append(("loss", f"the model's, divided by the number of {loss.items.name} (num_items_in_batch)"))
     targets = plan.data.source.targets
