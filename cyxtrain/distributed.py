@@ -61,7 +61,7 @@ from cyxtrain.world.runtime import (
     is_master,
 )
 
-# In the order in which data flow: join, exchange, deal, average, train, keep; then what can go wrong.
+# In the order in which data flow: process group, collectives, sharding, averaging, training, checkpoints; then errors.
 __all__ = [  # noqa: RUF022
     "DistributedConfig",
     "BackendType",

@@ -29,7 +29,7 @@ UNITS = {
     r"_mb$": "MiB",
     r"_seconds$": "seconds",
     r"_minutes$": "minutes",
-    r"batch_size$": "rows",
+    r"batch_size$": "samples",
     r"epochs$|^validation_freq$": "epochs",
     r"n_batches$|^validation_steps$": "batches",
     r"^accumulation_steps$": "micro-batches",
@@ -57,7 +57,7 @@ ENVIRONMENT = (
         "`cpu`, `nccl`, `gloo`",
         "chosen by the ranks",
         "",
-        "The backend of the collectives. `cpu` is our ring. By default, the ranks use "
+        "The backend of the collectives. `cpu` is the ring. By default, the ranks use "
         "[NCCL or the ring](launching.md#on-gpus).",
     ),
     ("DISTRIBUTED_TIMEOUT_MS", "integer", "30000", "milliseconds", "How long ranks wait for each other to join."),

@@ -5,7 +5,7 @@ Run it alone, or on two ranks:
     python examples/accumulation.py
     cyxtrain launch -n 2 -- python examples/accumulation.py
 
-`fit` trains the same model with batches of 96 rows at once and in four parts. Then a loop of your own does the same for
+`fit` trains the same model with batches of 96 samples at once and in four parts. Then a custom loop does the same for
 one step. Expect parameters that agree up to rounding (about 1e-16, because they are float64), and `equal: True` at the
 end.
 """

@@ -1,11 +1,11 @@
-"""Callbacks: one of your own, small functions, and the built-in one that stops training when it no longer improves.
+"""Callbacks: a custom one, small functions, and the built-in one that stops training when it no longer improves.
 
 Run it alone, or on two ranks:
 
     python examples/callbacks.py
     cyxtrain launch -n 2 -- python examples/callbacks.py
 
-Every rank calls its own callbacks at the same points, and the numbers in `logs` are computed over all ranks, so all
+Every rank calls its own callbacks at the same points, and the metrics in `logs` are aggregated over all ranks, so all
 ranks decide alike. Expect a first fit that stops as soon as the validation accuracy is 84 %, and a second one, with a
 learning rate that is too high, that stops when it has not improved for three epochs. The last line: after 3 and 6 of 30
 epochs.

@@ -1,4 +1,4 @@
-"""A training loop of your own, on any number of ranks: what `fit` does, in its simplest form.
+"""A custom training loop, on any number of ranks: what `fit` does, in its simplest form.
 
 Run it alone, or on two ranks:
 
@@ -6,7 +6,7 @@ Run it alone, or on two ranks:
     cyxtrain launch -n 2 -- python examples/custom_loop.py
 
 Four things differ from a loop on one process; each has a comment that begins with a star. Expect losses that fall from
-1.07 to 0.08, and about 97 % in the last line: the same numbers on any number of ranks, up to rounding.
+1.07 to 0.08, and about 97 % in the last line: the same results on any number of ranks, up to rounding.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def main() -> None:
             optimizer.zero_grad()
             loss = loss_fn(ddp(x_train[rows]), y_train[rows])
             total += loss.detach()
-            # * In the last batch, one rank may have one row more than another. Divide the sum over this rank's rows by
-            # the rows of all ranks, and multiply by the number of ranks, because backward averages over them.
+            # * In the last batch, one rank may have one sample more than another. Divide the sum over this rank's
+            # samples by the samples of all ranks, and multiply by the number of ranks, because backward averages over
+            # them.
             (loss * cx.get_world_size() / batches.global_batch_size(number)).backward()
             optimizer.step()
         cx.all_reduce(total)  # * the sum over all ranks

@@ -5,10 +5,10 @@ Run it alone, or on two ranks:
     python examples/imbalanced.py
     cyxtrain launch -n 2 -- python examples/imbalanced.py
 
-The data are synthetic: one row in thirty belongs to the rare class, and is hard to distinguish from the others. A model
-that always answers "no" is right in 97 % of the rows and finds nothing. Expect a model with equal weights that has
-about that accuracy and finds one rare row in six, and one with class_weight that has a lower accuracy (82 %) and finds
-three of four: recall 0.16 and 0.76.
+The data are synthetic: one sample in thirty belongs to the rare class, and is hard to distinguish from the others. A
+model that always answers "no" is right in 97 % of the samples and finds nothing. Expect a model with equal weights that
+has about that accuracy and finds one rare sample in six, and one with class_weight that has a lower accuracy (82 %) and
+finds three of four: recall 0.16 and 0.76.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
             torch.optim.Adam(model.parameters(), lr=0.003),
             metrics=["precision", "recall", "f1", "average_precision"],
         )
-        # Both classes get the same total weight: each row of the rare class weighs 15, each other row 0.5.
+        # Both classes get the same total weight: each sample of the rare class weighs 15, each other sample 0.5.
         trainer.fit(x, y, epochs=10, effective_batch_size=100, class_weight=class_weight, verbose=False)
         results[name] = trainer.evaluate(x_test, y_test)
 
@@ -50,7 +50,7 @@ def main() -> None:
         for name, measured in results.items():
             numbers = (f"{metric} {value:.4f}" for metric, value in dict(measured).items() if metric != "loss")
             print(f"{name:<14}", *numbers, sep="  ")
-        # average_precision measures how well rows are ranked, independently of the threshold between yes and no.
+        # average_precision measures how well samples are ranked, independently of the threshold between yes and no.
         print("recall:", *(f"{measured['recall']:.4f} with {name}" for name, measured in results.items()))
 
 

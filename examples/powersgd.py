@@ -7,7 +7,7 @@ Run it on two ranks; alone nothing is sent, and the two fits are the same:
 
 A gradient of m x n numbers is sent as (m + n) x matrix_approximation_rank numbers. Each rank keeps the difference and
 adds it in the next step. This pays off on a slow network between machines. Within one machine, where nothing is sent,
-it only costs time. Expect 17 times fewer bytes per step, and about 96 % with and without compression.
+it only adds overhead. Expect 17 times fewer bytes per step, and about 96 % with and without compression.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Regression: numbers instead of classes, with metrics, validation and predictions.
+"""Regression: continuous targets instead of classes, with metrics, validation and predictions.
 
 Run it alone, or on two ranks:
 
@@ -6,8 +6,8 @@ Run it alone, or on two ranks:
     cyxtrain launch -n 2 -- python examples/regression.py
 
 The data are synthetic: four inputs, one output, and noise that no model can predict, 0.08 on average. Expect a mean
-absolute error (mae) of about 0.1 on new rows and an r2 of about 0.98 in the last line: the same numbers on any number
-of ranks.
+absolute error (mae) of about 0.1 on new samples and an r2 of about 0.98 in the last line: the same results on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     trainer = cx.DistributedTrainer(model, nn.MSELoss(), optimizer, metrics=["mae", "r2"], scheduler="cosine")
 
-    # Use the last fifth of the rows for validation.
+    # Use the last fifth of the samples for validation.
     history = trainer.fit(x, y, epochs=30, effective_batch_size=50, validation_split=0.2, verbose=False)
     measured = trainer.evaluate(x_test, y_test)  # the loss, then the metrics: a regression has no accuracy
     predicted = trainer.predict(x_test)  # all rows in order, on every rank

@@ -6,7 +6,7 @@ Run it alone, or on two ranks:
     cyxtrain launch -n 2 -- python examples/resume.py
 
 Ctrl-C interrupts the run in the middle of epoch 3 of 5. The second run creates a new model and knows only the folder of
-checkpoints. Expect it to continue in the middle of that epoch, with the same dropout and the same order of rows, and
+checkpoints. Expect it to continue in the middle of that epoch, with the same dropout and the same order of samples, and
 `bit for bit: True` at the end.
 """
 

@@ -5,7 +5,7 @@ train_torch.py is the same training by hand, in the same order and with the same
     diff -y -W 200 examples/train_torch.py examples/train_cyxtrain.py
 
 Run it alone, under torchrun, or as `./launch_distributed.sh 2 python examples/train_cyxtrain.py`. Expect about 96 %.
-Although it is short, it uses every sample once, names a lost rank and what it was doing, and replaces a checkpoint only
+Although it is short, it uses every sample once, names a dead rank and what it was doing, and replaces a checkpoint only
 when the new one is complete.
 """
 

@@ -6,7 +6,7 @@ Run it alone, on two processes, or under torchrun; the data come with the packag
     ./launch_distributed.sh 2 python examples/train_digits.py
     torchrun --nproc-per-node 2 examples/train_digits.py
 
-Expect about 99 % after a few seconds, and `test accuracy: ...` in the last line. The batch size over all ranks is fixed
+Expect about 99 % after a few seconds, and `test accuracy: ...` in the last line. The global batch size is fixed
 (configs/digits_cnn.yaml), so any number of ranks takes the same steps, up to rounding.
 """
 

@@ -6,7 +6,7 @@ train_cyxtrain.py is the same training with Cyxtrain, in the same order and with
 
 Run it alone, under torchrun, or as `./launch_distributed.sh 2 python examples/train_torch.py`. Expect about 96 %.
 Although it is long, it uses some samples twice if the ranks do not divide the data (the sampler repeats them), does not
-say which rank was lost, and may leave half a checkpoint when it is killed.
+report which rank died, and may leave half a checkpoint when it is killed.
 """
 
 from __future__ import annotations

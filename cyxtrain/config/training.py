@@ -91,7 +91,7 @@ class DistributedTrainingConfig:
     save_on_master_only: bool = True
     """Rank 0 writes. False: each rank writes its own file, with its rank in the name."""
     validation_split: float = 0.0
-    """Fraction of the training data, its last rows, to hold out for validation."""
+    """Fraction of the training data, its last samples, to hold out for validation."""
     checkpoint_every_n_steps: int = 0
     """Optimizer steps between checkpoints; 0: none."""
     checkpoint_every_n_minutes: float = 0.0
@@ -153,9 +153,9 @@ class DistributedTrainingConfig:
     """Write a trace of some steps and a table of where their time goes, per rank: into "profile" or another folder."""
 
     validation_steps: int | None = None
-    """Batches of a validation, over all ranks: the first ones. None: all of the validation data, each row once."""
+    """Batches of a validation, over all ranks: the first ones. None: all of the validation data, each sample once."""
     validation_batch_size: int | None = None
-    """Rows per batch of a validation; None: `batch_size`, or that of a DataLoader."""
+    """Samples per batch of a validation; None: `batch_size`, or that of a DataLoader."""
     num_processes: int | str | None = None
     """Processes that train together, started from a notebook or a program without a launcher; they stay for the next
     call, and `evaluate` and `predict` use them too. "auto": one per GPU if the model is on one, otherwise one per core,
@@ -164,7 +164,7 @@ class DistributedTrainingConfig:
     """Step the schedule after each optimizer "step" or each "epoch"; None: as the trainer was built, by step."""
 
     drop_last: bool = False
-    """Leave out the rows that do not fill the last effective batch of an epoch, so that all steps have the same size. A
+    """Leave out the samples that do not fill the last global batch of an epoch, so that all steps have the same size. A
     new order leaves out others."""
     float32_precision: str | None = None
     """Precision of float32 matrix products and convolutions, as in `torch.set_float32_matmul_precision`: "highest";

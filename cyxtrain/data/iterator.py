@@ -17,7 +17,7 @@ class DistributedBatchIterator:
     batch is still a step, because the other ranks take it too (with `pad=False`; a sampler that pads gives all ranks
     equal batches).
 
-    Each `for` starts at the beginning of the sampler's current epoch. In your own loop, divide the gradients of batch k
+    Each `for` starts at the beginning of the sampler's current epoch. In a custom loop, divide the gradients of batch k
     by `global_batch_size(k)`, as in `examples/custom_loop.py`.
 
     Args:

@@ -217,8 +217,8 @@ def _faults_of_pair(world: World, pair: Pair) -> list[str]:
     found = [_fault(world, result) for result in pair.results if result.cause]
     silent = {pair.low, pair.high} - {result.rank for result in pair.results}
     return found or [
-        f"rank {rank} reported nothing about rank {pair.low + pair.high - rank}: its process has exited or is stopped. "
-        "Look at its output."
+        f"rank {rank} reported nothing about rank {pair.low + pair.high - rank}: its process has exited or is "
+        "suspended. Look at its output."
         for rank in sorted(silent)
     ]
 

@@ -70,7 +70,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module:_buffers", "refused: what reads it"),
     PrivateName("torch.nn.Module:_modules", "refused: what reads it"),
     PrivateName("torch.nn.Module._compiled_call_impl", "refused: compile=True"),
-    PrivateName("torch._inductor.cudagraph_trees.MarkStepBox", "CUDA graphs in a loop of your own need marks, too"),
+    PrivateName("torch._inductor.cudagraph_trees.MarkStepBox", "CUDA graphs in a custom loop need marks, too"),
     PrivateName("torch.nn.utils.parametrize._inject_new_class", "refused: a model with parametrizations in a notebook"),
     PrivateName("torch.nn.utils.parametrize._inject_property", "refused: a model with parametrizations in a notebook"),
     PrivateName("torch.utils.data.DataLoader:_iterator", "nothing: there is no iterator to take from a copy"),

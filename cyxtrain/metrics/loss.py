@@ -175,7 +175,7 @@ class Loss:
         return math.fsum(found) if found else math.nan
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return targets in the dtype that the loss needs: class numbers, or the model's floats."""
+        """Return targets in the dtype that the loss needs: class indices, or the model's floats."""
         if target.dtype is torch.int64 and isinstance(self.function, _CLASS_LOSSES):
             return target
         if target.is_floating_point():

@@ -1,4 +1,4 @@
-"""A differentiable all_gather, for losses that compare the rows of a batch with each other."""
+"""A differentiable all_gather, for losses that compare the samples of a batch with each other."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class _Recording:
 
 
 def all_gather_with_grad(tensor: Tensor) -> Tensor:
-    """Concatenate the rows of all ranks, in rank order, with gradients. All ranks call it.
+    """Concatenate the rows (samples) of all ranks, in rank order, with gradients. All ranks call it.
 
-    Use it in losses over pairs: each rank compares its rows with those of all. Ranks may have different numbers of
+    Use it in contrastive losses: each rank compares its rows with those of all. Ranks may have different numbers of
     rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters are then
     averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the ranks' losses:
     if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights the ranks' losses
@@ -67,7 +67,7 @@ def all_gather_with_grad(tensor: Tensor) -> Tensor:
         NotInitializedError: Before `init`.
         CollectiveMismatchError: Ranks have rows of different shapes or dtypes; on every rank.
         ConfigError: The tensor has no rows: its shape is ().
-        CyxtrainError: Another rank is lost, stalled or late, or calls another collective.
+        CyxtrainError: Another rank died, is suspended or late, or calls another collective.
     """
     runtime.require_world(_NAME)
     if not 1 <= tensor.dim() <= _MOST_DIMENSIONS:

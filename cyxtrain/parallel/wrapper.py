@@ -341,8 +341,8 @@ class DistributedDataParallel(nn.Module):
     def sync_buffers(self) -> None:
         """Make buffers, such as running means, the same on all ranks. All ranks call it.
 
-        Floating-point ones become the mean over ranks, weighted by the rows of training forwards since the last time;
-        others become rank 0's. Those that are equal already stay.
+        Floating-point ones become the mean over ranks, weighted by samples of training forwards since the last time;
+        others take rank 0's values. Identical ones are not modified.
         """
         if self._reducer is not None:
             self._share_buffers(tensors_of(self.module)[1])

@@ -1,4 +1,4 @@
-"""Mixed precision in a loop of your own: a call for each micro-batch.
+"""Mixed precision in a custom training loop: a call for each micro-batch.
 
     trainer = cx.DistributedAMPTrainer(model, accumulation_steps=4)
     for batch in loader:
@@ -56,8 +56,8 @@ _LEARNING_RATE = 1e-3
 class DistributedAMPTrainer:
     """Trains in 16 bits with a scaled loss, a micro-batch per call, on every rank of the world.
 
-    Gradients are weighted by rows, as `fit` weights them: N ranks with batches of b rows, which may differ in length,
-    train as one rank does with all rows. Every rank makes the trainer, and calls `training_step` equally often.
+    Gradients are weighted by samples, as in `fit`: N ranks with batches of b samples, which may differ in length, train
+    as one rank does with all samples. Every rank makes the trainer, and calls `training_step` equally often.
 
     Args:
         model: Any `nn.Module`; a wrapped one is unwrapped. Parameters and buffers become rank 0's.
@@ -159,7 +159,7 @@ class DistributedAMPTrainer:
 
         Args:
             batch: x, (x, y), (x, y, sample_weight) or a dictionary, of tensors or NumPy arrays, for this rank.
-                It may have no rows, as in the tail of an epoch.
+                It may have no samples, as in the tail of an epoch.
 
         Returns:
             The loss of this rank's micro-batch, as the loss function gives it; 0 if nothing in it counts.

@@ -110,7 +110,7 @@ def _flops(plan: FitPlan) -> Iterator[tuple[str, str]]:
     if flops:
         peak = peak_flops(device, plan.dtype)
         known = "" if peak is None else f"; this GPU can {in_words(peak)}/s in {str(plan.dtype).removeprefix('torch.')}"
-        yield "flops", f"{in_words(flops)} per row, forward and backward{known}"
+        yield "flops", f"{in_words(flops)} per sample, forward and backward{known}"
 
 
 def _optimizer(state: TrainingState, plan: FitPlan) -> str:
@@ -147,7 +147,7 @@ def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tupl
     weights = source.example.weights
     if weights is not None and len(weights):
         first = "" if source.is_whole else " in the first batch"
-        yield "weights", f"of rows (sample_weight, class_weight), from {weights.min():g} to {weights.max():g}{first}"
+        yield "weights", f"of samples (sample_weight, class_weight), from {weights.min():g} to {weights.max():g}{first}"
 
 
 def _backend(device: torch.device) -> str:

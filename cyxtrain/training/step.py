@@ -1,8 +1,8 @@
 """One training step.
 
 The order of a training step: zero the gradients; accumulate the forward and backward of each micro-batch under no_sync,
-of which the last backward averages gradients over ranks; unscale; finite?, and the next loss scale; clip; step the
-optimizer, then its schedule; add to the sums of the epoch.
+of which the last backward averages gradients over ranks; unscale; check for NaN/Inf, and set the next loss scale; clip;
+step the optimizer, then its schedule; accumulate metrics of the epoch.
 
 Parameters change only after every collective of the step has succeeded; over NCCL the host does not wait for that.
 """

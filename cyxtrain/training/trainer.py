@@ -72,10 +72,10 @@ class DistributedTrainer:
         optimizer: From torch.optim, a factory, or a name.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
             returns; 1 for others.
-        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
-            ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
-            "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
-            objects; or several by name. Accuracy is measured if targets are classes; "accuracy" requires it.
+        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names ("top_5",
+            "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse", "rmse",
+            "r2"), functions of (output, target) that return a number per sample or their mean, and torchmetrics'
+            objects; or several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
             of `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
             `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
@@ -209,7 +209,7 @@ class DistributedTrainer:
 
     @property
     def history(self) -> TrainingHistory:
-        """The numbers of the latest fit, also of one that was stopped."""
+        """The metrics of the latest fit, even of one that was stopped."""
         return self._state.history
 
     @property
@@ -287,15 +287,15 @@ class DistributedTrainer:
         Every rank passes the same data and trains on its share. Calling `fit` again continues training.
 
         Args:
-            X: Inputs, with a row per sample, or several by name; or a Dataset, a DataLoader, or an iterable of batches.
-            y: Targets, with a row per sample; or validation data if `X` yields batches.
+            X: Inputs, one entry per sample, or several by name; or a Dataset, a DataLoader, or an iterable of batches.
+            y: Targets, one entry per sample; or validation data if `X` yields batches.
             *more: X_val, y_val and the config, or the config.
             X_val: Inputs to validate with.
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
             validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches.
-            sample_weight: How much the loss of each row counts, shape (n,).
-            class_weight: How much the rows of each class count, by class number.
+            sample_weight: How much the loss of each sample counts, shape (n,).
+            class_weight: How much the samples of each class count, by class index.
             callbacks: For this fit, called after the trainer's own.
             initial_epoch: Number of epochs that count as completed; `epochs` is then the number of the last one.
             resume: "auto" (the newest intact checkpoint, if there is one) or the path of a checkpoint to continue from.
@@ -396,7 +396,7 @@ class DistributedTrainer:
         sample_weight: Any = None,
         verbose: object = 0,
     ) -> Evaluation:
-        """Return loss and accuracy over all rows, each counted once; the same on any number of ranks.
+        """Return loss and accuracy over all samples, each counted once; the same on any number of ranks.
 
         Args:
             X: Rows, shape (n, ...).
@@ -404,11 +404,11 @@ class DistributedTrainer:
             batch_size: Rows at once; None: as in the last fit.
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
-            sample_weight: How much the loss of each row counts, shape (n,); None: equally.
+            sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
             verbose: Keras's argument; nothing is printed either way.
 
         Raises:
-            ConfigError: The input is wrong: two rows of it are tried first.
+            ConfigError: The input is wrong: two samples of it are tried first.
             CollectiveMismatchError: Ranks make different calls.
         """
         given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
@@ -431,7 +431,7 @@ class DistributedTrainer:
         distributed: bool = True,
         verbose: object = 0,
     ) -> Any:
-        """Return the model's output for all rows, in their order, on every rank.
+        """Return the model's output for all samples, in their order, on every rank.
 
         Args:
             X: Rows, shape (n, ...).
@@ -444,8 +444,8 @@ class DistributedTrainer:
             Without a loss_fn, the "loss" that the model returns is left out.
 
         Raises:
-            ConfigError: The input is wrong (two rows of it are tried first), or the model does not return tensors with
-                one output row per input row.
+            ConfigError: The input is wrong (two samples are tried first), or the model does not return tensors with
+                one row per sample.
             CollectiveMismatchError: Ranks make different calls.
         """
         given = {"batch_size": batch_size, "distributed": distributed}

@@ -5,7 +5,7 @@ All ranks make the same calls in the same order; `send` and `recv` meet in pairs
 the call,
 
     PeerLostError               if a rank has ended, or the network to it is cut
-    PeerSilentError             if a rank is stopped
+    PeerSilentError             if a rank is suspended
     CollectiveTimeoutError      if a rank does not call before the deadline
     CollectiveMismatchError     if ranks make different calls, or with tensors that do not fit
 
@@ -49,7 +49,7 @@ _ARGUMENTS = {
     "group_dst": "The same as `dst`, as a rank of `group`.",
 }
 _ERRORS = """    NotInitializedError: Before `init`.
-    CyxtrainError: Another rank is lost, stopped or late, or makes another call.
+    CyxtrainError: Another rank died, is suspended or late, or makes another call.
     ValueError: PyTorch refuses an argument."""
 
 
@@ -146,7 +146,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
 
     Raises:
         NotInitializedError: Before `init`.
-        CyxtrainError: Another rank is lost, stopped or late, or makes another call.
+        CyxtrainError: Another rank died, is suspended or late, or makes another call.
     """
     runtime.require_rank("barrier")
     checks_call = group is None and not async_op and dist.get_world_size() > 1

@@ -74,7 +74,7 @@ def check_same(config: DistributedConfig, joined: DistributedConfig | None) -> N
             )
     elif (config.rank, config.world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ConfigError(
-            f"torch.distributed is initialised already, as rank {dist.get_rank()} of {dist.get_world_size()}, and "
+            f"torch.distributed is initialized already, as rank {dist.get_rank()} of {dist.get_world_size()}, and "
             f"the config says rank {config.rank} of {config.world_size}. Call init() without a config to adopt what "
             "is there."
         )

@@ -268,7 +268,7 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether there is a default process group, also if the program made it."""
+    """Return whether there is a default process group, even if the program made it."""
     return dist.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision in a loop of your own, with `DistributedAMPTrainer`.
+"""Mixed precision in a custom training loop, with `DistributedAMPTrainer`.
 
 The fourth of five guides. It shows `training_step`, which updates the parameters with every second batch; how the loss
 scale falls and grows; a learning rate with scaling and warm-up; checkpoints with and without the optimizer; and the
@@ -9,7 +9,7 @@ same with `fit`, which also measures the parts of a step. Run it alone, by the l
     torchrun --nproc-per-node 2 examples/guides/amp_trainer.py
 
 Expect a loss scale that falls from 2**30 until gradients fit into 16 bits, and a test accuracy of about 95 %: of the
-loop, of the loaded weights, and of `fit`. Two ranks get the same as one, except for a row or two.
+loop, of the loaded weights, and of `fit`. Two ranks get the same as one, except for a sample or two.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ alone, by the launcher, or by torchrun:
     torchrun --nproc-per-node 2 examples/guides/config_and_models.py
 
 Expect the epochs of two fits, which end with the same bits, a test loss of about 27 from `fit` and from the loop by
-hand, and the loss of eleven rows computed in two ways, which differ on two ranks. It takes about ten seconds. Alone,
-each part starts two processes, and the numbers are those of two ranks under a launcher.
+hand, and the loss of eleven samples computed in two ways, which differ on two ranks. It takes about ten seconds. Alone,
+each part starts two processes, and the results are those of two ranks under a launcher.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def train_by_hand(config: cx.Config) -> torch.nn.Module:
 
 
 # --- Metrics, averaged over ranks -----------------------------------------------------------------------------------
-# In the mean of the ranks' means, a row of the smaller share has a larger weight. trainer.evaluate adds up sums and
-# counts, and is exact for any number of rows.
+# In the mean of the ranks' means, a sample of the smaller share has a larger weight. trainer.evaluate adds up sums and
+# counts, and is exact for any number of samples.
 
 
 def show_metrics(model: torch.nn.Module) -> None:

@@ -8,8 +8,8 @@ Cyxtrain's names. Run it alone, by the launcher, or by torchrun:
     torchrun --nproc-per-node 2 examples/guides/data_parallel.py
 
 Expect that a step of DataParallel and one of DistributedDataParallel end with the same parameters, up to rounding; the
-rows and tensors of each rank; a falling loss, and a test accuracy of about 95 %, after a few seconds. Up to rounding,
-losses and accuracy are the same on any number of ranks that divides 32.
+samples and tensors of each rank; a falling loss, and a test accuracy of about 95 %, after a few seconds. Up to
+rounding, losses and accuracy are the same on any number of ranks that divides 32.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ if rank == 0:
     print(f"{world_size} ranks: DataParallel and DistributedDataParallel give the same parameters")
 
 # --- DistributedSampler in a DataLoader -----------------------------------------------------------------------------
-# The sampler chooses each rank's rows. After init, you may leave out num_replicas and rank. Pass them by name: the
-# second argument here is `shuffle`. If ranks do not divide the rows, the sampler repeats some, like PyTorch's.
+# The sampler chooses each rank's samples. After init, you may leave out num_replicas and rank. Pass them by name: the
+# second argument here is `shuffle`. If ranks do not divide the samples, the sampler repeats some, like PyTorch's.
 # `fit` does not.
 
 sampler = cx.DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True)

@@ -1,4 +1,4 @@
-"""A process group of your own, DistributedDataParallel, and a loop with accumulation and mixed precision.
+"""Your own process group, DistributedDataParallel, and a loop with accumulation and mixed precision.
 
 The first of five guides. It follows PyTorch's tutorial "Getting Started with Distributed Data Parallel" call by call,
 with Cyxtrain's names. Run it alone, by the launcher, or by torchrun:
@@ -109,7 +109,7 @@ for epoch in range(EPOCHS):
         print(f"epoch {epoch + 1}/{EPOCHS}: loss {mean_loss.item():.4f}")
 
 # --- Evaluate -------------------------------------------------------------------------------------------------------
-# Each rank evaluates its share of the rows, and the ranks add up counts, which is exact for any number of rows.
+# Each rank evaluates its share of the samples, and the ranks add up counts, which is exact for any number of samples.
 
 share = slice(rank, None, world_size)
 with torch.no_grad():

@@ -7,7 +7,7 @@ The third of five guides, with the names of `cyxtrain.distributed`. Run it alone
     torchrun --nproc-per-node 2 examples/guides/quick_start.py
 
 Expect six epochs with their losses, a test accuracy of about 95 % after them and after the loop by hand, and two files
-of weights, which rank 0 writes to the folder `checkpoints`, after a few seconds. Up to rounding, the numbers are the
+of weights, which rank 0 writes to the folder `checkpoints`, after a few seconds. Up to rounding, the results are the
 same on any number of ranks that divides 32.
 """
 
@@ -40,7 +40,7 @@ dist.init()
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
 
 # --- 2. A model, a loss, an optimizer, a trainer --------------------------------------------------------------------
-# Create the same on every rank, and pass the same complete data; the trainer splits the rows among the ranks.
+# Create the same on every rank, and pass the full dataset; the trainer splits the samples among the ranks.
 
 (x_train, y_train), (x_test, y_test) = load_digits()
 model = make_model()
@@ -78,9 +78,9 @@ model = make_model()
 ddp = dist.DistributedDataParallel(model, dist.DDPConfig(bucket_size_mb=1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-# --- 6. The same by hand: split rows --------------------------------------------------------------------------------
-# The sampler splits an order of the rows among the ranks, and the iterator makes batches of it. By default, the sampler
-# repeats rows until the number of ranks divides them; 1,408 rows need none.
+# --- 6. The same by hand: split samples -------------------------------------------------------------------------------
+# The sampler splits an order of the samples among the ranks, and the iterator makes batches of it. By default, the
+# sampler repeats samples until the number of ranks divides them; 1,408 samples need none.
 
 X, y = torch.from_numpy(x_train[:1408]), torch.from_numpy(y_train[:1408])
 sampler = dist.DistributedSampler(len(X), shuffle=True, seed=42)

@@ -198,7 +198,7 @@ def test_the_backend_that_pytorch_finds_for_a_device_does_what_the_group_does():
 def test_versions_are_said_alike_everywhere():
     first, *others = torch_compat.TESTED_VERSIONS
     assert f'"torch>={first}",' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    said = f"PyTorch {', '.join([first, *others[:-1]])} and {others[-1]} are tested"
+    said = f"Tested with PyTorch {first}-{others[-1]};"
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
     versions = ", ".join(f'"{version}"' for version in torch_compat.TESTED_VERSIONS)
     assert f"torch: [{versions}]" in (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")

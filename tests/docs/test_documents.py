@@ -145,9 +145,10 @@ def test_first_program_in_readme_is_fifteen_lines():
 
 
 def error_table():
-    """Return (error, message) of each row in the tables of errors."""
+    """Return (error, message) of each row in the tables of messages."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
-    return sorted(set(re.findall(r'^\| `(\w+Error)` \| "(.+?)" \|', text, flags=re.MULTILINE)))
+    rows = re.findall(r'^\| "([^"]+)"[^|]* \| `(\w+Error)` \|', text, flags=re.MULTILINE)
+    return sorted({(error, message) for message, error in rows})
 
 
 def test_errors_in_documents_are_those_that_exist():

@@ -56,8 +56,8 @@ def drawn_steps():
 
 
 def test_picture_of_a_step_has_the_order_of_the_code():
-    deal, *names = drawn_steps()
-    assert deal == "deal"  # before the step begins
+    shard, *names = drawn_steps()
+    assert shard == "shard"  # before the step begins
     docstring = step.__doc__.replace("\n", " ")
     order = re.search(r"The order of a training step: (.*?)\.", docstring).group(1)
     assert "next loss scale" in order
@@ -70,7 +70,7 @@ def test_picture_of_a_step_has_the_order_of_the_code():
         place += found.end()
 
 
-def test_picture_of_a_step_deals_as_the_sampler_does():
+def test_picture_of_a_step_shards_as_the_sampler_does():
     rows = {}  # by height: (owner, number), from left to right
     drawn = [node for group in parsed("step.svg").findall(f"{SVG}g") if group.get("class") == "in" for node in group]
     for rectangle, number in itertools.pairwise(drawn):

@@ -19,7 +19,15 @@ import cyxtrain as cx
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 MODULES = {"cyxtrain": cx, "cyxtrain.callbacks": cx.callbacks, "cyxtrain.datasets": cx.datasets}
-HEADINGS = ["Join", "Exchange", "Deal", "Average", "Train", "Keep", "Errors"]
+HEADINGS = [
+    "Process group",
+    "Collectives",
+    "Data sharding",
+    "Gradient averaging",
+    "Training",
+    "Checkpoints",
+    "Errors",
+]
 
 
 def shown(module: str) -> list[str]:

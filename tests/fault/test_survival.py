@@ -124,7 +124,9 @@ def test_a_stop_that_does_not_end_is_told_by_all_within_six_seconds_and_by_the_s
     stopped, facts = came_of(name)
     for rank, learnt in enumerate(facts):
         assert (learnt["type"], learnt["rank"]) == ("PeerSilentError", victim), learnt
-        assert learnt["message"].startswith(f"rank {victim} is stopped (SIGSTOP or Ctrl-Z), and has been for "), learnt
+        assert learnt["message"].startswith(f"rank {victim} is suspended (SIGSTOP or Ctrl-Z), and has been for "), (
+            learnt
+        )
         assert rank == victim or 3.0 < learnt["at"] - stopped < 6.0, learnt
     print(f"seconds from the stop to the error: {[round(found['at'] - stopped, 2) for found in facts]}")
 
@@ -162,7 +164,7 @@ def test_a_rank_that_holds_the_gil_is_waited_for_and_said_not_to_answer(came_of)
     received = came_of("GIL")
     assert [bool(texts) for texts in received] == [False, True, False], received
     assert re.match(r"WARNING rank 1 has waited [567] s for rank 0 in all_reduce #\d ", received[1][0])
-    assert "It does not answer: one call in it may hold Python's lock (GIL)." in received[1][0]
+    assert "It does not answer: one call in it may hold the GIL." in received[1][0]
 
 
 # --- errors in a rank's own code ------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_a_rank_that_ends_when_all_have_met_is_not_missed(monkeypatch):
     def check(self):
         if self._rank == 0 and really_all_connected(self):
             looked.append("a process has ended")
-            raise RendezvousError("rank 1 is lost: its process ended during rendezvous", rank=1)
+            raise RendezvousError("rank 1 died: its process ended during rendezvous", rank=1)
 
     looked, really_all_connected = [], Membership.all_connected
     monkeypatch.setattr(Membership, "all_connected", all_connected)
@@ -155,7 +155,7 @@ def test_who_fails_before_all_have_met_ends_it_for_all_and_who_fails_afterwards_
             roll.register(RankRecord(3))
         return rolls
 
-    failure = RendezvousError("rank 7 is lost: its process ended during rendezvous", rank=7)
+    failure = RendezvousError("rank 7 died: its process ended during rendezvous", rank=7)
     store = dist.HashStore()
     for _ in range(lives):
         rolls = meet_again(store)
@@ -171,8 +171,8 @@ def test_who_fails_before_all_have_met_ends_it_for_all_and_who_fails_afterwards_
     assert rolls[1].report_failure(failure)
     rolls[0].report_connected()
     for roll in rolls:
-        assert str(error_of(roll.all_connected)).startswith("rank 7 is lost")
-        assert str(error_of(roll.check)).startswith("rank 7 is lost")
+        assert str(error_of(roll.all_connected)).startswith("rank 7 died")
+        assert str(error_of(roll.check)).startswith("rank 7 died")
 
 
 def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch, caplog):

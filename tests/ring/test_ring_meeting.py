@@ -100,7 +100,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for():
     gone = replace(this_process("127.0.0.1"), started=1)
     store.set("1/entry/1", RankRecord(3, gone, "127.0.0.1", 1).to_json())
     [(error, seconds)] = meet_all(store, [0], 3)
-    assert str(error).startswith("rank 1 is lost: its process ended during rendezvous")
+    assert str(error).startswith("rank 1 died: its process ended during rendezvous")
     assert error.rank == 1
     assert seconds < 1.0
 

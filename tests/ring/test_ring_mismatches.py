@@ -236,7 +236,6 @@ def test_a_rank_that_opens_a_call_or_leaves_is_said_to_do_so(odd_rank):
         return error_of(lambda: reduce_all()(group))
 
     for error in run_threads(2, rank_main):
-        assert "The all_gather of one int64 is how a rank opens fit," in str(error)
-        assert "how it leaves: finalize, or the end of its program." in str(error)
-        assert "construction of DistributedDataParallel" in str(error)
-        assert "caught its own error" in str(error)
+        assert "The all_gather of one int64 is the handshake at the start of fit," in str(error)
+        assert "and DistributedDataParallel, and at the end of a program (finalize)." in str(error)
+        assert "caught an error gets there too early" in str(error)

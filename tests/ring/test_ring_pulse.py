@@ -37,7 +37,7 @@ def test_a_rank_elsewhere_may_be_silent_for_the_timeout_and_no_longer(kernel):
     error = pulse.examine(130.0)
     assert isinstance(error, PeerSilentError)
     assert error.rank == 2
-    assert "rank 2 is connected and has said nothing for 30.0 s" in str(error)
+    assert "rank 2 is connected and has sent nothing for 30.0 s" in str(error)
     assert "CYXTRAIN_HEARTBEAT_TIMEOUT_MS" in str(error)
 
 
@@ -77,7 +77,7 @@ def test_a_rank_here_that_has_ended_is_lost_when_its_goodbye_had_time_to_be_read
     error = pulse.examine(1.0 + GONE_SECONDS)
     assert isinstance(error, PeerLostError)
     assert error.rank == 7
-    assert "rank 7 is lost" in str(error)
+    assert "rank 7 died" in str(error)
 
 
 def test_a_rank_here_that_has_ended_after_a_goodbye_is_not_lost(kernel):
@@ -97,7 +97,7 @@ def test_a_rank_here_that_is_stopped_is_silent_after_four_seconds(kernel):
     error = pulse.examine(15.0)
     assert isinstance(error, PeerSilentError)
     assert error.rank == 5
-    assert "rank 5 is stopped (SIGSTOP or Ctrl-Z), and has been for 4.0 s" in str(error)
+    assert "rank 5 is suspended (SIGSTOP or Ctrl-Z), and has been for 4.0 s" in str(error)
     assert "process 4" in str(error)
 
 

@@ -151,7 +151,7 @@ def _with_sparse(
 def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     """Return the parts of a safetensors file: its header, then the memory of each tensor, without copies on the CPU.
 
-    The library's `save` makes two copies of everything, and holds Python's lock all the while.
+    The library's `save` makes two copies of everything, and holds the GIL all the while.
     Source: https://github.com/huggingface/safetensors#format.
     """
     # The widest dtypes first: every tensor is aligned, so that readers can map the file.

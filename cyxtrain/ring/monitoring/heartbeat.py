@@ -61,9 +61,9 @@ class Heartbeat:
         if seconds < self._timeout_seconds:
             return None
         return PeerSilentError(
-            f"rank {peer} is connected and has said nothing for {seconds:.1f} s: its process is stopped, or one call "
-            f"in it holds Python's lock (GIL) for as long. Look at rank {peer}; CYXTRAIN_HEARTBEAT_TIMEOUT_MS sets "
-            "how long it may be silent.",
+            f"rank {peer} is connected and has sent nothing for {seconds:.1f} s: its process is suspended, or one call "
+            f"in it holds the GIL for as long. Look at rank {peer}; CYXTRAIN_HEARTBEAT_TIMEOUT_MS sets how long it may "
+            "be silent.",
             rank=peer,
         )
 
@@ -79,8 +79,8 @@ class Heartbeat:
         if seconds < STOPPED_SECONDS:
             return None
         return PeerSilentError(
-            f"rank {peer} is stopped (SIGSTOP or Ctrl-Z), and has been for {seconds:.1f} s (process {process.pid}). "
-            "Start all ranks again, and stop none of them for longer than three seconds.",
+            f"rank {peer} is suspended (SIGSTOP or Ctrl-Z), and has been for {seconds:.1f} s (process {process.pid}). "
+            "Start all ranks again, and suspend none of them for longer than three seconds.",
             rank=peer,
         )
 
@@ -88,7 +88,7 @@ class Heartbeat:
 def lost(peer: int) -> PeerLostError:
     """Return the error for a rank that has ended without a goodbye."""
     return PeerLostError(
-        f"rank {peer} is lost: its process has ended without a word (killed, or out of memory?). "
+        f"rank {peer} died: its process ended without an error message (killed, or out of memory?). "
         f"Look at the output of rank {peer}, and start all ranks again.",
         rank=peer,
     )

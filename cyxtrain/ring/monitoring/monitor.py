@@ -141,7 +141,7 @@ class PeerMonitor:
             return self._failure
 
     def explain(self, peer: int, reason: str) -> CyxtrainError:
-        """Return why the link to `peer` broke: the cause that a rank reported, or that the peer is lost.
+        """Return why the link to `peer` broke: the cause that a rank reported, or that the peer died.
 
         Waits up to a second: the cause arrives on another connection.
         """
@@ -152,7 +152,7 @@ class PeerMonitor:
                 rank=peer,
             )
         return self._failure or PeerLostError(
-            f"rank {peer} is lost: the connection to it broke ({reason}). "
+            f"rank {peer} died or was cut off: the connection to it broke ({reason}). "
             f"Look at the output of rank {peer} and at the network, and start all ranks again.",
             rank=peer,
         )

@@ -83,7 +83,7 @@ class WaitGraph:
         """Return the warning about a rank that was asked and does not answer, or None."""
         for wait in self._own.values():
             if wait.asked is not None and now - wait.asked >= _ANSWER_SECONDS:
-                return self._warning(wait, "It does not answer: one call in it may hold Python's lock (GIL).", now)
+                return self._warning(wait, "It does not answer: one call in it may hold the GIL.", now)
         return None
 
     def _warning(self, wait: _Wait, answer: str, now: float) -> str:

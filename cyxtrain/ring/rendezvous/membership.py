@@ -339,7 +339,7 @@ def await_all_ranks(store: Store, rank: int, world_size: int, deadline: Deadline
 def ended(name: int) -> RendezvousError:
     """Return the error for a rank whose process has ended during rendezvous."""
     return RendezvousError(
-        f"rank {name} is lost: its process ended during rendezvous (killed, or out of memory?). "
+        f"rank {name} died: its process ended during rendezvous (killed, or out of memory?). "
         f"Look at the output of rank {name}, and start all ranks again.",
         rank=name,
     )

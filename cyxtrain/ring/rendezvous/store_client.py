@@ -158,7 +158,7 @@ class StoreClient:
             self.lost = True
             raise RendezvousError(
                 f"{self._who} gets no answer from the store at which the ranks meet: the process of rank 0, or the "
-                "launcher, is stopped, or the network to it is cut off. Look at both.",
+                "launcher, is suspended, or the network to it is cut off. Look at both.",
                 rank=0,
             ) from None
         if isinstance(result, RuntimeError):  # PyTorch's DistNetworkError, DistStoreError and the like

@@ -43,9 +43,9 @@ _TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
 CONTROL_MAX_BYTES = 64 * 1024
 NO_ROOT = -1
 _OPENS = (
-    " The all_gather of one int64 is how a rank opens fit, evaluate, predict, save_checkpoint, barrier and the "
-    "construction of DistributedDataParallel, and how it leaves: finalize, or the end of its program. A rank whose "
-    "program caught its own error gets there too early: see what that rank printed."
+    " The all_gather of one int64 is the handshake at the start of fit, evaluate, predict, save_checkpoint, barrier "
+    "and DistributedDataParallel, and at the end of a program (finalize). A rank whose program caught an error gets "
+    "there too early: read that rank's output."
 )
 
 

@@ -37,7 +37,7 @@ def check_own_steps(trainer: type, model: nn.Module) -> None:
         raise ConfigError(
             f"{kind.__name__} has a {name}, and fit does not call it: your own train_step is not there yet. "
             "fit takes its steps from the model's forward and a loss: compute the loss in forward, or give a loss_fn, "
-            f"and remove {name}. For a loop of your own, see DistributedAMPTrainer and DistributedDataParallel."
+            f"and remove {name}. For a custom training loop, see DistributedAMPTrainer and DistributedDataParallel."
         )
 
 
@@ -104,7 +104,7 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
     if targets.is_floating_point() and not shape:
         dtype = str(targets.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{name} wants class numbers of an integer dtype, and y has dtype {dtype}: convert it with y.long(), or "
+            f"{name} wants class indices of an integer dtype, and y has dtype {dtype}: convert it with y.long(), or "
             "y.astype('int64') in NumPy."
         )
     if shape == [1] and not targets.is_floating_point():
@@ -112,7 +112,7 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
 
 
 def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
-    """Refuse class numbers for which the model has no output."""
+    """Refuse class indices for which the model has no output."""
     for part, each in loss.by_output.items():
         check_classes(part_of(targets, part), part_of(output, part), each)
     function = loss.function

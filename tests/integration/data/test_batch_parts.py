@@ -159,7 +159,7 @@ def test_the_header_says_what_is_left_out_and_what_counts(capsys):
         cx.DistributedTrainer(Named(), "cross_entropy").fit(DataLoader(Files("ids"), 4), epochs=1)
         assert "left out   inputs that the model's forward does not take: id\n" in capsys.readouterr().out
         trainer.fit(TensorDataset(*make_rows(ROWS), weights), epochs=1)
-        assert "weights    of rows (sample_weight, class_weight), from 0.5 to 2\n" in capsys.readouterr().out
+        assert "weights    of samples (sample_weight, class_weight), from 0.5 to 2\n" in capsys.readouterr().out
         with pytest.raises(cx.ConfigError, match="take them out of the tuple"):
             trainer.fit(TensorDataset(*make_rows(ROWS), torch.arange(ROWS)), epochs=1)
         with pytest.raises(cx.ConfigError, match="take them out of the tuple"):

@@ -374,7 +374,7 @@ def fail_in_step_3(how: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank")
-@pytest.mark.parametrize(("how", "words"), [("raises", "rank 1 has failed: KeyError"), ("killed", "rank 1 is lost")])
+@pytest.mark.parametrize(("how", "words"), [("raises", "rank 1 has failed: KeyError"), ("killed", "rank 1 died")])
 def test_ranks_of_nccl_end_with_the_error_of_the_one_that_failed(how, words):
     env = {"DISTRIBUTED_BACKEND": "nccl"}
     first, last = run_processes(2, fail_in_step_3, how, env=env, seconds=60.0, succeed=False)

@@ -157,7 +157,7 @@ def test_world_that_lost_a_rank_has_ended_and_says_so_at_once():
         for _, text in errors[1:]:
             assert text.startswith("this world has ended with an earlier error. To continue, start all ranks again.")
             assert text.count("this world has ended") == 1
-            assert "rank 1 is lost" in text
+            assert "rank 1 died" in text
 
 
 def test_group_that_pytorch_made_is_the_programs_to_make_anew():

@@ -286,7 +286,7 @@ def test_a_profiled_fit_on_cpus_tells_its_flops_and_another_counts_none(tmp_path
         trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd")
         trainer.fit(*make_rows(64), epochs=1, profile=tmp_path.as_posix())
         # 56 weights forward and for their gradients, and 24 for those of the values between two layers.
-        assert "flops      272 FLOP per row, forward and backward\n" in capsys.readouterr().out
+        assert "flops      272 FLOP per sample, forward and backward\n" in capsys.readouterr().out
         assert list(trainer.device_usage) == ["flops_per_second"]
         used = trainer.device_usage["flops_per_second"]
         assert used == pytest.approx(272 * trainer.history.samples_per_second, rel=1e-6)

@@ -221,7 +221,7 @@ def test_a_broken_pair_is_named_with_its_cause_and_what_to_do():
 def test_a_pair_of_which_one_rank_left_no_word_is_broken():
     pair = Pair(0, 1, (PeerResult(0, 1),))
     found = text(world(2, pairs=[pair]))
-    assert "rank 1 reported nothing about rank 0: its process has exited or is stopped." in found
+    assert "rank 1 reported nothing about rank 0: its process has exited or is suspended." in found
     assert found.endswith("broken: 0 - 1; no pair is OK")
 
 

@@ -125,7 +125,7 @@ def test_a_handshake_that_is_relayed_is_refused_by_the_rank_that_was_not_meant()
     finally:
         relay.close()
         rank_0.join(10)
-    assert "rank 1 is lost" in str(found[0])
+    assert "rank 1 died" in str(found[0])
 
 
 # --- at a store of PyTorch's, where everybody writes ------------------------------------------------------------------
