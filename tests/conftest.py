@@ -7,6 +7,7 @@ from pathlib import Path
 
 import leaks
 import pytest
+from rank_processes import rank_server  # noqa: F401 - a fixture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +51,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.fixture(scope="session")
-def fakegpu_folder() -> Path:
+def fakegpu_folder(rank_server: None) -> Path:  # noqa: F811 - the fixture
     """Where the stand-in for a GPU has been built: `run_on_stand_in(fakegpu_folder, ...)`; see stand_in."""
     from stand_in import fakegpu
 
