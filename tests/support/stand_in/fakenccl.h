@@ -1,7 +1,8 @@
 // "fakenccl", a stand-in for NCCL: collectives of tensors on "fakegpu", by Gloo on the same memory.
 //
 // As NCCL it refuses tensors of CPUs, has an average that multiplies by 1/N before it adds, and no host stop is told.
-// device.cpp includes this file, so that PyTorch's headers are read once. Unlike NCCL its wait() keeps the host until the collective is done.
+// Unlike NCCL its wait() keeps the host until the collective is done. device.cpp includes this file: the compiler then
+// reads PyTorch's headers once.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace {
