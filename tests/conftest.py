@@ -8,7 +8,6 @@ from pathlib import Path
 
 import leaks
 import pytest
-from rank_processes import rank_server  # noqa: F401 - a fixture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +55,15 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.fixture(scope="session")
-def fakegpu_folder(rank_server: None) -> Path:  # noqa: F811 - the fixture
+def rank_server() -> None:
+    """Starts the server of rank_processes; imported here, as the process that only hands out tests needs no torch."""
+    import rank_processes
+
+    rank_processes.start_server()
+
+
+@pytest.fixture(scope="session")
+def fakegpu_folder(rank_server: None) -> Path:
     """Where the stand-in for a GPU has been built: `run_on_stand_in(fakegpu_folder, ...)`; see stand_in."""
     from stand_in import fakegpu
 
