@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if f"{item.path.name}::{item.name}" in listed:
             item.add_marker(pytest.mark.nightly)
-        # What a module prepares, it prepares once; faults have deadlines, so no two of them run at a time.
-        item.add_marker(pytest.mark.xdist_group("faults" if item.path.parent.name == "fault" else item.path.name))
+        # What a module prepares, it prepares once; so do those that parse the package; faults have deadlines, so no two
+        # of them run at a time.
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder in ("fault", "structure") else item.path.name))
+    gc.collect()
+    gc.freeze()  # what is imported stays: each full collection would go through all of PyTorch
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +55,15 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.fixture(scope="session")
-def fakegpu_folder() -> Path:
+def rank_server() -> None:
+    """Starts the server of rank_processes; imported here, as the process that only hands out tests needs no torch."""
+    import rank_processes
+
+    rank_processes.start_server()
+
+
+@pytest.fixture(scope="session")
+def fakegpu_folder(rank_server: None) -> Path:
     """Where the stand-in for a GPU has been built: `run_on_stand_in(fakegpu_folder, ...)`; see stand_in."""
     from stand_in import fakegpu
 

@@ -30,13 +30,25 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 @functools.cache
+def tree(path: Path) -> ast.Module:
+    """Return a file's syntax tree. Parsed once: the rules are many."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(tree(path)))
+
+
+@functools.cache
 def imports(root: Path) -> dict[str, set[str]]:
     """Return which modules of the package each of them imports, in functions and for types too."""
     known = modules(root)
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names if alias.name in known}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
@@ -82,7 +94,7 @@ def state_objects(root: Path) -> list[str]:
     found: dict[str, ast.ClassDef] = {}
     for name, path in modules(root).items():
         if name.startswith(f"{PACKAGE}.training.") or name == f"{PACKAGE}.data.sources.source":
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for node in tree(path).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     made = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
                     if any(each.startswith("dataclass") for each in made) or node.name == "TrainingData":

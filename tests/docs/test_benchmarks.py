@@ -27,6 +27,7 @@ from text_tables import Table
 
 import cyxtrain as cx
 
+pytestmark = pytest.mark.usefixtures("rank_server")
 KIB, MIB = 1 << 10, 1 << 20
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -62,8 +66,20 @@ def test_training_by_hand_and_with_the_package_end_alike(name, tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
-def test_first_program_in_readme_runs_as_it_stands(tmp_path):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", readme, flags=re.DOTALL)[1], encoding="utf-8")
-    lines, _ = run_example(tmp_path / "train.py", 2, tmp_path)
+def run_script(path: str) -> str:
+    """Run a script as a rank; return its output."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(path, run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.mark.usefixtures("rank_server")
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_first_program_in_readme_runs_as_it_stands(launched, tmp_path):
+    readme, script = (ROOT / "README.md").read_text(encoding="utf-8"), tmp_path / "train.py"
+    script.write_text(re.search(r"```python\n(.*?)```", readme, flags=re.DOTALL)[1], encoding="utf-8")
+    if launched:
+        lines, _ = run_example(script, 2, tmp_path)
+    else:
+        lines = values(run_ranks(2, run_script, str(script)))[0].splitlines()
     assert last_accuracy(lines) >= 0.94

@@ -62,6 +62,7 @@ def test_data_can_be_learnt_and_are_the_same_everywhere():
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("rank_server")
 def test_ways_train_the_same_on_one_rank_and_on_two(tmp_path):
     """Of the libraries, those that are installed."""
     printed, results = run_benchmark("fit_vs_peers.py", tmp_path, "--models", "mlp", "--launches", "1", "--floors")

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_PROC = Path("/proc")
-
 
 @contextlib.contextmanager
 def nothing_left_behind(folder: Path, seconds: float = 5.0) -> Iterator[None]:
@@ -64,18 +62,23 @@ def _threads() -> Counter[str]:
 def _children() -> Counter[str]:
     """Returns the processes that this one started and has not waited for; only Linux can tell."""
     found: Counter[str] = Counter()
-    for thread in _PROC.glob("self/task/*/children"):
-        for pid in _read(thread).split():
-            command = _read(_PROC / pid / "cmdline").replace("\0", " ")
+    for thread in _listed("/proc/self/task"):
+        for pid in _read(f"/proc/self/task/{thread}/children").split():
+            command = _read(f"/proc/{pid}/cmdline").replace("\0", " ")
             # Python starts one per process, for shared memory, and keeps it until the end.
             if "multiprocessing.resource_tracker" not in command:
                 found[f"{pid}: {command}"] += 1
     return found
 
 
-def _read(file: Path) -> str:
+def _listed(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _read(file: str) -> str:
     try:
-        return file.read_text()
+        with open(file, encoding="utf-8") as opened:
+            return opened.read()
     except OSError:
         return ""  # the thread or the process has just ended
 
@@ -83,9 +86,9 @@ def _read(file: Path) -> str:
 def _descriptors() -> Counter[str]:
     """Returns what sockets, pipes and files are open; only Linux can tell."""
     found: Counter[str] = Counter()
-    for entry in _PROC.glob("self/fd/*"):
+    for entry in _listed("/proc/self/fd"):
         try:
-            target = os.readlink(entry)
+            target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue  # the descriptor that lists this folder
         # Devices are opened once and kept (urandom, null); event counters are ZeroMQ's, which drives notebooks and

@@ -36,6 +36,11 @@ SECONDS = 30.0
 @pytest.fixture(scope="session")
 def rank_server() -> None:
     """Starts the server, before the first test looks what is there."""
+    start_server()
+
+
+def start_server() -> None:
+    """Does as the fixture."""
     home = Path.cwd()
     os.chdir(Path(__file__).parent)  # it imports what lies in its working folder before what is installed
     try:

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import cyxtrain as cx
 from cyxtrain.optim.optimizers import can_fuse
 
-STEPS, BATCH, FEATURES, CLASSES = 48, 8, 16, 10
+STEPS, BATCH, FEATURES, CLASSES = 24, 8, 16, 10
 """Of an epoch on one rank; rows of a step on each rank."""
-FIRST, LAST = 8, 40
+FIRST, LAST = 4, 20
 """The steps between which host stops are counted: what happens once per fit or epoch is not in the hot loop."""
 
 

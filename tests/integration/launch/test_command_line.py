@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_programs import run_python
 from rank_processes import environment, rank_server, run_processes, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port
 
@@ -189,15 +190,8 @@ def test_an_error_is_one_line(words, says, code):
 
 
 @pytest.mark.parametrize("words", [[], by_night(["--traceback"])])
-def test_a_real_process_says_one_line_and_the_traceback_where_it_is_asked_for(words):
-    done = subprocess.run(
-        [sys.executable, "-m", "cyxtrain", *words, "fit", "none.yaml"],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+def test_a_process_says_one_line_and_the_traceback_where_it_is_asked_for(words, tmp_path):
+    done = run_python(["-m", "cyxtrain", *words, "fit", "none.yaml"], tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1].endswith("ConfigError: there is no file none.yaml.")
     assert ("Traceback" in done.stderr) == (done.stderr.count("\n") > 1) == bool(words)
@@ -278,16 +272,9 @@ def test_a_shell_is_told_how_to_complete(shell):
     ("typed", "gives"),
     [by_night("cyxtrain l", "plain,launch"), ("cyxtrain fit a.yaml training.ep", "plain,training.epochs=")],
 )
-def test_a_shell_gets_what_it_asks_for(typed, gives):
+def test_a_shell_gets_what_it_asks_for(typed, gives, tmp_path):
     asked = {"_CYXTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "cyxtrain"],
-        env=child_environment(**asked),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    done = run_python(["-m", "cyxtrain"], tmp_path, asked)
     assert gives in done.stdout.splitlines()
 
 

@@ -613,13 +613,6 @@ class Requiring(cx.callbacks.Callback):
 # --- workers stay -----------------------------------------------------------------------------------------------------
 
 
-def test_a_fit_that_is_not_told_of_processes_has_none():
-    trainer = trainer_of()
-    with one_process():
-        trainer.fit(X, Y, epochs=1, verbose=False)
-    assert trainer.history.world_size == 1
-
-
 @pytest.mark.nightly
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
     monkeypatch.setattr(worker_cache, "usable_cores", lambda variables: 1)
@@ -759,6 +752,13 @@ def test_an_error_of_a_worker_is_raised_as_itself():
     assert "cyxtrain/training/step.py" not in told
     assert fingerprint(trainer.model) == before
     assert pids() == []
+
+
+def test_a_fit_that_is_not_told_of_processes_has_none():
+    trainer = trainer_of()  # here, where workers have ended: joining a world ends them
+    with one_process():
+        trainer.fit(X, Y, epochs=1, verbose=False)
+    assert trainer.history.world_size == 1
 
 
 class Failing(cx.callbacks.Callback):

@@ -467,7 +467,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 }  // namespace at::autocast
 
-void define_fakenccl(pybind11::module& module);  // fakenccl.cpp
+#include "fakenccl.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());

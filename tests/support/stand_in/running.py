@@ -1,13 +1,22 @@
-"""Runs what needs the stand-in for a GPU in processes that have it: PyTorch cannot forget a device."""
+"""Runs what needs the stand-in for a GPU in processes that have it: PyTorch cannot forget a device.
+
+Functions run in forks of the rank server, which register the device, commands in processes that import torch with it.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from worlds import child_environment, run_processes
+import rank_processes
+import torch.distributed as dist
+from worlds import child_environment, free_port
 
 from stand_in import fakegpu
 
@@ -26,15 +35,28 @@ def run_on_stand_in(
         folder: The fixture `fakegpu_folder`.
         world_size: How many ranks. RANK and its siblings are set; the function calls `cx.init` itself.
         function: It stands at the top of a module of the tests, and returns JSON types.
-        *args: Its arguments: JSON types.
+        *args: Its arguments.
         env: More variables, such as FAKEGPU_DEVICES=2.
         seconds: Until the ranks are killed.
 
     Returns:
-        What the function returned, by rank. A rank that fails fails the test, with all that it printed.
+        What the function returned, by rank. A rank that fails fails the test, with its traceback.
     """
-    variables = fakegpu.environment(folder) | (env or {})
-    return [each.value for each in run_processes(world_size, function, *args, env=variables, seconds=seconds)]
+    port, variables = free_port(), fakegpu.environment(folder) | (env or {})
+    environments = [rank_processes.environment(rank, world_size, port, **variables) for rank in range(world_size)]
+    with tempfile.TemporaryDirectory(prefix="world") as home:
+        call = (str(folder), home, function.__module__, function.__qualname__, args)
+        return rank_processes.values(
+            rank_processes.run_processes(_call_with_device, environments, *call, seconds=seconds)
+        )
+
+
+def _call_with_device(folder: str, home: str, module: str, function: str, args: Sequence[Any]) -> Any:
+    """Registers the device in this process, a fork without one, and calls a function in an empty folder."""
+    fakegpu.register(Path(folder))
+    dist.Backend.backend_capability["ring"] = ["cpu", fakegpu.NAME]  # as where cyxtrain is imported after the device
+    os.chdir(home)
+    return json.loads(json.dumps(getattr(importlib.import_module(module), function)(*args)))
 
 
 def run_command(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cyxtrain
+from tests.structure import nodes
 
 PACKAGE = Path(cyxtrain.__file__).parent
 READERS_OF_THE_ENVIRONMENT = {
@@ -18,17 +19,14 @@ READERS_OF_THE_ENVIRONMENT = {
 
 
 @functools.cache
-def files() -> list[tuple[str, ast.Module, str]]:
-    """Return every file of the package: its path in it, its tree and its text."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        found.append((path.relative_to(PACKAGE).as_posix(), ast.parse(text), text))
-    return found
+def files() -> list[tuple[str, list[ast.AST], str]]:
+    """Return every file of the package: its path in it, the nodes of its tree and its text."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(path.relative_to(PACKAGE).as_posix(), nodes(path), path.read_text("utf-8")) for path in paths]
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+def functions(tree: list[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in tree if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 def test_every_tensor_that_is_made_says_on_which_device():
@@ -38,7 +36,7 @@ def test_every_tensor_that_is_made_says_on_which_device():
     silent = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for path, tree, _ in files()
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in makers
         if ast.unparse(node.func).startswith("torch.") and "device" not in {each.arg for each in node.keywords}
     ]
@@ -49,7 +47,7 @@ def test_environment_is_read_in_one_place():
     readers = {
         path
         for path, tree, _ in files()
-        for node in ast.walk(tree)
+        for node in tree
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
         or (isinstance(node, ast.ImportFrom) and node.module == "os")
     }
@@ -78,7 +76,7 @@ def test_nothing_is_unpickled():
     for path, tree, _ in files():
         if path == "notebook/sharing.py":  # a notebook and its workers, over a channel where both prove who they are
             continue
-        for node in ast.walk(tree):
+        for node in tree:
             if isinstance(node, ast.Import):
                 assert not forbidden & {alias.name.split(".")[0] for alias in node.names}, path
             if isinstance(node, ast.ImportFrom):
@@ -91,12 +89,7 @@ def test_nothing_is_unpickled():
 
 
 def test_nobody_asks_whether_an_object_has_an_attribute():
-    asking = [
-        path
-        for path, tree, _ in files()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id == "hasattr"
-    ]
+    asking = [path for path, tree, _ in files() for node in tree if isinstance(node, ast.Name) and node.id == "hasattr"]
     assert asking == []
 
 

@@ -19,8 +19,10 @@ from tests.structure import (
     imports,
     lines,
     modules,
+    nodes,
     repeated_basenames,
     state_objects,
+    tree,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,7 +176,7 @@ def test_only_one_module_assigns_the_training_state():
     for name, path in modules(ROOT).items():
         if name == "cyxtrain.training.state":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for each in (part for target in targets for part in getattr(target, "elts", [target])):
                 if isinstance(each, ast.Attribute) and each.attr in fields:
@@ -222,14 +224,13 @@ def test_a_file_name_stands_once():
 def test_every_folder_says_what_is_inside():
     for name, path in modules(ROOT).items():
         if path.name == "__init__.py":
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            assert (ast.get_docstring(tree) or "").split("\n")[0].endswith("."), name
+            assert (ast.get_docstring(tree(path)) or "").split("\n")[0].endswith("."), name
 
 
 def test_no_module_is_imported_by_a_computed_name():
     """A guard is not met by hiding an import from it."""
     for name, path in modules(ROOT).items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(COMPUTING)
             runs_file = isinstance(node, ast.Constant) and "runpy" in str(node.value)  # a program for another process
             if is_call or runs_file:

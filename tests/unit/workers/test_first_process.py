@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from launching import LAUNCHER
 from worlds import child_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux's")
@@ -82,7 +83,7 @@ def test_launcher_that_is_the_first_process_leaves_no_zombie():
     own = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*own, "true"], capture_output=True).returncode != 0:
         pytest.skip("no namespaces here")
-    rank = [sys.executable, "-m", "cyxtrain", "launch", "-n", "1", "--", sys.executable, "-c", textwrap.dedent(RANK)]
+    rank = [*LAUNCHER, "-n", "1", "--", sys.executable, "-c", textwrap.dedent(RANK)]
     found = subprocess.run([*own, *rank], capture_output=True, text=True, env=child_environment(), timeout=60)
     assert found.returncode == 5, found.stderr
     zombies, parent = found.stdout.split()

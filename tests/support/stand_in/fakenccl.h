@@ -1,29 +1,27 @@
 // "fakenccl", a stand-in for NCCL: collectives of tensors on "fakegpu", by Gloo on the same memory.
 //
 // As NCCL it refuses tensors of CPUs, has an average that multiplies by 1/N before it adds, and no host stop is told.
-// Unlike NCCL its wait() keeps the host until the collective is done.
-#include <ATen/ATen.h>
+// Unlike NCCL its wait() keeps the host until the collective is done. device.cpp includes this file: the compiler then
+// reads PyTorch's headers once.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/utils/pybind.h>
 
 namespace {
 
-using at::Tensor;
 using c10d::Work;
 using Tensors = std::vector<Tensor>;
 using Lists = std::vector<Tensors>;
 template <typename T>
 using Pointer = c10::intrusive_ptr<T>;
 
-Tensor on_host(const Tensor& tensor) {  // the same memory
+Tensor checked_on_host(const Tensor& tensor) {
   TORCH_CHECK(tensor.device().type() == c10::DeviceType::PrivateUse1, "No backend type associated with device type ",
               tensor.device().type());  // PyTorch's words where a group has NCCL alone
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()));
+  return on_host(tensor);
 }
 
 Tensors on_host(const Tensors& tensors) {
   Tensors found;
-  for (const Tensor& each : tensors) found.push_back(on_host(each));
+  for (const Tensor& each : tensors) found.push_back(checked_on_host(each));
   return found;
 }
 
