@@ -45,7 +45,11 @@ def run_kept(
     world_size: int, function: Callable[..., Any], *arguments: Any, backend: str = "", seconds: float = 60.0
 ) -> list[Ended]:
     """Call `function(*arguments)` as every rank of a world that stays, from the module's first such call to its end."""
-    world = _worlds.pop((world_size, backend), None) or _World(world_size, backend)
+    world = _worlds.pop((world_size, backend), None)
+    if world is not None and not world.is_alive():
+        world.close()
+        world = None
+    world = world or _World(world_size, backend)
     try:
         outcomes = world.run((function.__module__, function.__qualname__), arguments, seconds)
     except BaseException:
@@ -92,6 +96,9 @@ class _World:
                 for rank in range(world_size)
             ]
         self._ends, self._processes = [end for end, _ in started], [process for _, process in started]
+
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
 
     def run(self, name: tuple[str, str], arguments: tuple[Any, ...], seconds: float) -> list[Ended]:
         for end in self._ends:

@@ -699,6 +699,7 @@ class Stopping(cx.callbacks.Callback):
 
 
 def test_workers_that_stay_end_with_the_fit_also_where_it_is_stopped():
+    close_worlds()
     gc.disable()  # nobody may need the collector for it
     try:
         with one_process():
