@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -123,14 +124,25 @@ def _serve_tasks(end: Connection, variables: dict[str, str]) -> None:
                 name, arguments, folder = task
                 os.chdir(folder)
                 began = time.monotonic()
-                value = call(name, arguments)
+                with warnings.catch_warnings():
+                    value = call(name, arguments)
                 left = before.left_behind()
                 if cx.is_initialized():
-                    cx.barrier()  # fails where a rank has called other collectives, as the end of its world would
+                    left = _left_of_the_world() or left
                 before.restore()
                 end.send(Ended(0, value=value, left=left, seconds=time.monotonic() - began))
     except BaseException as error:
         end.send(failed(error))
+
+
+def _left_of_the_world() -> str:
+    """Meet the other ranks; where a task has ended the group, leave it, which fails as the end of its world would."""
+    try:
+        cx.barrier()
+    except cx.CyxtrainError as error:
+        cx.finalize()
+        return f"a group that has failed: {error}"
+    return ""
 
 
 def _next_task(end: Connection) -> Any:
