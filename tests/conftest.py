@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """Compares threads, processes, descriptors, environment and files before and after a test."""
     with leaks.nothing_left_behind(tmp_path_factory.mktemp("cwd")):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kept_worlds_end() -> Iterator[None]:
+    """Ends the worlds of ranks that stayed from one test of a module to the next."""
+    yield
+    if kept := sys.modules.get("kept_worlds"):
+        kept.close_worlds()
 
 
 @pytest.fixture(scope="session")

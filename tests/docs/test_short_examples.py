@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import on_ranks, rank_server, run_ranks, values  # noqa: F401 - a fixture
+from kept_worlds import on_ranks
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 import cyxtrain as cx
 

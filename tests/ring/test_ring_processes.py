@@ -9,7 +9,8 @@ import time
 
 import pytest
 import ring_ranks
-from worlds import free_port, run_processes, start_processes, wait_until
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from worlds import free_port, start_processes, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these ranks get POSIX signals")
 
@@ -25,11 +26,10 @@ IN_THREES = ["parts_of_the_world_are_groups_of_their_own"]
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(rank_server):  # noqa: F811 - the fixture
     """What went wrong in each case, on each of two ranks."""
     ports = " ".join(str(free_port()) for _ in range(3))
-    results = run_processes(2, ring_ranks.run_cases, [*CASES, *IN_PAIRS], env={"MORE_PORTS": ports}, seconds=100.0)
-    return [result.value for result in results]
+    return values(run_ranks(2, ring_ranks.run_cases, [*CASES, *IN_PAIRS], seconds=100.0, MORE_PORTS=ports))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,10 @@ def test_a_process_that_comes_as_a_rank_that_is_taken_is_refused_and_harms_nobod
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [4, 5])
+@pytest.mark.usefixtures("rank_server")
 def test_on_more_ranks(world_size):
-    for result in run_processes(world_size, ring_ranks.run_cases, CASES, seconds=110.0):
-        assert result.value == dict.fromkeys(CASES)
+    for found in values(run_ranks(world_size, ring_ranks.run_cases, CASES, seconds=110.0)):
+        assert found == dict.fromkeys(CASES)
 
 
 @pytest.mark.nightly  # test_survival.py shows it by day, in training

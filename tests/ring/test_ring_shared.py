@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from ring_values import Op, all_reduce, made, reduced, said_of, same, with_cores
 from torch import nn
-from worlds import free_port, run_processes, run_threads
+from worlds import free_port, run_threads
 
 import cyxtrain as cx
 from cyxtrain.config import RingOptions
@@ -287,15 +288,15 @@ def test_elements_that_a_user_has_moved_are_averaged_all_the_same():
 
 
 @pytest.fixture(scope="module")
-def lived():
+def lived(rank_server):  # noqa: F811 - the fixture
     """What two processes have lived through, by rank."""
-    return [each.value for each in run_processes(2, live, free_port(), env={"CYXTRAIN_TRANSPORT": "unix"})]
+    return values(run_ranks(2, live, free_port(), CYXTRAIN_TRANSPORT="unix"))
 
 
 def live(port):
-    cx.init()
-    found = [write_in_a_child(), train_both_ways(), replace_gradients()]
-    return [*found, live_twice(port)]
+    with cx.init():
+        found = [write_in_a_child(), train_both_ways(), replace_gradients()]
+        return [*found, live_twice(port)]
 
 
 def test_a_forked_child_has_gradients_of_its_own(lived):
@@ -313,10 +314,11 @@ def write_in_a_child():
     return status == 0 and torch.equal(mean.tensor, before)
 
 
+@pytest.mark.usefixtures("rank_server")
 def test_a_rank_that_ends_on_the_way_is_named():
-    ended = run_processes(3, end_on_the_way, env={"CYXTRAIN_TRANSPORT": "unix"}, succeed=False)
+    ended = run_ranks(3, end_on_the_way, CYXTRAIN_TRANSPORT="unix")
     assert [each.value for each in ended] == ["PeerLostError 1", None, "PeerLostError 1"]
-    assert ended[1].returncode == -signal.SIGKILL
+    assert ended[1].kind == "Killed"
 
 
 def end_on_the_way():
@@ -336,7 +338,7 @@ def end_on_the_way():
 
 
 def test_training_gives_the_same_bits_however_gradients_travel(lived):
-    assert [found[1] for found in lived] == [[1, 0, True]] * 2
+    assert [found[1] for found in lived] == [(1, 0, True)] * 2
 
 
 def train_both_ways():

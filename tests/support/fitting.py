@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rank_processes import run_ranks, values
+from kept_worlds import close_worlds, run_kept
+from rank_processes import values
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -86,8 +86,13 @@ def run_world(world_size: int, function: Callable[..., Any], *arguments: Any, se
 
     The function stands at the top of its module. Tensors do not travel well between processes: return NumPy arrays.
     """
-    name = (function.__module__, function.__qualname__)
-    return values(run_ranks(world_size, _in_world, name, arguments, seconds=seconds))
+    return values(run_kept(world_size, function, *arguments, seconds=seconds))
+
+
+def run_new_world(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> list[Any]:
+    """As `run_world`, in processes that have run nothing before: those that resume a fit, say."""
+    close_worlds()
+    return run_world(world_size, function, *arguments, seconds=seconds)
 
 
 def everywhere(world_size: int, function: Any, *arguments: Any) -> list[Any]:
@@ -96,11 +101,6 @@ def everywhere(world_size: int, function: Any, *arguments: Any) -> list[Any]:
         return run_world(world_size, function, *arguments)
     with one_process():
         return [function(*arguments)]
-
-
-def _in_world(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
-    with cx.init():
-        return getattr(importlib.import_module(name[0]), name[1])(*arguments)
 
 
 class Trace(cx.callbacks.Callback):

@@ -12,6 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+_kept: set[str] = set()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Let the descriptors that are opened within stay from one test to the next."""
+    before = _descriptors()
+    yield
+    _kept.update(_descriptors() - before)
+
 
 @contextlib.contextmanager
 def nothing_left_behind(folder: Path, seconds: float = 5.0) -> Iterator[None]:
@@ -32,9 +42,9 @@ def nothing_left_behind(folder: Path, seconds: float = 5.0) -> Iterator[None]:
         deadline = time.monotonic() + seconds
         left = {
             "process groups": _process_group(),
-            "threads": _what_stays(lambda: _threads() - threads, deadline),
-            "processes": _what_stays(lambda: _children() - children, deadline),
-            "descriptors": _what_stays(lambda: _descriptors() - descriptors, deadline),
+            "threads": what_stays(lambda: _threads() - threads, deadline),
+            "processes": what_stays(lambda: _children() - children, deadline),
+            "descriptors": what_stays(lambda: _descriptors() - descriptors, deadline),
             "variables": {name for name, _ in environment.items() ^ _environment().items()},
             "files": {file.name for file in folder.iterdir()},
             "folders": set() if folder.samefile(Path.cwd()) else {"another working folder"},
@@ -44,7 +54,7 @@ def nothing_left_behind(folder: Path, seconds: float = 5.0) -> Iterator[None]:
         os.chdir(home)
 
 
-def _what_stays(find: Callable[[], Counter[str]], deadline: float) -> Counter[str]:
+def what_stays(find: Callable[[], Counter[str]], deadline: float) -> Counter[str]:
     """Returns what is still there when there was time to end."""
     while found := find():
         gc.collect()  # a traceback may have kept it
@@ -93,7 +103,7 @@ def _descriptors() -> Counter[str]:
             continue  # the descriptor that lists this folder
         # Devices are opened once and kept (urandom, null); event counters are ZeroMQ's, which drives notebooks and
         # closes its sockets when it likes: nothing of ours has one.
-        if not target.startswith("/dev/") and target != "anon_inode:[eventfd]":
+        if not target.startswith("/dev/") and target != "anon_inode:[eventfd]" and target not in _kept:
             found[target] += 1
     return found
 

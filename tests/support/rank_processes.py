@@ -7,6 +7,7 @@ the fixture `rank_server`. `worlds.py` starts processes from nothing, also scrip
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import multiprocessing
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,7 @@ from worlds import free_port
 import cyxtrain as cx
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The last one is what optimizers import when they first step.
-_CONTEXT.set_forkserver_preload(
-    ["cyxtrain", "pytest", "torch.testing._comparison", "sklearn.metrics", "torchmetrics", "torch._dynamo"]
-)
+_CONTEXT.set_forkserver_preload(["preloaded"])
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DISTRIBUTED_BACKEND")
 SECONDS = 30.0
 
@@ -61,6 +60,7 @@ class Ended:
     error: dict[str, Any] | None = None
     traceback: str = ""
     seconds: float = 0.0
+    left: str = ""
 
     @property
     def kind(self) -> str | None:
@@ -89,53 +89,44 @@ def run_processes(
 
     The function is found by its name: it must be at the top of its module.
     """
-    ends, processes = [], []
-    for variables in environments:
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        name = (function.__module__, function.__qualname__)
-        process = _CONTEXT.Process(target=_serve, args=(theirs, name, variables, arguments), daemon=True)
-        process.start()
-        theirs.close()
-        ends.append(ours)
-        processes.append(process)
+    name = (function.__module__, function.__qualname__)
+    started = [start_process(_serve, variables, name, arguments) for variables in environments]
+    ends, processes = [end for end, _ in started], [process for _, process in started]
     try:
-        return _collect(ends, seconds)
+        return collect(ends, seconds)
     finally:
-        for process in processes:
-            process.join(2)
-            process.kill()
-            process.join()
-            process.close()
-        for end in ends:
-            end.close()
+        end_processes(ends, processes)
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Ended]:
+def start_process(
+    target: Callable[..., None], variables: dict[str, str], *arguments: Any, duplex: bool = False
+) -> tuple[Connection, ForkServerProcess]:
+    """Start `target(connection, variables, *arguments)` in a process; return the other end of its connection, too."""
+    ours, theirs = _CONTEXT.Pipe(duplex=duplex)
+    process = _CONTEXT.Process(target=target, args=(theirs, variables, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def end_processes(ends: list[Connection], processes: list[ForkServerProcess]) -> None:
+    """Wait until processes have ended, kill those that have not soon, and close the connections to them."""
+    for process in processes:
+        process.join(2)
+        process.kill()
+        process.join()
+        process.close()
+    for end in ends:
+        end.close()
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS, **variables: str
+) -> list[Ended]:
     """Calls `function(*arguments)` as every rank of a world, which it has to join by itself."""
     port = free_port()
-    return run_processes(
-        function, [environment(rank, world_size, port) for rank in range(world_size)], *arguments, seconds=seconds
-    )
-
-
-def on_ranks(*world_sizes: int, backend: str = "cpu", seconds: float = SECONDS) -> Callable[[Any], Any]:
-    """Makes a test of a function without arguments: it runs as every rank of a world of each size."""
-
-    def decorate(program: Callable[[], Any]) -> Any:
-        @pytest.mark.parametrize("world_size", world_sizes)
-        def test(world_size: int) -> None:
-            port = free_port()
-            environments = [
-                environment(rank, world_size, port, DISTRIBUTED_BACKEND=backend) for rank in range(world_size)
-            ]
-            values(run_processes(test, environments, seconds=seconds))
-
-        test.__name__, test.__qualname__, test.__doc__ = program.__name__, program.__qualname__, program.__doc__
-        test.__module__ = program.__module__
-        vars(test)["program"] = program
-        return test
-
-    return decorate
+    environments = [environment(rank, world_size, port, **variables) for rank in range(world_size)]
+    return run_processes(function, environments, *arguments, seconds=seconds)
 
 
 def values(outcomes: Sequence[Ended]) -> list[Any]:
@@ -145,7 +136,8 @@ def values(outcomes: Sequence[Ended]) -> list[Any]:
     return [ended.value for ended in outcomes]
 
 
-def _collect(ends: list[Connection], seconds: float) -> list[Ended]:
+def collect(ends: list[Connection], seconds: float) -> list[Ended]:
+    """Return how each rank ended, or what it returned; fail where one takes more than so many seconds."""
     began, outcomes = time.monotonic(), {}
     left = {end: rank for rank, end in enumerate(ends)}
     while left:
@@ -164,27 +156,38 @@ def _collect(ends: list[Connection], seconds: float) -> list[Ended]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _serve(end: Connection, name: tuple[str, str], variables: dict[str, str], arguments: tuple[Any, ...]) -> None:
+def _serve(end: Connection, variables: dict[str, str], name: tuple[str, str], arguments: tuple[Any, ...]) -> None:
     """Runs in the process of a rank."""
+    become(variables)
+    try:
+        ended = Ended(0, value=call(name, arguments))
+    except BaseException as error:
+        ended = failed(error)
+    end.send(ended)
+
+
+def become(variables: dict[str, str]) -> None:
+    """Make this process a rank."""
     for variable in OURS:
         os.environ.pop(variable, None)
     os.environ.update(variables)
     # A rank may start a DataLoader's workers, which multiprocessing refuses to daemons.
     vars(multiprocessing.current_process())["_config"]["daemon"] = False
     torch.set_num_threads(1)
-    try:
-        ended = Ended(0, value=_call(name, arguments))
-    except BaseException as error:
-        facts = error.to_facts() if isinstance(error, cx.CyxtrainError) else {}
-        facts = {"type": type(error).__name__, "message": str(error)} | facts
-        ended = Ended(0, error=facts, traceback=traceback.format_exc())
-    end.send(ended)
 
 
-def _call(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
+def failed(error: BaseException) -> Ended:
+    """Describe the error that is being handled."""
+    facts = error.to_facts() if isinstance(error, cx.CyxtrainError) else {}
+    facts = {"type": type(error).__name__, "message": str(error)} | facts
+    return Ended(0, error=facts, traceback=traceback.format_exc())
+
+
+def call(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
+    """Call a function, and what `on_ranks` made a test of within a world."""
     function = getattr(importlib.import_module(name[0]), name[1])
     program = vars(function).get("program")
     if program is None:
         return function(*arguments)
-    with cx.init():
+    with contextlib.nullcontext() if cx.is_initialized() else cx.init():
         return program(*arguments)

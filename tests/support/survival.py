@@ -16,7 +16,7 @@ from typing import Any
 import busy_ranks
 import faults
 import survival_ranks
-from rank_processes import _CONTEXT, Ended, _collect, _serve, environment, values
+from rank_processes import _CONTEXT, Ended, _serve, collect, environment, values
 from worlds import free_port, wait_until
 
 from cyxtrain.ring.rendezvous import handshake
@@ -53,7 +53,7 @@ class World:
     def start(self, function: Callable[..., Any], variables: dict[str, str], arguments: tuple[Any, ...]) -> None:
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         name = (function.__module__, function.__qualname__)
-        process = _CONTEXT.Process(target=_serve, args=(theirs, name, variables, arguments))
+        process = _CONTEXT.Process(target=_serve, args=(theirs, variables, name, arguments))
         with _multiprocessing:
             process.start()
         theirs.close()
@@ -82,7 +82,7 @@ class World:
 
     def outcomes(self, seconds: float = 40.0) -> list[Ended]:
         """Waits until all have ended; fails where one goes on after so many seconds."""
-        return _collect(self._ends, seconds)
+        return collect(self._ends, seconds)
 
     def values(self, seconds: float = 40.0) -> list[Any]:
         """Waits until all have ended, and returns what they returned; fails where one raised."""

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def around(item_bytes: int, *limits: int) -> list[int]:
     return [limit // item_bytes + more for limit in limits for more in (-1, 0, 1)]
 
 
-def cases(world_size: int, full: bool = False) -> list[Case]:
+@functools.cache
+def cases(world_size: int, full: bool = False) -> tuple[Case, ...]:
     """Every collective, at counts around every limit at which it takes another way; by day with fewer dtypes."""
     found: list[Case] = []
     by_day = ("float32", {2: "bfloat16", 3: "complex64"}.get(world_size, "int64"))
@@ -47,7 +49,7 @@ def cases(world_size: int, full: bool = False) -> list[Case]:
     for name, dtype in (("scatter", "complex64"), ("all_to_all", "float32")):
         found += [(name, dtype, "", count) for count in sides(dtype)]
     most = 17 * MIB // 4 + 5
-    return [*found, ("all_reduce", "float32", "SUM", most), ("broadcast", "float32", "", most)]
+    return (*found, ("all_reduce", "float32", "SUM", most), ("broadcast", "float32", "", most))
 
 
 def sides(dtype: str) -> list[int]:
@@ -141,12 +143,12 @@ def listening_unix_sockets() -> list[str]:
     return [fields[-1] for fields in listening if f"socket:[{fields[6]}]" in own and "cyxtrain" in fields[-1]]
 
 
-def go_through_all(full: bool) -> dict[str, Any]:
-    """Joins, calls every case, and returns what came, as digests in the order of the cases."""
+def go_through_all(table: Sequence[Case]) -> dict[str, Any]:
+    """Joins, calls each case, and returns what came, as digests in the order of the cases."""
     warnings.simplefilter("ignore")
     with cx.init(cx.DistributedConfig(collective_timeout_ms=30_000)):
         rank, size = cx.get_rank(), cx.get_world_size()
-        found = [digest(outcome(case, rank, size)) for case in cases(size, full)]
+        found = [digest(outcome(case, rank, size)) for case in table]
         return facts() | {"digests": found, "nans": nans(rank), "doing": group()._group.sequence}
 
 

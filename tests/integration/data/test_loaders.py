@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
+from kept_worlds import close_worlds
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import (
@@ -205,6 +206,7 @@ def check_resumed(kind: str, ranks: int, folder: Path, steps: int, kept: str) ->
     for path in folder.glob("*.ckpt"):
         if path.name != kept:
             path.unlink()
+    close_worlds()  # what resumes is another process
     again = everywhere(ranks, interrupted, kind, str(folder), "auto", steps)
     for before, after in zip(through, again, strict=True):
         assert before["bits"] == after["bits"]
@@ -547,6 +549,7 @@ def test_more_ranks_go_on_in_the_middle_of_batches_that_are_made_in_advance(tmp_
     with one_process():
         through = rows_in_batches(str(tmp_path), None)
     (tmp_path / "epoch-0001.ckpt").unlink()
+    close_worlds()  # what resumes is another process
     again = everywhere(2, rows_in_batches, str(tmp_path), "auto")
     assert sorted(through[24:]) == sorted(row for each in again for row in each)
     assert len(through) == ROWS
@@ -696,6 +699,7 @@ class Stopping(cx.callbacks.Callback):
 
 
 def test_workers_that_stay_end_with_the_fit_also_where_it_is_stopped():
+    close_worlds()
     gc.disable()  # nobody may need the collector for it
     try:
         with one_process():

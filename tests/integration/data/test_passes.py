@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, make_model, make_rows, one_process
+from kept_worlds import close_worlds
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
@@ -144,5 +145,6 @@ def test_a_samplers_own_state_is_resumed_bit_for_bit(world_size, tmp_path):
     assert len({bits for _, bits, _ in whole}) == 1
     for step in (2, 6, 15):  # in the middle of the first epoch; between two; in the last
         path = Path(tmp_path, f"step-{step:08d}.ckpt")
+        close_worlds()  # what resumes is another process
         again = everywhere(world_size, fit_remembering, str(tmp_path / f"{step}"), str(path))
         assert [bits for _, bits, _ in again] == [bits for _, bits, _ in whole]

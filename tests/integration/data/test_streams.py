@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
+from kept_worlds import close_worlds
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -304,6 +305,7 @@ def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, sett
     for path in tmp_path.glob("*.ckpt"):
         if path.name != f"step-{step:08d}.ckpt":
             path.unlink()
+    close_worlds()  # what resumes is another process
     again = everywhere(2, interrupted, kind, str(tmp_path), "auto", settings)
     for before, after in zip(through, again, strict=True):
         assert before["bits"] == after["bits"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, Floats, flat, make_model, make_rows, one_process, run_world, seeded
+from kept_worlds import close_worlds
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -250,6 +251,7 @@ def resume_from(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_is_gone_on_from_to_the_bit(world_size, tmp_path):
+    close_worlds()  # what resumes is another process
     for found in run_world(world_size, resume_from, str(tmp_path)):
         assert np.array_equal(found["went on"], found["never stopped"])
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_rows, run_world, seeded
+from kept_worlds import close_worlds
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -112,6 +113,7 @@ ALL["amp"] = cx.AMPConfig(initial_scale=2.0**22, dynamic_history_size=4)
     "world_size", [2, pytest.param(1, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly)]
 )
 def test_a_resumed_fit_is_the_uninterrupted_one(world_size, settings, tmp_path):
+    close_worlds()  # what resumes is another process
     for found in everywhere(world_size, resume_from_each, str(tmp_path), settings):
         assert len(found) == 1 + 6 + 3  # twelve steps, every second; three ends of epochs
         assert len(set(found)) == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchmetrics
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
+from kept_worlds import close_worlds
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from sklearn import metrics as expected
 from torch import nn
@@ -191,6 +192,7 @@ def test_metrics_go_on_on_another_number_of_ranks(tmp_path):
     [whole, *_] = run_world(3, fit_with_checkpoints, str(tmp_path))
     path = str(sorted(tmp_path.glob("step-*.ckpt"))[0])
     for world_size in (1, 2):
+        close_worlds()  # what resumes is another process
         for found in everywhere(world_size, go_on_from, path):
             for name, values in whole.items():
                 assert found[name] == pytest.approx(values, rel=1e-4), name

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fitting import CLASSES, FEATURES, fingerprint, make_rows, one_process, run_world, seeded
+from kept_worlds import close_worlds
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from worlds import wait_until
@@ -118,6 +119,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_fit_can_be_resumed(n
         assert [rank["ended"] for rank in found] == [ended] * world_size, moment
         assert [result(rank) for rank in found] == [result(found[0])] * world_size
         [checkpoint] = CheckpointFolder(folder).newest_first()
+        close_worlds()  # what resumes is another process
         resumed = run_world(world_size, fit, str(folder), {}, {})
         assert [result(rank) for rank in resumed] == [result(rank) for rank in whole], moment
         done = read_checkpoint(checkpoint.path).position["step"]
@@ -130,6 +132,7 @@ def test_time_that_is_over_stops_all_ranks_and_returns_the_history(tmp_path):
     found = run_world(2, fit, str(tmp_path), {}, {"max_time_seconds": 1e-6, "epochs": 50})
     assert [rank["ended"] for rank in found] == ["returned"] * 2
     assert [rank["forwards"][True] for rank in found] == [1, 1]
+    close_worlds()  # what resumes is another process
     resumed = run_world(2, fit, str(tmp_path), {}, {})
     whole = run_world(2, fit, str(tmp_path / "whole"), {}, {})
     assert [result(rank) for rank in resumed] == [result(rank) for rank in whole]

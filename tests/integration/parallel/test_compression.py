@@ -17,7 +17,8 @@ from ddp_models import assert_close, assert_same_on_all_ranks, gradients, mean_g
 from fitting import FEATURES, everywhere, fingerprint, flat, make_rows, run_world, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
+from kept_worlds import close_worlds, on_ranks
+from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -405,6 +406,7 @@ def test_on_another_number_of_ranks_each_has_the_mean_of_what_was_kept(tmp_path)
     run_world(3, fit_with_checkpoint, str(tmp_path))
     kept = read_checkpoint(tmp_path / "step-00000009.ckpt").others["compression"]
     assert len(kept["errors"]) == 3
+    close_worlds()  # what resumes is another process
     for found in run_world(2, errors_after_load, str(tmp_path / "step-00000009.ckpt")):
         for name, error in found.items():
             np.testing.assert_allclose(error, torch.stack([own[name] for own in kept["errors"]]).mean(0), atol=1e-9)

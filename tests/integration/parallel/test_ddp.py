@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients, loss_on, mean_gradients, network
 from fitting import flat, make_model, make_rows
-from rank_processes import on_ranks, rank_server, run_ranks, values  # noqa: F401 - a fixture
+from kept_worlds import on_ranks
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

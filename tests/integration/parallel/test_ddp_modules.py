@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients, loss_on, mean_gradients, network
-from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
+from kept_worlds import on_ranks
+from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

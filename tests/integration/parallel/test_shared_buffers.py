@@ -11,7 +11,8 @@ import pytest
 import torch
 from ddp_models import batch
 from fitting import everywhere, flat, make_rows
-from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
+from kept_worlds import close_worlds, on_ranks
+from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -250,6 +251,7 @@ def test_a_fit_with_buffers_of_any_form_is_resumed_bit_for_bit(world_size, tmp_p
             whole = everywhere(world_size, fit, form, {"accumulation_steps": steps})
             everywhere(world_size, fit, form, settings | {"checkpoint_every_n_steps": 3})
             file = tmp_path / f"{form}{steps}" / "step-00000003.ckpt"
+            close_worlds()  # what resumes is another process
             resumed = everywhere(world_size, fit, form, settings | {"resume": str(file)})
             assert [each["bits"] for each in resumed] == [each["bits"] for each in whole]
             assert [each["graph"] for each in resumed] == [each["graph"] for each in whole]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from ddp_models import assert_same_on_all_ranks
 from fitting import everywhere, flat
-from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
+from kept_worlds import on_ranks
+from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx

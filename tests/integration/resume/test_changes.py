@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import fingerprint, make_model, make_rows, one_process, run_world
+from fitting import fingerprint, make_model, make_rows, one_process, run_new_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.optim import lr_scheduler as schedulers
 
@@ -82,7 +82,7 @@ def stretched_and_cut_off(folder: str) -> list[str]:
 
 
 def test_a_fit_whose_cosine_was_stretched_resumes_bit_for_bit(tmp_path):
-    for rank, (whole, again) in enumerate(run_world(2, stretched_and_cut_off, str(tmp_path))):
+    for rank, (whole, again) in enumerate(run_new_world(2, stretched_and_cut_off, str(tmp_path))):
         assert whole == again, rank
 
 

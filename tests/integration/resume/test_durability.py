@@ -20,7 +20,7 @@ from typing import Any
 import durable_saves
 import pytest
 import torch
-from fitting import adam, fingerprint, make_rows, one_process, run_world, seeded
+from fitting import adam, fingerprint, make_rows, one_process, run_new_world, seeded
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 from worlds import child_environment
@@ -174,7 +174,7 @@ def test_a_full_disk_lets_training_go_on_or_ends_it_on_every_rank_and_the_last_g
     world_size, tmp_path
 ):
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "none") as folder:
-        for rank, (epochs, said, error) in enumerate(run_world(world_size, fit_on, str(folder), "warn")):
+        for rank, (epochs, said, error) in enumerate(run_new_world(world_size, fit_on, str(folder), "warn")):
             assert (epochs, error) == ([1, 2, 3], "")
             assert len(said) == (2 if rank == 0 else 0), said  # by the rank that writes: why, and in the end how many
             assert not said or "No space left on device. Free space there" in said[0]
@@ -182,7 +182,7 @@ def test_a_full_disk_lets_training_go_on_or_ends_it_on_every_rank_and_the_last_g
         [path] = folder.iterdir()
         assert read_checkpoint(path).position["epoch"] == 1
         path.unlink()
-        for epochs, _, error in run_world(world_size, fit_on, str(folder), "raise"):
+        for epochs, _, error in run_new_world(world_size, fit_on, str(folder), "raise"):
             assert "No space left on device. Free space there" in error
             assert epochs in ([1, 2], [1, 2, 3])  # found out when the next one is saved
         [path] = folder.iterdir()

@@ -9,7 +9,7 @@ from collections import Counter
 
 import killed_fits
 import pytest
-from fitting import make_rows, run_world
+from fitting import make_rows, run_new_world
 from killed_fits import EPOCHS, ROWS, Moment
 from rank_processes import (
     rank_server,  # noqa: F401 - a fixture
@@ -27,7 +27,7 @@ PLACES = ("training", "validation", "save")
 
 @functools.cache
 def uninterrupted(world_size, folder):
-    return run_world(world_size, killed_fits.fit, str(folder / f"whole{world_size}"), 0, None)
+    return run_new_world(world_size, killed_fits.fit, str(folder / f"whole{world_size}"), 0, None)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def check_a_kill(seed, world_size, tmp_path, whole_folder):
     assert ends == {"Killed"}, (moment, killed)
     newest = CheckpointFolder(tmp_path).newest_first()
     at = newest[0].position if newest else {"epoch": 0, "samples": 0}
-    resumed = run_world(world_size, killed_fits.fit, str(tmp_path), seed + 1000, None)
+    resumed = run_new_world(world_size, killed_fits.fit, str(tmp_path), seed + 1000, None)
     for rank in range(world_size):
         for name in ("bits", "history", "epochs"):
             assert resumed[rank][name] == whole[rank][name], (moment, rank, name)

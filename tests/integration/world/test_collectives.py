@@ -10,7 +10,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import on_ranks, rank_server, run_ranks  # noqa: F401 - a fixture
+from kept_worlds import on_ranks
+from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 
 import cyxtrain as cx
 from cyxtrain.world import runtime

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from joined_ranks import join, own_rank
-from rank_processes import environment, on_ranks, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from kept_worlds import on_ranks
+from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port, wait_until
 
 import cyxtrain as cx
