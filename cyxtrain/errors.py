@@ -120,7 +120,10 @@ class Failure:
     def of(cls, error: BaseException, rank: int) -> Failure:
         """Return the facts of an error, short enough to send."""
         text = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS], text[-_TRACEBACK_CHARACTERS:])
+        if len(text) > _TRACEBACK_CHARACTERS:  # whole frames only
+            text = text[-_TRACEBACK_CHARACTERS:]
+            text = "  ...\n" + text[max(text.find("  File "), 0) :]
+        return cls(rank, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS], text)
 
 
 class DistributedTrainingError(CyxtrainError):
