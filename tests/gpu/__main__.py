@@ -173,7 +173,7 @@ def report(rows: list[dict[str, Any]], device: str, out: Path) -> None:
 
 def environment_for(device: str) -> dict[str, str]:
     """Returns the variables of every step; builds the stand-in where that is the device."""
-    path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(path), "CYXTRAIN_TEST_GPU": device, "PYTHONFAULTHANDLER": "1"}
     if device == "fakegpu":
         sys.path[:0] = path
