@@ -94,7 +94,7 @@ def steps_for(device: str) -> list[Step]:
         ranks("two_ranks", "two ranks on one GPU", 60, backend),
         ranks("failing_rank", "a rank that raises in step 3", 60, backend),
         Step("ring_cuda", "tests/ring/test_ring_cuda.py", 120, (*_PYTEST, "-x", tests["ring_cuda"])),
-        Step("cuda", "tests/integration/fit/test_cuda.py", 150, (*_PYTEST, tests["cuda"])),
+        Step("cuda", "tests/integration/fit/test_cuda.py", 240, (*_PYTEST, tests["cuda"])),
         Step("collectives", "every collective over NCCL", 60, (*_PYTEST, tests["contract"], "-k", "nccl and 1")),
         Step("speed", "fit against loops", 150, (benchmark, *((*speed, "gpt2", "resnet50") if is_real else tiny))),
     ]
