@@ -76,7 +76,7 @@ def state_of(process: Process, asking: Process) -> State | None:
         if hash(found) != process.started:
             return State.GONE
         status = found.status()
-    except psutil.AccessDenied:
+    except (psutil.AccessDenied, OSError):  # OSError: this process has no file descriptor left to read /proc with
         return None
     except psutil.NoSuchProcess:
         return None if _is_hidden(process.pid) else State.GONE

@@ -94,7 +94,7 @@ def steps_for(device: str) -> list[Step]:
         ranks("two_ranks", "two ranks on one GPU", 60, backend),
         ranks("failing_rank", "a rank that raises in step 3", 60, backend),
         Step("ring_cuda", "tests/ring/test_ring_cuda.py", 120, (*_PYTEST, "-x", tests["ring_cuda"])),
-        Step("cuda", "tests/integration/fit/test_cuda.py", 150, (*_PYTEST, tests["cuda"])),
+        Step("cuda", "tests/integration/fit/test_cuda.py", 240, (*_PYTEST, tests["cuda"])),
         Step("collectives", "every collective over NCCL", 60, (*_PYTEST, tests["contract"], "-k", "nccl and 1")),
         Step("speed", "fit against loops", 150, (benchmark, *((*speed, "gpt2", "resnet50") if is_real else tiny))),
     ]
@@ -173,7 +173,7 @@ def report(rows: list[dict[str, Any]], device: str, out: Path) -> None:
 
 def environment_for(device: str) -> dict[str, str]:
     """Returns the variables of every step; builds the stand-in where that is the device."""
-    path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(path), "CYXTRAIN_TEST_GPU": device, "PYTHONFAULTHANDLER": "1"}
     if device == "fakegpu":
         sys.path[:0] = path

@@ -242,7 +242,8 @@ def _resume_each(name: str, folder: Path) -> list[str]:
         warnings.simplefilter("always")
         whole.append(train("cpu", path=paths[0]))
     if cx.is_master():
-        assert any("computed differently: the device was fakegpu and is cpu. The" in str(each.message) for each in told)
+        expected = "computed differently: the device was fakegpu and is cpu. Numbers may differ"
+        assert any(expected in str(each.message) for each in told)
     return whole + [train(GPU, path=path) for path in paths]
 
 

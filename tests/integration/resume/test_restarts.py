@@ -73,7 +73,7 @@ def test_an_error_that_would_come_again_is_no_reason_to_start_again(tmp_path):
     done = launch(tmp_path, 3, {}, every=-1)
     assert done.returncode == 1
     assert done.stderr.count("failed first") == 1
-    assert done.stderr.endswith("no restart: this error would come again\n")
+    assert done.stderr.endswith("no restart: the same error would occur again\n")
 
 
 def printed(done: subprocess.CompletedProcess, what: str) -> str:

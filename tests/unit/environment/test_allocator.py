@@ -57,7 +57,7 @@ def test_what_is_free_goes_back_when_training_is_over():
     before, kept, after = run("""
         import mmap
         import torch
-        from cyxtrain.allocator import freed_memory_kept
+        from cyxtrain.environment.allocator import freed_memory_kept
 
         def resident():
             with open("/proc/self/statm") as file:

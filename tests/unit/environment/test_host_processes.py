@@ -134,6 +134,22 @@ def test_a_process_whose_files_are_hidden_is_not_taken_for_gone(own, monkeypatch
 
 
 @linux
+def test_without_a_free_file_descriptor_a_state_is_unknown_and_nothing_is_raised(own):
+    import resource
+
+    assert state_of(own, own) is State.ALIVE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        found = state_of(own, own)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found is None
+
+
+@linux
 def test_a_kernel_without_time_namespaces_tells_processes_apart_too(monkeypatch):
     monkeypatch.setattr(os.path, "lexists", lambda path: False)
     own = this_process("10.0.0.1")
