@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_unchanged_installed import installed
+from installed import installed
 from worlds import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,7 +290,7 @@ def test_both_nodes_get_the_same_command_but_for_their_number():
 
 
 def test_variables_of_schedulers_are_those_that_are_read():
-    table = CLUSTERS[CLUSTERS.index("## Who is who") : CLUSTERS.index("## Networks")]
+    table = CLUSTERS[CLUSTERS.index("## How ranks are numbered") : CLUSTERS.index("## Networks")]
     names = {
         name for row in re.findall(r"^\|.*\|$", table, flags=re.MULTILINE) for name in re.findall("`([A-Z_]+)`", row)
     }

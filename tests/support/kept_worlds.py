@@ -99,7 +99,8 @@ class _World:
         self._ends, self._processes = [end for end, _ in started], [process for _, process in started]
 
     def is_alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        # One that waits for its next task says nothing: what can be read is its end, also before it has been reaped.
+        return not any(end.poll() for end in self._ends)
 
     def run(self, name: tuple[str, str], arguments: tuple[Any, ...], seconds: float) -> list[Ended]:
         for end in self._ends:

@@ -147,7 +147,7 @@ def collect(ends: list[Connection], seconds: float) -> list[Ended]:
             rank = left.pop(end)
             try:
                 ended = end.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 ended = Ended(0, error={"type": "Killed", "message": ""}, traceback="ended without a word")
             ended.rank, ended.seconds = rank, time.monotonic() - began
             outcomes[rank] = ended
