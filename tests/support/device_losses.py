@@ -19,7 +19,17 @@ from cyxtrain.progress.display import Display, displays_by
 
 ROWS, BATCH, IGNORED = 320, 8, -100
 STEPS = ROWS // BATCH
-OURS = ("step.py", "loss.py", "sums.py", "num_items.py", "clipping.py", "metric.py", "named_metrics.py", "display.py")
+OURS = (
+    "step.py",
+    "loss.py",
+    "weighting.py",
+    "sums.py",
+    "num_items.py",
+    "clipping.py",
+    "metric.py",
+    "named_metrics.py",
+    "display.py",
+)
 ONCE_PER_EPOCH = 4
 """Stops: sums of an epoch and metrics are fetched when it is over."""
 CLASS_WEIGHTS = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 1.7]))
