@@ -1,1 +1,1 @@
-"""Who this process is and what its machine offers: variables, schedulers, cores, accelerators. No sockets."""
+"""Process and machine: variables, schedulers, cores, accelerators, files, versions of PyTorch."""

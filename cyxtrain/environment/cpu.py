@@ -1,4 +1,4 @@
-"""The number of cores that this process may use. Imports neither PyTorch nor NumPy, for the launcher."""
+"""The number of cores that this process may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `cyxtrain`. Each subcommand imports what it needs: starting processes needs no PyTorch."""
+"""The command `cyxtrain`. Each subcommand imports what it needs."""
 
 from __future__ import annotations
 

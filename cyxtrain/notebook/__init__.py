@@ -1,1 +1,1 @@
-"""Worker processes that run a notebook's fit, evaluate and predict. Above training."""
+"""A notebook's fit, evaluate and predict in worker processes: pool, calls, transfer of state, relayed output."""

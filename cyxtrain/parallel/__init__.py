@@ -1,4 +1,4 @@
-"""Gradients, from a rank into the ring and back: layout -> bucket -> reducer -> DistributedDataParallel."""
+"""Gradients averaged over ranks: layout -> bucket -> reducer -> DistributedDataParallel; gathering with gradients."""
 
 from cyxtrain.parallel.gathering import (
     GatherCall,

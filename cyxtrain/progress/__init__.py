@@ -1,1 +1,1 @@
-"""What people see of a run: header, bars, history, timers, profiles, tables. Nothing here changes a number."""
+"""What people see of a run: bars and lines, history, timers, profiles, summaries. Nothing here changes a number."""

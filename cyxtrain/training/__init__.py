@@ -1,1 +1,1 @@
-"""The loop: fit, epoch, step, and what is trained."""
+"""The trainers; the loop (fit, epoch, step), evaluation, stopping, NaN checks, and the training state."""

@@ -1,7 +1,7 @@
 """The schedules, without sockets: what each leaves, in which order it sums, and that every rank hears of every other.
 
 Where nothing else is said a send happens only together with its receive: such a schedule needs no buffer anywhere.
-test_ring_offers.py has what ranks read in each other's memory.
+test_ring_peer_read.py has what ranks read in each other's memory.
 """
 
 from __future__ import annotations

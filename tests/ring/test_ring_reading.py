@@ -1,6 +1,6 @@
 """Ranks that read each other's memory while something goes wrong, or while its owner has long gone on.
 
-test_ring_offers.py has the schedules; here are whole groups, as threads, so that every rank is seen.
+test_ring_peer_read.py has the schedules; here are whole groups, as threads, so that every rank is seen.
 """
 
 from __future__ import annotations
