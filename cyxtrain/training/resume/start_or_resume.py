@@ -229,7 +229,8 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     if ranks != runtime.get_world_size():
         text += f"; made by {counted(ranks, 'rank')}, samples keep their order"
     if position.stopped:
-        return f"{text}; a callback ended this fit there: to continue, call load_checkpoint() and fit()"
+        why = f" ({state.stop_reason})" if state.stop_reason else ""
+        return f"{text}; the fit was stopped there{why}: to continue, call load_checkpoint() and fit()"
     return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise epochs"
 
 
