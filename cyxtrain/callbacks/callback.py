@@ -105,6 +105,8 @@ class Callback:
     Without workers it is an ordinary callback."""
     ends_on_nonfinite = False
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
+    stop_reason = ""
+    """Why it stops the fit, for the line that rank 0 prints; "": its class name."""
 
     @property
     def model(self) -> nn.Module:
@@ -216,6 +218,8 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
+        self.stop_reason = ""
+        """Why the latest one to set `stop_training` did so; "": none has."""
         self._batch_begin = [each for each in self._callbacks if _overrides(each, "on_train_batch_begin")]
         self._before_step = [each for each in self._callbacks if _overrides(each, "on_before_optimizer_step")]
         self._batch_end = [each for each in self._callbacks if _overrides(each, "on_train_batch_end")]
@@ -231,8 +235,7 @@ class Callbacks:
     def call(self, hook: str, *arguments: Any) -> None:
         """Call a hook, by its name, of each."""
         for callback in self._callbacks:
-            getattr(callback, hook)(*arguments)
-            self._apply_keras_stop(callback)
+            self._run(callback, hook, *arguments)
 
     def on_train_batch_begin(self, batch: int) -> None:
         """Call the hook of those that override it."""
@@ -270,8 +273,7 @@ class Callbacks:
         if self._batch_end:
             with contextlib.closing(BatchLogs(look)) as logs:
                 for callback in self._batch_end:
-                    callback.on_train_batch_end(batch, logs)
-                    self._apply_keras_stop(callback)
+                    self._run(callback, "on_train_batch_end", batch, logs)
 
     def on_test_batch_begin(self, batch: int) -> None:
         """Call the hook of those that override it."""
@@ -291,11 +293,14 @@ class Callbacks:
             for callback in self._callbacks:
                 stack.callback(callback.close)
 
-    @staticmethod
-    def _apply_keras_stop(callback: Callback) -> None:
-        """Accept Keras's way to stop: `self.model.stop_training = True`."""
+    def _run(self, callback: Callback, hook: str, *arguments: Any) -> None:
+        """Call a hook; note a request to stop, also Keras's: `self.model.stop_training = True`."""
+        had_asked = callback.trainer.stop_training
+        getattr(callback, hook)(*arguments)
         if vars(callback.model).pop("stop_training", False):
             callback.trainer.stop_training = True
+        if callback.trainer.stop_training and not had_asked:
+            self.stop_reason = callback.stop_reason or f"{type(callback).__name__} set stop_training"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by class name and, from the second of a class on, number."""

@@ -11,6 +11,7 @@ from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
 from cyxtrain.checkpoint.format.names import load_plain_state, plain_state
 from cyxtrain.config.settings import require_boolean
+from cyxtrain.errors import counted
 from cyxtrain.world import runtime
 
 
@@ -88,6 +89,9 @@ class EarlyStopping(Monitoring):
         self.wait = 0 if counts else self.wait + 1
         if not improved and self.wait >= self.patience and epoch > 0:
             self.stopped_epoch = epoch
+            is_finite = math.isfinite(self.best)
+            best = f"best {self.best:.4g} at epoch {self.best_epoch + 1}" if is_finite else "never finite"
+            self.stop_reason = f"{self.monitor} has not improved for {counted(self.wait, 'epoch')}; {best}"
             self.trainer.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:

@@ -56,6 +56,7 @@ class Timer(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Check the time limit."""
         if self.seconds is not None and time.monotonic() - self._began >= self.seconds:
+            self.stop_reason = f"{self.seconds:g} seconds have passed (Timer)"
             self.trainer.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

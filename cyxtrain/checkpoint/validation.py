@@ -177,6 +177,7 @@ _OTHERS = {
     "compression": _is_dict,
     "trained": _list_of(_is_text),
     "callbacks": _dict_of(_is_dict),
+    "stop_reason": _is_text,
     "data": _is_dict,
     "losses": _dict_of(_is_dict),
     "buffers": _dict_of(lambda each: isinstance(each, torch.Tensor)),

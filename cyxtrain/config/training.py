@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Literal
 
 from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
 
@@ -73,7 +74,7 @@ class DistributedTrainingConfig:
     epochs: int = 10
     """Passes over the training data."""
     batch_size: int = 64
-    """Samples per step on each rank; a DataLoader has its own."""
+    """Samples per step on each rank, or per micro-batch with `accumulation_steps`; a DataLoader has its own."""
     effective_batch_size: int | None = None
     """Samples per step over all ranks; takes precedence over `batch_size` for training."""
     shuffle: bool = True
@@ -103,9 +104,9 @@ class DistributedTrainingConfig:
     keep_best: str | None = None
     """Keep the checkpoint of the best epoch as "best.ckpt": the lowest "loss" or "val_loss", the highest "accuracy" or
     "val_accuracy", or the best value of one of the trainer's metrics."""
-    on_save_error: str = "warn"
+    on_save_error: Literal["warn", "raise"] = "warn"
     """If a checkpoint cannot be written: "warn" and continue, or "raise"."""
-    on_nonfinite: str = "raise"
+    on_nonfinite: Literal["raise", "skip"] = "raise"
     """If a loss or a gradient is NaN or infinite: "raise", or "skip" the step and continue, unless that happens ten
     times in a row."""
     check_replicas_every_n_steps: int | None = None
@@ -119,7 +120,7 @@ class DistributedTrainingConfig:
     """Largest absolute value of an element of a gradient."""
     clip_adaptive: float | None = None
     """Largest norm of a unit's gradient as a multiple of that of the unit's weights; 0.01 is usual."""
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What the model computes in: "fp32", as its parameters; "bf16" or "fp16", by autocast."""
     amp: AMPConfig | None = None
     """Loss scaling for precision="fp16"; None: `create_default_amp_config()`."""
@@ -129,7 +130,7 @@ class DistributedTrainingConfig:
     sync_batchnorm: bool = False
     """Compute batch norm statistics over the samples of all ranks: the model's layers become PyTorch's SyncBatchNorm,
     and stay so. GPUs only."""
-    learning_rate_scaling: str | None = None
+    learning_rate_scaling: Literal["linear", "sqrt"] | None = None
     """How the learning rate, given for `batch_size` samples per step (times `accumulation_steps`), grows with the
     samples per step over all ranks: "linear", with the ratio; "sqrt", with its root; None: not at all."""
     warmup_steps: int | float = 0
@@ -160,13 +161,13 @@ class DistributedTrainingConfig:
     """Processes that train together, started from a notebook or a program without a launcher; they stay for the next
     call, and `evaluate` and `predict` use them too. "auto": one per GPU if the model is on one, otherwise one per core,
     up to 8. None: this process alone. Ignored under a launcher, whose ranks do the work."""
-    scheduler_interval: str | None = None
+    scheduler_interval: Literal["step", "epoch"] | None = None
     """Step the schedule after each optimizer "step" or each "epoch"; None: as the trainer was built, by step."""
 
     drop_last: bool = False
     """Leave out the samples that do not fill the last global batch of an epoch, so that all steps have the same size. A
     new order leaves out others."""
-    float32_precision: str | None = None
+    float32_precision: Literal["highest", "high", "medium"] | None = None
     """Precision of float32 matrix products and convolutions, as in `torch.set_float32_matmul_precision`: "highest";
     "high" (TF32 on NVIDIA GPUs); "medium". None: as your program has set it."""
     channels_last: bool = False

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
 
-_PRECISION = "fp16"
+_PRECISION: Final = "fp16"
 _LEARNING_RATE = 1e-3
 
 

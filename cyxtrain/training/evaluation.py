@@ -42,13 +42,14 @@ class Evaluation:
     def __init__(self, **metrics: float) -> None:
         self._metrics = metrics
 
-    def __iter__(self) -> Iterator[float]:
+    # `float | Any`: the accuracy may be None, and `loss + accuracy` needs no check in your code.
+    def __iter__(self) -> Iterator[float | Any]:
         return iter(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, key: str | int) -> float:
+    def __getitem__(self, key: str | int) -> float | Any:
         return self._metrics[key] if isinstance(key, str) else self._values[key]
 
     def __eq__(self, other: object) -> bool:

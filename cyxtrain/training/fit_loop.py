@@ -232,6 +232,7 @@ class FitLoop:
         self._record(measured, validation, seconds, rows, note)
         received = self._call("on_epoch_end", position.epoch - 1, self._logs())
         self._apply_end(received)
+        self._explain_end()
         self._manager.after_epoch()
         stop_if_requested(received)
 
@@ -302,6 +303,15 @@ class FitLoop:
         """Make this epoch the last one if a callback on any rank asks for it."""
         if any(received) and received[StopRequest.COMPLETE] > 0:
             self._state.position.stop()
+
+    def _explain_end(self) -> None:
+        """Keep and show why a callback ends the fit with this epoch. All ranks call it."""
+        position = self._state.position
+        reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
+        if any(reasons):
+            self._state.keep_stop_reason(next(filter(None, reasons)))
+            where = f"after epoch {position.epoch} of {self._last_epoch}"
+            self._plan.display.header([("stopped", f"{where}: {self._state.stop_reason}")])
 
     def _apply(self, received: Sequence[float], step: TrainingStep) -> None:
         """Save, or stop, if any rank requests it."""

@@ -132,6 +132,7 @@ class TrainingState:
         step_seconds: Of each part of a step, in the latest epoch, by rank.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
         built_groups: Groups of the optimizer when the latest fit began: callbacks may add others.
+        stop_reason: Why a callback has ended the latest fit; "": none has.
     """
 
     model: nn.Module
@@ -157,6 +158,7 @@ class TrainingState:
     data: Callable[[], dict[str, Any]] = dict
     loss: Loss | None = None
     built_groups: int = 0
+    stop_reason: str = ""
 
     def __post_init__(self) -> None:
         self.built_groups = self.built_groups or len(self.optimizer.param_groups)
@@ -203,7 +205,7 @@ class TrainingState:
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
-        self.config, self.kept, self.arithmetic = config, {}, numerics
+        self.config, self.kept, self.arithmetic, self.stop_reason = config, {}, numerics, ""
         self._clear_rank_states()
         self.loss_scale = make_loss_scale(config)
         self.rates.interval = config.scheduler_interval or "step"
@@ -272,6 +274,10 @@ class TrainingState:
         """Ask to end the fit on all ranks, or withdraw that."""
         self.stop_training = value
 
+    def keep_stop_reason(self, reason: str) -> None:
+        """Keep why a callback ends the fit."""
+        self.stop_reason = reason
+
     def set_step_seconds(self, seconds: list[dict[str, float]]) -> None:
         """Publish what the parts of a step took."""
         self.step_seconds = seconds
@@ -318,6 +324,7 @@ class TrainingState:
                 "compression": self.compression,
                 "trained": [name for name, each in plain_parameters(trained) if each.requires_grad],
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
+                "stop_reason": self.stop_reason,
                 "data": self._state_of_data(),
                 **state_besides(trained),
             },
@@ -375,6 +382,7 @@ class TrainingState:
             self.runs.add(self.run.get("id"))
             self.metadata = {**state.metadata, **self.metadata}
             self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
+            self.stop_reason = state.others.get("stop_reason", "")
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint from a file, with its metadata. All ranks call it; rank 0 reads. Raises as `load`."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
 from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
-from cyxtrain.training.inputs.fit_keywords import Data, FitKeywords
+from cyxtrain.training.inputs.fit_keywords import Data, FitSettings
 from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
@@ -106,7 +106,7 @@ class DistributedTrainer:
         loss_weights: Mapping[str, float] | None = None,
         metrics: Any = None,
         scheduler: SchedulerLike = None,
-        scheduler_interval: str = "step",
+        scheduler_interval: Literal["step", "epoch"] = "step",
         callbacks: Sequence[Callback] = (),
         ddp_config: DDPConfig | None = None,
         device: str | torch.device = "auto",
@@ -234,53 +234,21 @@ class DistributedTrainer:
         """
         self._recomputed = layers_of(self.model, layers)
 
-    @overload
-    def fit(self, X: Data, y: Data | None = None, **keywords: Unpack[FitKeywords]) -> TrainingHistory: ...  # noqa: N803
-    @overload
     def fit(
         self,
-        X: Data,  # noqa: N803
-        y: Data | None,
-        config: DistributedTrainingConfig,
-        /,
-        **keywords: Unpack[FitKeywords],
-    ) -> TrainingHistory: ...
-    @overload
-    def fit(
-        self,
-        X: Data,  # noqa: N803
-        config: DistributedTrainingConfig,
-        /,
-        **keywords: Unpack[FitKeywords],
-    ) -> TrainingHistory: ...
-    @overload
-    def fit(
-        self,
-        X: Data,  # noqa: N803
-        y: Data,
-        X_val: Data,  # noqa: N803
-        y_val: Data,
+        X: Data | None = None,  # noqa: N803
+        y: Data | DistributedTrainingConfig | None = None,
+        *more: Data | DistributedTrainingConfig | None,
+        X_val: Data | None = None,  # noqa: N803
+        y_val: Data | None = None,
         config: DistributedTrainingConfig | None = None,
-        /,
-        **keywords: Unpack[FitKeywords],
-    ) -> TrainingHistory: ...
-    @overload
-    def fit(self, *, x: Data, y: Data | None = None, **keywords: Unpack[FitKeywords]) -> TrainingHistory: ...
-    def fit(
-        self,
-        X: Any = None,  # noqa: N803
-        y: Any = None,
-        *more: Any,
-        X_val: Any = None,  # noqa: N803
-        y_val: Any = None,
-        config: Any = None,
-        validation_data: Any = None,
+        validation_data: Data | None = None,
         sample_weight: Any = None,
-        class_weight: Any = None,
-        callbacks: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
         initial_epoch: int | None = None,
-        resume: Any = None,
-        **settings: Any,
+        resume: str | os.PathLike[str] | None = None,
+        **settings: Unpack[FitSettings],
     ) -> TrainingHistory:
         """Train: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, `fit(loader, val_loader, config)`.
 

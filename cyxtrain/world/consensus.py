@@ -12,6 +12,7 @@ from cyxtrain.errors import CollectiveMismatchError, on_all_ranks
 
 SAME_CALL = "the check that all ranks make the same call"
 """The `during` of its errors."""
+_LEAVES = "leaves the world (its program, or the with block of init, has ended; or it calls finalize)"
 
 
 def backends_of(group: Any = None) -> dict[str, str]:
@@ -54,7 +55,7 @@ def check_same_call(call: str, group: Any, *, works_alone: bool = False) -> bool
         if not announced[0][1] or len(set(calls[1:])) > 1:
             other = next(rank for rank, name in enumerate(calls) if name != calls[0])
             mismatch = CollectiveMismatchError(
-                f"rank 0 calls {calls[0]} and rank {other} calls {calls[other]}: all ranks must make the same calls. "
+                f"rank 0 {_verb(calls[0])} and rank {other} {_verb(calls[other])}: all ranks must make the same calls. "
                 "evaluate, predict and save_checkpoint work on rank 0 alone, while the others wait in another call.",
                 rank=other,
                 during=SAME_CALL,
@@ -62,3 +63,7 @@ def check_same_call(call: str, group: Any, *, works_alone: bool = False) -> bool
             raise on_all_ranks(mismatch)
         if dist.get_rank(group) == 0:
             return False
+
+
+def _verb(call: str) -> str:
+    return _LEAVES if call == "finalize" else f"calls {call}"

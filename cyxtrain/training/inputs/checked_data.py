@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import require_integer
@@ -29,7 +29,8 @@ from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.trained import trained_with
 
-LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
+# What a function returns keeps the class of a loss out.
+LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[str, Any] | None
 
 
 class TrainerArguments(NamedTuple):

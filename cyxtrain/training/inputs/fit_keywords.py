@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 from torch.utils.data import Dataset
 
-from cyxtrain.callbacks.callback import Callback
-from cyxtrain.config import AMPConfig, DistributedTrainingConfig
+from cyxtrain.config import AMPConfig
 
 
 class SupportsArray(Protocol):
@@ -18,12 +16,14 @@ class SupportsArray(Protocol):
     def __array__(self) -> Any: ...
 
 
-Data: TypeAlias = Iterable[Any] | Dataset[Any] | SupportsArray | Callable[[], Iterable[Any]]
+_Arrays: TypeAlias = SupportsArray | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
+# Not Iterable[Any], which would include the path of a file: a text is an iterable of texts.
+Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iterable[Any]]
 """Arrays, tensors, several by name, datasets, DataLoaders, and what gives batches."""
 
 
 class FitSettings(TypedDict, total=False):
-    """The fields of `DistributedTrainingConfig`; Keras's values of `verbose` too."""
+    """The fields of `DistributedTrainingConfig`; Keras's values of `verbose` and its name for X, too."""
 
     epochs: int
     batch_size: int
@@ -41,18 +41,18 @@ class FitSettings(TypedDict, total=False):
     max_time_seconds: float | None
     keep_last: int
     keep_best: str | None
-    on_save_error: str
-    on_nonfinite: str
+    on_save_error: Literal["warn", "raise"]
+    on_nonfinite: Literal["raise", "skip"]
     check_replicas_every_n_steps: int | None
     accumulation_steps: int
     clip_norm: float | None
     clip_value: float | None
     clip_adaptive: float | None
-    precision: str
+    precision: Literal["fp32", "bf16", "fp16"]
     amp: AMPConfig | None
     compile: bool | str
     sync_batchnorm: bool
-    learning_rate_scaling: str | None
+    learning_rate_scaling: Literal["linear", "sqrt"] | None
     warmup_steps: int | float
     fused_optimizer: bool | str
     validation_freq: int | list[int]
@@ -63,21 +63,8 @@ class FitSettings(TypedDict, total=False):
     validation_steps: int | None
     validation_batch_size: int | None
     num_processes: int | str | None
-    scheduler_interval: str | None
+    scheduler_interval: Literal["step", "epoch"] | None
     drop_last: bool
-    float32_precision: str | None
+    float32_precision: Literal["highest", "high", "medium"] | None
     channels_last: bool
-
-
-class FitKeywords(FitSettings, total=False):
-    """All that `fit` takes by keyword besides X and y."""
-
-    X_val: Data | None
-    y_val: Data | None
-    config: DistributedTrainingConfig | None
-    validation_data: Data | tuple[Any, ...] | None
-    sample_weight: Any
-    class_weight: Mapping[int, float] | None
-    callbacks: Callback | Sequence[Callback] | None
-    initial_epoch: int | None
-    resume: str | os.PathLike[str] | None
+    x: Data

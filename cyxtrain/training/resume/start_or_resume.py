@@ -154,6 +154,8 @@ def _begin_or_resume(
         plan = replace(plan, config=state.config)
     restored = resume_diff.describe_restored(given, resume_diff.restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
+    if header_lines and not plan.config.verbose and runtime.is_master():
+        warn(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
     stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
     if not plan.is_over(state.position):
         header_lines += [("schedule", stretched)] if stretched else []
@@ -229,7 +231,8 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     if ranks != runtime.get_world_size():
         text += f"; made by {counted(ranks, 'rank')}, samples keep their order"
     if position.stopped:
-        return f"{text}; a callback ended this fit there: to continue, call load_checkpoint() and fit()"
+        why = f" ({state.stop_reason})" if state.stop_reason else ""
+        return f"{text}; the fit was stopped there{why}: to continue, call load_checkpoint() and fit()"
     return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise epochs"
 
 

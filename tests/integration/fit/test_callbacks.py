@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import re
 import threading
 import time
 import types
@@ -703,6 +706,44 @@ def test_a_fit_says_what_it_goes_on_from_and_why_it_stops(tmp_path, capsys):
         assert said(capsys, "resume") == [end]
         with pytest.warns(UserWarning, match="holds 4 checkpoints of another training"):
             fit(0.1, checkpoint_every_n_epochs=1)
+
+
+def test_a_fit_that_a_callback_ends_says_why_and_so_does_its_resume(tmp_path, capsys):
+    def fit(**more: Any) -> None:
+        early = EarlyStopping("loss", min_delta=1e9, patience=2)
+        saving = {"checkpoint_every_n_epochs": 1, "checkpoint_dir": str(tmp_path)}
+        trainer_with(early).fit(INPUTS, TARGETS, epochs=9, effective_batch_size=12, **saving, **more)
+
+    reason = r"loss has not improved for 2 epochs; best \d\.\d+ at epoch 1"
+    with one_process():
+        fit()
+        (line,) = said(capsys, "stopped")
+        assert re.fullmatch(f"after epoch 3 of 9: {reason}", line)
+        fit(resume="auto")
+        shown = capsys.readouterr().out
+    assert re.search(rf"epochs complete: 3; the fit was stopped there \({reason}\): to continue, call load_ch", shown)
+    assert "\nstopped" not in shown
+
+
+def fit_shown() -> list[Any]:
+    """Returns what this rank prints about the end of two fits that rank 1 ends, and why they ended."""
+    found: list[Any] = []
+    for reason in ("", "good enough"):
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            stopper = Stopper(1, step=1)
+            stopper.stop_reason = reason
+            trainer = trainer_with(stopper)
+            trainer.fit(INPUTS, TARGETS, epochs=2, effective_batch_size=6)
+        lines = [line for line in shown.getvalue().splitlines() if line.startswith("stopped")]
+        found.append([lines, trainer._state.stop_reason])
+    return found
+
+
+def test_rank_0_says_why_a_callback_of_another_rank_ends_a_fit():
+    reasons = ["Stopper set stop_training", "good enough"]
+    first, second = run_world(2, fit_shown)
+    assert first == [[[f"stopped    after epoch 1 of 2: {reason}"], reason] for reason in reasons]
+    assert second == [[[], reason] for reason in reasons]
 
 
 def test_to_keep_the_last_of_none_is_refused():

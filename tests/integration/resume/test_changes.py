@@ -5,6 +5,7 @@ A cosine follows the epochs of the fit as they are now.
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def test_what_the_checkpoint_puts_back_is_said(tmp_path, capsys):
     def stepping(size: int) -> Any:
         return lambda optimizer: schedulers.StepLR(optimizer, size)
 
-    header, _ = resumed(
+    header, warned = resumed(
         tmp_path,
         capsys,
         first={"scheduler": stepping(4), "warmup_steps": 2, "precision": "fp16"},
@@ -129,6 +130,15 @@ def test_what_the_checkpoint_puts_back_is_said(tmp_path, capsys):
         "initial_scale 32768.0 as in the checkpoint (the program has 2.0)",
     ):
         assert words in header
+    assert "as in the checkpoint" not in warned
+
+
+def test_a_silent_fit_warns_once_of_what_the_checkpoint_puts_back(tmp_path, capsys):
+    header, warned = resumed(tmp_path, capsys, first={}, then={"rate": 0.2, "momentum": 0.8, "verbose": False})
+    assert header == ""
+    both = [("lr 0.1", 0.2), ("momentum 0.9", 0.8)]
+    words = [f"{saved} as in the checkpoint (the program has {own})" for saved, own in both]
+    assert re.findall(r"step-\d+\.ckpt: (.*)\.", warned) == ["; ".join(words)]
 
 
 def test_what_was_put_back_is_in_the_next_checkpoint_too(tmp_path, capsys):

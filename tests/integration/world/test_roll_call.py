@@ -114,4 +114,6 @@ def call_different_things(first: str, second: str) -> str:
 def test_what_cannot_work_is_an_error_on_every_rank_that_names_both_calls(first, second):
     found = values(run_ranks(2, call_different_things, first, second))
     assert found[0] == found[1]
-    assert found[0].startswith(f"rank 0 calls {first} and rank 1 calls {second}: all ranks must make the same calls")
+    leaves = "leaves the world (its program, or the with block of init, has ended; or it calls finalize)"
+    does = [leaves if call == "finalize" else f"calls {call}" for call in (first, second)]
+    assert found[0].startswith(f"rank 0 {does[0]} and rank 1 {does[1]}: all ranks must make the same calls")

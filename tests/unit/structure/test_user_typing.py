@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -16,18 +17,25 @@ from torch import nn
 import cyxtrain as cx
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.training.inputs.arguments import parse_fit
-from cyxtrain.training.inputs.fit_keywords import FitKeywords, FitSettings
+from cyxtrain.training.inputs.fit_keywords import Data, FitSettings
 
 ROOT = Path(__file__).resolve().parents[3]
-WIDER = {"verbose": bool | int | str}
-"""Settings of which `fit` takes more than the config holds: Keras's 0, 1, 2 and "auto"."""
+WIDER = {"verbose": bool | int | str, "x": Data}
+"""Keras's names and values that `fit` takes, too: verbose=0, 1, 2 and "auto", and x for X."""
 
 CALLS = """\
 import numpy as np
 import torch
 from torch import nn
+from collections.abc import Iterator
 from torch.utils.data import DataLoader, TensorDataset
 import cyxtrain as cx
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield X, X
+
+def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - target).abs().sum(), len(target)
 
 model = nn.Linear(2, 1)
 trainer = cx.DistributedTrainer(model, "mse", "sgd")
@@ -44,17 +52,32 @@ trainer.fit(X, y, config, X_val=X, y_val=y)
 trainer.fit(loader, config)
 trainer.fit(loader, loader, config)
 trainer.fit(lambda: iter([(X, X)]), epochs=1)
+trainer.fit(batches, epochs=1)
+trainer.fit(batches(), batches(), config)
+trainer.fit([[0.0, 1.0]], [1.0], learning_rate_scaling="sqrt", float32_precision=None)
+trainer.fit((X, y), {"a": y}, config=None)
 trainer.fit({"image": X}, y, validation_data=(X, y), class_weight={0: 1.0})
 trainer.fit(x=X, y=y, epochs=1)
 loss, accuracy = trainer.evaluate(X, y, batch_size=2)
+total: float = loss + accuracy
+shown = "none" if accuracy is None else f"{accuracy:.1%}"
+cx.DistributedTrainer(model, pair)
+cx.DistributedTrainer(model, nn.functional.mse_loss)
+cx.DistributedTrainer(model, lambda output, target: (output - target).abs().mean())
+cx.DistributedTrainer(model, {"a": nn.MSELoss(), "b": "mse"}, torch.optim.SGD)
 first: float = trainer.fit(X, y).train_losses[0]
 trainer.predict(X, distributed=False)
-trainer.fit(X, y, epoch=3)  # E: No overload variant
-trainer.fit(X, y, epochs="3")  # E: No overload variant
-trainer.fit(X, y, precision=16)  # E: No overload variant
-trainer.fit(3, y)  # E: No overload variant
+trainer.fit(X, y, epoch=3)  # E: Unexpected keyword argument "epoch" for "fit" of "DistributedTrainer"
+trainer.fit(X, epochs="3")  # E: "epochs" to "fit" of "DistributedTrainer" has incompatible type "str"; expected "int"
+trainer.fit(X, y, precision=16)  # E: type "Literal[16]"; expected "Literal['fp32', 'bf16', 'fp16']"
+trainer.fit(X, y, on_nonfinite="ignore")  # E: expected "Literal['raise', 'skip']"
+cx.DistributedTrainingConfig(precision="bf16-mixed")  # E: expected "Literal['fp32', 'bf16', 'fp16']"
+trainer.fit(3, y)  # E: Argument 1 to "fit" of "DistributedTrainer" has incompatible type "int"
+trainer.fit("data.csv")  # E: Argument 1 to "fit" of "DistributedTrainer" has incompatible type "str"
+trainer.fit(X, y, cx.DDPConfig())  # E: Argument 3 to "fit" of "DistributedTrainer" has incompatible type "DDPConfig"
 trainer.fit(X, y, callbacks=[print])  # E: expected "Callback"
-trainer.fit(X, y, X, y, X)  # E: No overload variant
+cx.DistributedTrainer(model, nn.CrossEntropyLoss)  # E: has incompatible type "type[CrossEntropyLoss]"
+trainer.evaluate(X, y).accuracy + 1  # E: Unsupported operand types for + ("None" and "int")
 trainer.evaluate(X, y, batch_sise=2)  # E: Unexpected keyword argument "batch_sise"
 trainer.evaluate(X, y, batch_size="2")  # E: has incompatible type "str"
 trainer.predict(X, y)  # E: incompatible type
@@ -75,6 +98,8 @@ def test_mypy_knows_right_calls_from_wrong_ones(tmp_path):
     assert errors.keys() == expected.keys(), found.stdout + found.stderr
     for number, text in expected.items():
         assert text in errors[number]
+    assert max(map(len, found.stdout.splitlines())) < 500
+    assert len(found.stdout) < 500 * len(expected)
 
 
 def test_typed_settings_are_those_of_the_config():
@@ -82,11 +107,23 @@ def test_typed_settings_are_those_of_the_config():
     assert typed == fields | WIDER
 
 
+def test_typed_choices_are_those_that_the_config_accepts():
+    found = {}
+    for name, kind in typing.get_type_hints(DistributedTrainingConfig).items():
+        literals = [each for each in (kind, *typing.get_args(kind)) if typing.get_origin(each) is typing.Literal]
+        if literals:
+            with pytest.raises(cx.ConfigError) as refused:
+                DistributedTrainingConfig(**{name: "another"}).validate()
+            accepted = ast.literal_eval(re.findall(r"one of (\(.*\)), got", str(refused.value))[0])
+            found[name] = {*accepted} - {None} == {*typing.get_args(literals[0])}
+    precisions = ["precision", "float32_precision"]
+    names = [*precisions, "on_save_error", "on_nonfinite", "learning_rate_scaling", "scheduler_interval"]
+    assert found == dict.fromkeys(names, True)
+
+
 def test_typed_keywords_are_those_of_fit():
     fit = inspect.signature(cx.DistributedTrainer.fit).parameters
     assert [*fit][1:] == [*inspect.signature(parse_fit).parameters]
-    keywords = {name for name, each in fit.items() if each.kind is each.KEYWORD_ONLY}
-    assert keywords == typing.get_type_hints(FitKeywords).keys() - typing.get_type_hints(FitSettings).keys()
 
 
 def test_a_trainer_shows_what_it_trains_in_one_line():
