@@ -107,6 +107,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "dynamic_history_size": "growth_interval",
         "effective_batch_size": "global_batch_size",
         "epochs": "max_epochs num_epochs num_train_epochs n_epochs",
+        "filepath": "dirpath filename",
         "float32_precision": "float32_matmul_precision matmul_precision tf32",
         "fused_optimizer": "fused",
         "initial_scale": "init_scale",
@@ -117,7 +118,8 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "learning_rate": "lr",
         "lr": "learning_rate",
         "max_time_seconds": "max_time",
-        "metrics: They are names, functions of (output, y), or torchmetrics objects.": "compute_metrics",
+        "metrics: They are names, functions of (output, y), or torchmetrics objects.": "compute_metrics metric",
+        "monitor": "metric metric_for_best_model",
         "num_processes: A launcher starts them too: cyxtrain launch -n 4 -- python train.py.": (
             "devices gpus num_gpus num_devices nprocs nproc_per_node"
         ),
@@ -125,6 +127,8 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "precision": "autocast bf16 dtype fp16 mixed_precision torch_dtype use_amp",
         "resume": "ckpt_path resume_from resume_from_checkpoint",
         "scheduler": "lr_scheduler lr_scheduler_type lr_schedule",
+        "save_best_only": "save_top_k",
+        "save_weights_only": "weights_only",
         "seed": "random_seed random_state",
         "steps_per_epoch": "limit_train_batches",
         "use_dynamic_scaling": "enabled",

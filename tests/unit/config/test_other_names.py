@@ -23,7 +23,7 @@ from cyxtrain.optim.optimizers import OPTIMIZERS
 from cyxtrain.training.inputs.arguments import parse_fit
 
 CONFIGS = (cx.DistributedTrainingConfig, cx.DDPConfig, cx.AMPConfig)
-CALLS = (parse_fit, cx.DistributedTrainer, cx.DistributedAMPTrainer, torch.optim.Adam)
+CALLS = (parse_fit, cx.DistributedTrainer, cx.DistributedAMPTrainer, cx.callbacks.ModelCheckpoint, torch.optim.Adam)
 OURS = {
     "hook": [name for name in dir(Callback) if name.startswith("on_")],
     "loss": [*LOSSES],
@@ -205,6 +205,9 @@ def test_every_public_call_answers_unknown_arguments():
     model = make_model()
     trainer: Any = cx.DistributedTrainer(model, "cross_entropy")
     amp: Any = cx.DistributedAMPTrainer
+    stopping: Any = cx.callbacks.EarlyStopping
+    reducing: Any = cx.callbacks.ReduceLROnPlateau
+    keeping: Any = cx.callbacks.ModelCheckpoint
     rows = torch.zeros(2, 4)
     for call, words in (
         (lambda: trainer.evaluate(test_loader=rows), "evaluate has no argument 'test_loader'. Did you mean 'X'?"),
@@ -215,6 +218,10 @@ def test_every_public_call_answers_unknown_arguments():
         (lambda: trainer.predict(rows, rows), "evaluate(X, y) compares outputs with y."),
         (lambda: trainer.evaluate(rows, rows, 32), "evaluate takes X, y by position, and got 3 arguments"),
         (lambda: amp(model, lr=0.1), "DistributedAMPTrainer has no argument 'lr'. Did you mean 'learning_rate'?"),
+        (lambda: stopping(metric="val_loss"), "EarlyStopping has no argument 'metric'. Did you mean 'monitor'?"),
+        (lambda: reducing(metric="loss"), "ReduceLROnPlateau has no argument 'metric'."),
+        (lambda: keeping(dirpath="kept"), "ModelCheckpoint has no argument 'dirpath'. Did you mean 'filepath'?"),
+        (lambda: keeping("kept", save_top_k=1), "Did you mean 'save_best_only'?"),
         (lambda: cx.DDPConfig(bucket_cap_mb=1), "Did you mean 'bucket_size_mb'?"),
         (lambda: cx.DistributedTrainingConfig(val_loader=1), "Did you mean fit(validation_data=...)?"),
     ):
