@@ -1,6 +1,6 @@
 """Settings as dataclasses with documented fields, and checks of their values.
 
-A name that does not exist is refused at once, with the nearest one that does.
+A name that does not exist is refused at once, with the one that was meant (`other_names.py`), or the nearest.
 """
 
 from __future__ import annotations
@@ -19,63 +19,23 @@ from typing import Any, TypeVar
 import numpy as np
 from typing_extensions import TypeIs, dataclass_transform
 
+from cyxtrain.config.other_names import meanings
 from cyxtrain.errors import ConfigError
 
 _Settings = TypeVar("_Settings")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-_OTHER_NAMES = {
-    "accumulate_grad_batches": "accumulation_steps",
-    "auroc": "auc",
-    "bf16": "precision",
-    "bucket_cap_mb": "bucket_size_mb",
-    "ckpt_path": "resume",
-    "clipnorm": "clip_norm",
-    "devices": "num_processes",
-    "dtype": "precision",
-    "enabled": "use_dynamic_scaling",
-    "f1_score": "f1",
-    "float32_matmul_precision": "float32_precision",
-    "fp16": "precision",
-    "fused": "fused_optimizer",
-    "gpus": "num_processes",
-    "gradient_clip_val": "clip_norm",
-    "gradient_clipping": "clip_norm",
-    "growth_interval": "dynamic_history_size",
-    "init_scale": "initial_scale",
-    "jit_compile": "compile",
-    "matmul_precision": "float32_precision",
-    "max_epochs": "epochs",
-    "max_grad_norm": "clip_norm",
-    "max_time": "max_time_seconds",
-    "memory_format": "channels_last",
-    "mixed_precision": "precision",
-    "nproc_per_node": "num_processes",
-    "nprocs": "num_processes",
-    "num_gpus": "num_processes",
-    "num_train_epochs": "epochs",
-    "num_warmup_steps": "warmup_steps",
-    "per_device_eval_batch_size": "validation_batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "random_seed": "seed",
-    "roc_auc": "auc",
-    "tf32": "float32_precision",
-    "torch_compile": "compile",
-    "torch_dtype": "precision",
-    "x": "X",
-}
-"""Names in PyTorch, Keras and other trainers for settings with a different name here."""
-
-
 _FIELDS: dict[str, list[str]] = {
     "DistributedTrainer": [
         *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
     ],
+    "fit": ["validation_data", "sample_weight", "class_weight", "callbacks", "initial_epoch", "resume"],
 }
-"""The arguments of the trainer, and the fields of every class of settings."""
+"""The arguments of the trainer and of `fit`, and the fields of every class of settings."""
 _PLACES = {
     "DistributedTrainer": "DistributedTrainer({}=...)",
+    "fit": "fit({}=...)",
     "DDPConfig": "DistributedTrainer(ddp_config=cx.DDPConfig({}=...))",
     "AMPConfig": "fit(amp=cx.AMPConfig({}=...))",
     "DistributedConfig": "cx.init(cx.DistributedConfig({}=...))",
@@ -85,19 +45,37 @@ _PLACES = {
 
 
 def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
-    """Return the error for a name that does not exist, with the nearest one that does."""
-    place = next((place for cls, place in _PLACES.items() if name in _FIELDS[cls] and cls != owner), None)
-    if place is not None and name not in known:
-        return ConfigError(f"{owner} has no {what} '{name}': it belongs to {place.format(name)}.")
-    return ConfigError(f"{owner} has no {what} '{name}'. {nearest(name, known)}")
+    """Return the error for a name that does not exist, with what was meant."""
+    others = [cls for cls in _PLACES if cls != owner]
+    places = {field: _PLACES[cls].format(field) for cls in reversed(others) for field in _FIELDS[cls]}
+    if name in places and name not in known:
+        return ConfigError(f"{owner} has no {what} '{name}': it belongs to {places[name]}.")
+    kind = "argument" if owner in _FIELDS else what
+    meant = nearest(name, known, kind, places if kind == "argument" else {})
+    return ConfigError(f"{owner} has no {what} '{name}'. {meant}")
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """Return a sentence with the known name that was probably meant, or with all of them."""
+def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[str, str] = {}) -> str:
+    """Return a sentence with what a name means, with the known name that is spelled alike, or with all of them.
+
+    Args:
+        name: Not one of `known`.
+        known: Our names.
+        what: Their kind, as for `meanings`.
+        places: How to set arguments of other calls, by name.
+    """
     if not known:
         return "It has none."
-    other = _OTHER_NAMES.get(name)
-    close = [other] if other in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    found = [*meanings(name, what, known)]
+    for meant, remark in found:
+        if meant in known:
+            return f"Did you mean '{meant}'? {remark}".rstrip()
+    for meant, remark in found:
+        if not meant:
+            return remark
+        if meant in places:
+            return f"Did you mean {places[meant]}? {remark}".rstrip()
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
 
 
@@ -175,13 +153,21 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def names_checked(function: _Function) -> _Function:
-    """Make a method refuse unknown arguments with the nearest name."""
-    known = [*inspect.signature(function).parameters][1:]
+    """Make a method refuse unknown arguments with what was meant, and too many by position."""
+    parameters = [*inspect.signature(function).parameters.values()][1:]
+    known = [each.name for each in parameters]
+    by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
+        if len(arguments) - 1 > len(by_position):
+            hint = " evaluate(X, y) compares outputs with y." if by_position == ["X"] else ""
+            raise ConfigError(
+                f"{owner} takes {', '.join(by_position)} by position, and got {len(arguments) - 1} arguments: name the "
+                f"others.{hint}"
+            )
         for name in named:
             if name not in known:
                 raise unknown_name(owner, name, known, "argument")

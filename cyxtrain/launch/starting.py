@@ -77,7 +77,16 @@ class NumberFirst(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; a leading number is the value of `-n`."""
         first = args[0] if args else ""
-        return super().parse_args(ctx, ["-n", *args] if _looks_like_number(first) and first[0] != "-" else args)
+        try:
+            return super().parse_args(ctx, ["-n", *args] if _looks_like_number(first) and first[0] != "-" else args)
+        except click.NoSuchOption as error:
+            from cyxtrain.config.other_names import meanings  # imports NumPy, with the package
+
+            meant, remark = next(meanings(error.option_name, "option", []), ("", ""))
+            if not meant:
+                raise
+            text = f"No such option {error.option_name!r}. Did you mean {meant}? {remark}"
+            raise click.UsageError(text.rstrip(), ctx) from error
 
 
 @click.command(

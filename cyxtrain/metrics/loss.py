@@ -261,7 +261,7 @@ class Loss:
             self.weightings = {name: weighting_of(value) for name, value in scalars.items()}
             unknown = [name for name in self._factors if name not in scalars]
             if unknown:
-                raise unknown_name("the model's output", unknown[0], list(scalars), "loss")
+                raise unknown_name("the model's output", unknown[0], list(scalars), "entry")
         else:
             self.weighting = weighting_of(own)
             self._gives_pairs = self.weighting is Weighting.TERMS
@@ -291,19 +291,30 @@ class Loss:
             return
         if output.numel() == target.numel() == 1:
             return  # one row, whatever its shape
+        if self.is_known and isinstance(self.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+            self._check_classes_first(output, target)
         longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)
         hazard = longer.dim() == shorter.dim() + 1 and longer.shape[-1] == 1 and longer.shape[:-1] == shorter.shape
         if not isinstance(self.function, _ELEMENTWISE_LOSSES) and (self.is_known or not hazard):
             return
-        shapes = [f"({', '.join(['n', *map(str, tensor.shape[1:])])})" for tensor in (output, target)]
         raise ConfigError(
-            f"the model's output has shape {shapes[0]} and y has {shapes[1]}: "
+            f"the model's output has shape {_shape(output)} and y has {_shape(target)}: "
             + (
                 "the loss would compare every row with every other. Reshape y (y.reshape(-1, 1)), or let the model "
                 "return one number per row (squeeze(-1))."
                 if hazard
                 else "this loss needs one shape. Change the model's last layer, or y."
             )
+        )
+
+    def _check_classes_first(self, output: Tensor, target: Tensor) -> None:
+        """Refuse scores of tokens or pixels with the classes in the last dimension."""
+        if output.dim() < 3 or output.shape[:-1] != target.shape or output.shape[2:] == target.shape[1:]:
+            return
+        remedy = "transpose(1, 2)" if output.dim() == 3 else "movedim(-1, 1)"
+        raise ConfigError(
+            f"the model's output has shape {_shape(output)} and y has {_shape(target)}, and "
+            f"{type(self.function).__name__} wants the classes in dimension 1: let the model return output.{remedy}."
         )
 
     def __call__(self, output: Any, batch: Batch) -> BatchLoss:
@@ -397,6 +408,10 @@ class Loss:
         return BatchLoss(
             total, 1, weight_of_classes(self.function, target) if self.weighting is Weighting.TERMS else rows
         )
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"({', '.join(['n', *map(str, tensor.shape[1:])])})"
 
 
 def part_of(value: Any, name: str) -> Any:

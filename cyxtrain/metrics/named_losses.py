@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional
 
 from cyxtrain.config.settings import unknown_name
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief
 
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "cross_entropy": nn.CrossEntropyLoss,
@@ -41,10 +42,15 @@ def loss_function(loss_fn: Any) -> Any:
         if loss_fn not in LOSSES:
             raise unknown_name("cyxtrain", loss_fn, list(LOSSES), "loss")
         return LOSSES[loss_fn]()
+    kind = loss_fn if isinstance(loss_fn, type) else type(loss_fn)
+    if issubclass(kind, torch.optim.Optimizer):
+        raise ConfigError(
+            f"loss_fn is the optimizer {kind.__name__}: the order is DistributedTrainer(model, loss_fn, optimizer)."
+        )
     if isinstance(loss_fn, type):
-        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; pass an instance: {loss_fn.__name__}().")
+        raise ConfigError(f"loss_fn is the class {kind.__name__}; pass an instance: {kind.__name__}().")
     if loss_fn is not None and not callable(loss_fn):
-        raise ConfigError(f"loss_fn must be callable, a name or None, got {loss_fn!r}.")
+        raise ConfigError(f"loss_fn must be callable, a name or None, got {brief(loss_fn)}.")
     if isinstance(loss_fn, nn.Module) or loss_fn is None:
         return loss_fn
     return _BY_FUNCTION[loss_fn]() if loss_fn in _BY_FUNCTION else loss_fn

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.environment.accelerator import remedy_for_devices
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
 
@@ -70,7 +70,7 @@ def metrics_by_name(metrics: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, each in given:
         if isinstance(each, type) or not (isinstance(each, str) or callable(each)):
-            what = f"the class {each.__name__}: pass an instance" if isinstance(each, type) else repr(each)
+            what = f"the class {each.__name__}: pass an instance" if isinstance(each, type) else brief(each)
             raise ConfigError(
                 f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}."
             )

@@ -13,7 +13,7 @@ from torch import nn
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.data.batches.structure import map_output
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 
@@ -86,7 +86,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer must be a torch.optim optimizer, a function that makes one of the parameters, or a name, "
-            f"got {optimizer!r}."
+            f"got {brief(optimizer)}."
         )
     return made
 

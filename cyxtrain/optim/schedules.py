@@ -83,7 +83,7 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
     if not isinstance(made, LRScheduler):
         raise ConfigError(
             "scheduler must be one of torch.optim.lr_scheduler, or a function that makes one of the optimizer, got "
-            f"{given!r}."
+            f"{brief(given)}."
         )
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(

@@ -22,7 +22,7 @@ from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig, create_default_amp_config
-from cyxtrain.config.settings import is_number, require, require_integer
+from cyxtrain.config.settings import is_number, names_checked, require, require_integer
 from cyxtrain.data.batches.batch import Batch, StreamShare
 from cyxtrain.data.batches.collate import as_batch, check_parts
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement
@@ -81,6 +81,7 @@ class DistributedAMPTrainer:
         ConfigError: Something cannot work, or ranks give different things; on every rank.
     """
 
+    @names_checked
     def __init__(
         self,
         model: nn.Module,

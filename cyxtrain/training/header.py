@@ -48,7 +48,8 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     loss = plan.data.loss
     validation = "" if plan.validation is None else f", and {plan.validation.source.describe()} for validation"
     world_size = dist.get_world_size()
-    epochs = f"epochs {position.epoch + 1} to {position.first_epoch + plan.config.epochs}"
+    first, last = position.epoch + 1, position.first_epoch + plan.config.epochs
+    epochs = f"epoch {last}" if first == last else f"epochs {first} to {last}"
     left = "no epoch left" if plan.is_over(position) else epochs
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),

@@ -48,7 +48,8 @@ class Rows(NamedTuple):
         count, (first, _) = num_rows(self.inputs), self.named()[0]
         for name, tensor in self.named():
             if len(tensor) != count:
-                hint = " (A list of arrays is several inputs.)" if isinstance(self.inputs, list) else ""
+                is_list = isinstance(self.inputs, list)
+                hint = " (A list of arrays is several inputs; give rows as DataLoader(rows).)" if is_list else ""
                 raise ConfigError(
                     f"{first} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
                     f"own.{hint}"

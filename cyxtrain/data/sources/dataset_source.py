@@ -93,7 +93,8 @@ class DatasetSource(Source):
     @override
     def describe(self) -> str:
         rows = len(self._order.to_evaluate().indices) if self._order.in_batches else len(self._order)
-        return f"{counted(rows, 'row')} of {type(self._dataset).__name__}"
+        kind = "a list" if isinstance(self._dataset, list) else type(self._dataset).__name__
+        return f"{counted(rows, 'row')} of {kind}"
 
     @override
     def explain(self) -> str:

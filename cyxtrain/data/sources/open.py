@@ -59,6 +59,11 @@ def open_source(
         trains: Whether the rows are for training.
     """
     if not yields_batches(inputs):
+        if targets is None and _are_pairs(inputs):
+            raise ConfigError(
+                "X is a list of (x, y) pairs, one per row: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
+                "or X and y by themselves: X, y = map(numpy.stack, zip(*pairs))."
+            )
         if config.sharded_data and trains:
             raise ConfigError(
                 "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "
@@ -82,6 +87,14 @@ def open_source(
         return StreamSource(lambda: inputs, name, config, number, once=True)
     name = getattr(inputs, "__name__", name)
     return StreamSource(_iterator_of(inputs), name, config, number, once=False, parts=[inputs])
+
+
+def _are_pairs(inputs: Any) -> bool:
+    """Return whether a list holds an array and a number for each row."""
+    first = inputs[0] if isinstance(inputs, list) and inputs else None
+    if not isinstance(first, tuple) or len(first) != 2:
+        return False
+    return isinstance(first[0], (Tensor, np.ndarray)) and np.ndim(first[1]) == 0
 
 
 def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:

@@ -16,15 +16,6 @@ from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.errors import ConfigError
 
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
-_NOT_HERE = {
-    "learning_rate": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
-    "lr": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
-    "workers": "a DataLoader has it, as num_workers",
-    "num_workers": "a DataLoader has it, as in fit(DataLoader(dataset, num_workers=4))",
-    "pin_memory": "a DataLoader has it, and rows go to a GPU from pinned memory by themselves",
-    "accelerator": "DistributedTrainer(device=...) has it, and takes a visible GPU by itself",
-    "gradient_checkpointing": "call trainer.enable_gradient_checkpointing() before it",
-}
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
 
 
@@ -143,8 +134,6 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
     if config is not None and not isinstance(config, DistributedTrainingConfig):
         raise ConfigError(f"config must be a DistributedTrainingConfig, got {type(config).__name__}.")
     for name in keywords:
-        if name in _NOT_HERE:
-            raise ConfigError(f"fit has no argument '{name}': {_NOT_HERE[name]}.")
         if name not in _FIELDS:
             raise unknown_name("fit", name, [*_FIELDS, *_ARGUMENTS], "argument")
     if keywords.get("verbose") in (0, 1, 2, "auto"):

@@ -12,7 +12,7 @@ from cyxtrain.config.settings import require
 from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.structure import Tree
 from cyxtrain.data.sources.source import Source
-from cyxtrain.errors import ConfigError, shortened
+from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.metrics.loss import Loss, part_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
@@ -44,7 +44,7 @@ def check_own_steps(trainer: type, model: nn.Module) -> None:
 def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
     """Return a valid config of gradients; for None the defaults, with unused parameters allowed."""
     found = DDPConfig(find_unused_parameters=True) if config is None else config
-    require(isinstance(found, DDPConfig), f"ddp_config must be a cyxtrain.DDPConfig(...), got {found!r}.")
+    require(isinstance(found, DDPConfig), f"ddp_config must be a cyxtrain.DDPConfig(...), got {brief(found)}.")
     found.validate()
     return found
 

@@ -7,6 +7,7 @@ evaluation mode. No rank waits for another, and nothing is changed.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -166,7 +167,8 @@ class DryRun:
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
         shape, call = _shapes(batch.inputs), self._call  # asked for now: a model may change its input
-        with _described_error(f"the model cannot take X, tried on shape {shape}{call.names_differ}"):
+        what = f"the model cannot take X, tried on shape {shape}{call.names_differ}"
+        with _described_error(what, batch.inputs):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
             try:
@@ -234,7 +236,7 @@ class DryRun:
 
 
 @contextlib.contextmanager
-def _described_error(what: str) -> Iterator[None]:
+def _described_error(what: str, inputs: Tree | None = None) -> Iterator[None]:
     try:
         yield
     except ConfigError:
@@ -243,8 +245,20 @@ def _described_error(what: str) -> Iterator[None]:
         if is_full(error):
             raise
         remedy = f". {_ONE_ROW.format(counted(runtime.get_world_size(), 'rank'))}" if ONE_VALUE in str(error) else ""
-        remedy = remedy or remedy_for_devices(error)
+        remedy = remedy or remedy_for_devices(error) or _remedy_for_dtype(error, inputs)
         raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
+
+
+def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
+    """Return what to do if a layer of floats got whole numbers, or an embedding got floats; "" for other errors."""
+    text = str(error)
+    if "scalar types: Long, Int" in text:
+        return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
+    if not ("same dtype" in text or "should be the same" in text) or not re.search(r"(?i)\b(long|int|short)", text):
+        return ""
+    whole = [name for name, each in leaves(inputs, "X") if not (each.is_floating_point() or each.dtype is torch.bool)]
+    what = shortened(whole)
+    return f". {what} holds whole numbers: convert it with .float(), or .astype('float32') in NumPy." if whole else ""
 
 
 def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:

@@ -266,7 +266,8 @@ def _check_best(plan: FitPlan) -> None:
         return
     if best.removeprefix("val_") in plan.measured:
         raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
-    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, plan.measured)}")
+    meant = nearest(best, plan.measured, "metric")
+    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
 
 
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:

@@ -43,7 +43,7 @@ def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]
 
 
 def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
-    """Return the settings that a checkpoint restores, by their names in the header, part by part."""
+    """Return the settings that a checkpoint restores, part by part."""
     _, groups = optimizer_state_by_name(state.optimizer, state.trained)
     hidden = _NO_OPTIONS | state.rates.moved_options
     options = []
@@ -61,17 +61,15 @@ def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -
 def describe_restored(
     program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]]
 ) -> list[tuple[str, str]]:
-    """Return (what, how) of settings of the program that the checkpoint has replaced."""
-    found = []
-    for what, parts in program.items():
-        words = {
-            f"{name} {after[name]} as in the checkpoint (the program has {before[name]})"
-            for before, after in zip(parts, checkpoint[what], strict=False)
-            for name in before.keys() & after.keys()
-            if before[name] != after[name]
-        }
-        found += [(what, "; ".join(sorted(words)))] if words else []
-    return found
+    """Return the header's line about settings of the program that the checkpoint has replaced."""
+    words = {
+        f"{name} {after[name]} as in the checkpoint (the program has {before[name]})"
+        for what, parts in program.items()
+        for before, after in zip(parts, checkpoint[what], strict=False)
+        for name in before.keys() & after.keys()
+        if before[name] != after[name]
+    }
+    return [("restored", "; ".join(sorted(words)))] if words else []
 
 
 def describe_changes(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> list[str]:

@@ -699,7 +699,7 @@ def test_a_fit_says_what_it_goes_on_from_and_why_it_stops(tmp_path, capsys):
         fit(0.2, resume="auto", checkpoint_every_n_epochs=1, keep_best="loss")
         shown = capsys.readouterr().out
         assert f"from {tmp_path}/step-00000001.ckpt: step 1, epochs complete: 0\n" in shown
-        assert "optimizer  lr 0.1 as in the checkpoint (the program has 0.2)\n" in shown
+        assert "restored   lr 0.1 as in the checkpoint (the program has 0.2)\n" in shown
         fit(0.1, resume="auto")
         over = "nothing is left to train: to continue, raise epochs"
         end = f"from {tmp_path}/epoch-0002.ckpt: step 4, epochs complete: 2; {over}"

@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     "an effective batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, effective_batch_size=0), "effective"),
     "a negative seed": (lambda: trainer_of().fit(INPUTS, TARGETS, seed=-1), "seed"),
     "a dict": (lambda: trainer_of().fit(INPUTS, TARGETS, {"epochs": 3}), "settings go by name"),
-    "what the optimizer has": (lambda: trainer_of().fit(INPUTS, TARGETS, learning_rate=0.1), "the optimizer has it"),
+    "what the optimizer has": (lambda: trainer_of().fit(INPUTS, TARGETS, lr=0.1), "The optimizer has it"),
     "auto in capitals": (lambda: trainer_of().fit(INPUTS, TARGETS, resume="Auto"), 'did you mean "auto"'),
     "what belongs to gradients' way": (
         lambda: trainer_of().fit(INPUTS, TARGETS, compression="fp16"),
@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: trainer_of().fit(INPUTS, TARGETS, scheduler="cosine"),
         r"no argument 'scheduler': it belongs to DistributedTrainer\(scheduler=\.\.\.",
     ),
-    "a rate": (lambda: trainer_of().fit(INPUTS, TARGETS, learning_rate=0.1), "'learning_rate': the optimizer has it"),
+    "a rate": (lambda: trainer_of().fit(INPUTS, TARGETS, learning_rate=0.1), r"'learning_rate'\. The optimizer has it"),
     "another config": (lambda: trainer_of().fit(INPUTS, TARGETS, cx.DDPConfig()), "fit got a DDPConfig"),
     "a config's class": (
         lambda: trainer_of().fit(INPUTS, TARGETS, cx.DistributedTrainingConfig),
@@ -163,6 +163,22 @@ WRONG: dict[str, tuple[Way, str]] = {
     "a part and data": (
         lambda: trainer_of().fit(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS), validation_split=0.5),
         "give one of them",
+    ),
+    "whole numbers for a layer of floats": (
+        lambda: trainer_of().fit((INPUTS > 0).long(), TARGETS),
+        r"X holds whole numbers: convert it with \.float\(\)",
+    ),
+    "floats for an embedding": (
+        lambda: trainer_of(nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(16, 3))).fit(INPUTS, TARGETS),
+        r"An embedding takes whole numbers: convert them with \.long\(\)",
+    ),
+    "classes in the last dimension": (
+        lambda: trainer_of().fit(INPUTS[:, None].repeat(1, 5, 1), TARGETS[:, None].repeat(1, 5)),
+        r"shape \(n, 5, 3\) and y has \(n, 5\).* let the model return output\.transpose\(1, 2\)",
+    ),
+    "rows as pairs": (
+        lambda: trainer_of().fit([*zip(INPUTS, TARGETS, strict=True)]),
+        r"X is a list of \(x, y\) pairs, one per row: give DataLoader\(pairs",
     ),
     "all for validation": (lambda: trainer_of().fit(INPUTS, TARGETS, validation_split=1.0), "validation_split"),
     "one row to split": (lambda: trainer_of().fit(INPUTS[:1], TARGETS[:1], validation_split=0.5), "at least one"),

@@ -274,7 +274,7 @@ def test_a_try_takes_few_steps_and_makes_no_checkpoint(asked, steps, tmp_path, c
     assert [epoch for epoch, _ in seen.epochs] == [0]
     assert len(trainer.history.val_losses) == 1
     assert not list(tmp_path.iterdir())
-    assert "per epoch, epochs 1 to 1, a try" in capsys.readouterr().out
+    assert "per epoch, epoch 1, a try" in capsys.readouterr().out
 
 
 # --- how much is validated ------------------------------------------------------------------------------------------

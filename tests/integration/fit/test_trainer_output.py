@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from fitting import adam, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
@@ -150,6 +151,14 @@ def test_the_header_tells_of_a_models_own_loss_and_of_targets_that_no_loss_takes
         trainer = cx.DistributedTrainer(TwoOutputs(), {"a": "cross_entropy"})
         trainer.fit(inputs, {"a": targets, "c": targets}, epochs=1)
         assert "parts of y that loss_fn has no loss for: c" in capsys.readouterr().out
+
+
+def test_the_header_names_one_epoch_and_a_list(capsys):
+    with one_process():
+        trainer_of().fit(torch.utils.data.DataLoader([*zip(*ROWS, strict=True)], batch_size=4), epochs=1)
+    shown = capsys.readouterr().out
+    assert "5 steps per epoch, epoch 1\n" in shown
+    assert "data       20 rows of a list, in their own order\n" in shown
 
 
 @contextlib.contextmanager

@@ -294,6 +294,7 @@ def test_one_rank_alone_that_is_killed_is_named(tmp_path: Path) -> None:
         (("2.5", "true"), "got '2.5'"),
         (("²", "true"), "got '²'"),
         (("--ranks", "2"), "No such option '--ranks'"),
+        (("--nprocs", "2"), "No such option '--nprocs'. Did you mean -n? It counts the ranks on this machine"),
         (("2",), "no command to start"),
         (("2", ""), "no command"),
         (("2", "x", "--restarts", "3"), "cannot start 'x'"),

@@ -1,0 +1,218 @@
+"""What the names of Keras, Lightning, Hugging Face, Accelerate, scikit-learn and PyTorch mean here.
+
+Spelling is a poor guide: the nearest name to Lightning's `on_train_start` is `on_train_end`, its opposite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_MEANINGS: dict[str, dict[str, str]] = {
+    "hook": {
+        "on_train_begin": "on_train_start on_fit_start on_sanity_check_start on_init_end",
+        "on_train_end": "on_fit_end",
+        "on_epoch_begin": "on_epoch_start on_train_epoch_start",
+        "on_epoch_end": "on_train_epoch_end on_log",
+        "on_train_batch_begin": "on_train_batch_start on_batch_begin on_batch_start on_step_begin on_before_zero_grad",
+        "on_before_optimizer_step": "on_pre_optimizer_step on_after_backward",
+        "on_train_batch_end": "on_batch_end on_step_end on_optimizer_step",
+        "on_test_begin": "on_validation_start on_validation_epoch_start on_test_start on_test_epoch_start",
+        "on_test_end": "on_validation_end on_validation_epoch_end on_test_epoch_end on_evaluate",
+        "on_test_batch_begin": "on_validation_batch_start on_test_batch_start",
+        "on_test_batch_end": "on_validation_batch_end on_prediction_step",
+        "There is no hook between forward and backward": "on_before_backward",
+        "Return the state from state_dict(); load_state_dict() restores it": "on_save_checkpoint on_load_checkpoint",
+        "Checkpoints are saved by fit(checkpoint_every_n_epochs=1), or by trainer.save_checkpoint(path)": "on_save",
+        "predict calls no hooks": "on_predict_begin on_predict_start on_predict_end on_predict_batch_end",
+    },
+    "loss": {
+        "cross_entropy: It takes outputs without a softmax, and y as class indices, or as one-hot rows of floats.": (
+            "categorical_crossentropy sparse_categorical_crossentropy softmax_cross_entropy log_loss"
+        ),
+        "bce_with_logits: It takes outputs without a sigmoid; 'bce' takes probabilities.": (
+            "binary_crossentropy sigmoid_cross_entropy binary_cross_entropy_with_logits"
+        ),
+        "nll: It takes log-probabilities, the outputs of a log_softmax.": "negative_log_likelihood",
+        "kl_div: It takes log-probabilities as outputs.": "kld kl_divergence kullback_leibler_divergence",
+        "mse": "mean_squared_error l2",
+        "mae": "mean_absolute_error",
+        "smooth_l1: It is close to log-cosh.": "log_cosh",
+        "Pass torch.nn.MultiMarginLoss(), the hinge loss of class indices": "hinge categorical_hinge",
+        "Pass torch.nn.MultiMarginLoss(p=2), the squared hinge loss of class indices": "squared_hinge",
+        "Pass torch.nn.PoissonNLLLoss(log_input=False), of outputs above 0": "poisson",
+        "Pass a module of torch.nn, or a function of (output, y) that returns the mean over samples": (
+            "mean_absolute_percentage_error mape mean_squared_logarithmic_error msle cosine_similarity focal dice ctc "
+            "binary_focal_crossentropy categorical_focal_crossentropy tversky triplet_margin"
+        ),
+        "That is an optimizer: the order is DistributedTrainer(model, loss_fn, optimizer)": "adam adamw sgd rmsprop",
+    },
+    "metric": {
+        "accuracy": "acc accuracy_score categorical_accuracy sparse_categorical_accuracy binary_accuracy",
+        "top_5: Any number will do, as in 'top_3'.": (
+            "top_k top_k_accuracy top_5_accuracy top_k_categorical_accuracy sparse_top_k_categorical_accuracy"
+        ),
+        "f1": "f1_score f_score fbeta f1_macro",
+        "precision": "precision_score",
+        "recall": "recall_score sensitivity",
+        "recall: It is the mean over classes, which is the balanced accuracy.": "balanced_accuracy",
+        "auc": "auroc roc_auc roc_auc_score",
+        "average_precision": "average_precision_score pr_auc auprc",
+        "cohen_kappa": "kappa cohen_kappa_score",
+        "matthews": "mcc matthews_corrcoef",
+        "mae": "mean_absolute_error l1",
+        "mse": "mean_squared_error l2",
+        "rmse": "root_mean_squared_error",
+        "r2": "r2_score r_squared",
+    },
+    "optimizer": {
+        "adam: fit uses PyTorch's fused kernel by itself.": "fused_adam",
+        "adamw: fit uses PyTorch's fused kernel by itself.": "adamw_torch adamw_hf adamw_torch_fused adamw_apex_fused",
+        "sgd: With momentum, pass torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9).": "momentum nesterov",
+        "Pass the class, as in optimizer=torch.optim.NAdam; or an object, with settings of its own": (
+            "adadelta adamax nadam radam asgd rprop adafactor muon sparse_adam"
+        ),
+        "Pass an optimizer of another package, built with model.parameters()": (
+            "lion lamb lars ftrl adamw_bnb_8bit adamw_8bit paged_adamw_8bit paged_adamw_32bit lion_8bit"
+        ),
+        "LBFGS evaluates the loss several times per step, which fit does not do: use 'adam' or 'sgd'": "lbfgs",
+        "That is a loss: the order is DistributedTrainer(model, loss_fn, optimizer)": "cross_entropy bce mse mae huber",
+    },
+    "scheduler": {
+        "cosine: Set fit(warmup_steps=...) for a warm-up.": "cosine_annealing cosine_decay cosine_with_warmup",
+        "linear: Set fit(warmup_steps=...) for a warm-up.": "polynomial polynomial_decay linear_with_warmup",
+        "constant: Set fit(warmup_steps=...) for a warm-up.": "constant_with_warmup",
+        'Pass fit(callbacks=[cx.callbacks.ReduceLROnPlateau("val_loss")]), which sees the metric': (
+            "reduce_lr_on_plateau reduce_on_plateau plateau"
+        ),
+        "Pass scheduler=torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=...)": (
+            "cosine_with_restarts cosine_annealing_warm_restarts cosine_decay_restarts"
+        ),
+        'Pass an object, as in scheduler=StepLR(optimizer, 10), scheduler_interval="epoch"': (
+            "step multi_step exponential exponential_decay cyclic lambda piecewise_constant inverse_sqrt "
+            "inverse_time_decay cosine_with_min_lr warmup_stable_decay"
+        ),
+    },
+    "argument": {
+        "accumulation_steps": "accumulate_grad_batches gradient_accumulation_steps gradient_accumulation",
+        "batch_size": "per_device_train_batch_size train_batch_size",
+        "bucket_size_mb": "bucket_cap_mb",
+        "channels_last": "memory_format",
+        "checkpoint_dir": "default_root_dir output_dir",
+        "checkpoint_every_n_steps": "save_steps every_n_train_steps",
+        "clip_norm": "clipnorm clip_grad_norm gradient_clip_val gradient_clipping max_grad_norm max_norm",
+        "clip_value": "clipvalue clip_grad_value",
+        "compile": "jit_compile torch_compile",
+        "device: A visible GPU is taken by itself.": "accelerator no_cuda use_cpu",
+        "dynamic_history_size": "growth_interval",
+        "effective_batch_size": "global_batch_size",
+        "epochs": "max_epochs num_epochs num_train_epochs n_epochs",
+        "filepath": "dirpath filename",
+        "float32_precision": "float32_matmul_precision matmul_precision tf32",
+        "fused_optimizer": "fused",
+        "initial_scale": "init_scale",
+        "keep_best": "load_best_model_at_end metric_for_best_model save_best_only save_top_k",
+        "keep_last": "save_total_limit",
+        "log_every_n_batches": "log_every_n_steps logging_steps",
+        "loss_fn": "loss criterion loss_function",
+        "learning_rate": "lr",
+        "lr": "learning_rate",
+        "max_time_seconds": "max_time",
+        "metrics: They are names, functions of (output, y), or torchmetrics objects.": "compute_metrics metric",
+        "monitor": "metric metric_for_best_model",
+        "num_processes: A launcher starts them too: cyxtrain launch -n 4 -- python train.py.": (
+            "devices gpus num_gpus num_devices nprocs nproc_per_node"
+        ),
+        "optimizer": "optim optimizers",
+        "precision": "autocast bf16 dtype fp16 mixed_precision torch_dtype use_amp",
+        "resume": "ckpt_path resume_from resume_from_checkpoint",
+        "scheduler": "lr_scheduler lr_scheduler_type lr_schedule",
+        "save_best_only": "save_top_k",
+        "save_weights_only": "weights_only",
+        "seed": "random_seed random_state",
+        "steps_per_epoch": "limit_train_batches",
+        "use_dynamic_scaling": "enabled",
+        "validation_batch_size": "per_device_eval_batch_size eval_batch_size",
+        "validation_data": (
+            "val_loader val_data val_dataset val_dataloader val_dataloaders validation_loader validation_dataset "
+            "valid_loader eval_dataset eval_dataloader test_loader test_data test_dataset"
+        ),
+        "validation_freq": "check_val_every_n_epoch",
+        "validation_split": "test_size val_size val_split validation_size",
+        "validation_steps": "limit_val_batches",
+        "verbose": "enable_progress_bar disable_tqdm",
+        "warmup_steps": "num_warmup_steps warmup_ratio",
+        "X": "data dataloaders dataset inputs loader train_loader train_dataloader val_loader test_loader test_data",
+        "y": "labels targets",
+        "fit, evaluate and predict take arrays, a Dataset or a DataLoader as their first argument": (
+            "X data dataloaders dataset inputs loader train_data train_dataloader train_dataloaders train_dataset "
+            "train_loader"
+        ),
+        "fit(X, y) and evaluate(X, y) take it; predict takes X alone": "y labels targets",
+        "The optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)": (
+            "lr learning_rate weight_decay momentum"
+        ),
+        'Pass callbacks=[cx.callbacks.EarlyStopping("val_loss", patience=3)]': "patience early_stopping",
+        'Pass callbacks=[cx.callbacks.TensorBoard("logs")], or CSVLogger': "logger loggers log_dir report_to",
+        "A limit of steps is not there yet: set epochs, and steps_per_epoch": "max_steps num_steps total_steps",
+        "A DataLoader has it, as in fit(DataLoader(dataset, num_workers=4))": (
+            "num_workers workers dataloader_num_workers collate_fn persistent_workers prefetch_factor sampler"
+        ),
+        "A DataLoader has it, and rows go to a GPU from pinned memory by themselves": "pin_memory",
+        "Call trainer.enable_gradient_checkpointing() before fit": "gradient_checkpointing",
+        "A launcher sets it, as in cyxtrain launch --nnodes 2": "num_nodes num_machines",
+        "Gradients are averaged over all ranks as in DDP; each rank holds the whole model": "strategy deepspeed fsdp",
+        "fit takes its steps from the model's forward and a loss; your own loop can use DistributedDataParallel": (
+            "training_step train_step configure_optimizers"
+        ),
+    },
+    "option": {
+        "-n: It counts the ranks on this machine.": "--nprocs --num-proc --num-processes --world-size",
+        "--gpus": "--gpu-ids",
+        "--nnodes": "--num-machines",
+        "--node-rank": "--machine-rank",
+        "--master-addr": "--main-process-ip --rdzv-endpoint",
+        "--master-port": "--main-process-port",
+        "--restarts": "--max-restarts",
+        "--logs": "--log-dir",
+    },
+}
+"""By kind: what is meant (a name of ours, perhaps with a remark after ": "; or a sentence), and the names for it."""
+
+_PREFIX = re.compile(r"(?:(val|valid|validation|eval|test)|train|training)_(?=.)")
+
+
+def plain(name: str) -> str:
+    """Return a name without modules, case, underscores, and "loss" or "LR" at its end."""
+    letters = re.sub(r"[^a-z0-9]", "", name.rpartition(".")[2].lower())
+    return re.sub(r"(?<=.)(loss|lr)$", "", letters)
+
+
+_ANSWERS: dict[tuple[str, str], list[str]] = {}
+for _kind, _meant in _MEANINGS.items():
+    for _answer, _names in _meant.items():
+        for _name in _names.split():
+            _ANSWERS.setdefault((_kind, plain(_name)), []).append(_answer)
+
+
+def meanings(name: str, what: str, known: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield what a name may mean, as (a name of ours, a remark), or as ("", a sentence).
+
+    Args:
+        name: Not one of ours.
+        what: Its kind, such as "loss" or "hook named"; of any other kind, it is a setting, and only names are yielded.
+        known: Our names of this kind.
+    """
+    kind = what.partition(" ")[0]
+    prefix = _PREFIX.match(name) if kind == "metric" else None
+    base = plain(name if prefix is None else name[prefix.end() :])
+    found = [each for each in known if plain(each) == base]
+    found += _ANSWERS.get((kind if kind in _MEANINGS else "argument", base), [])
+    if prefix is not None and prefix[1]:
+        found = [*(f"val_{each}" for each in found), *found]
+    for answer in found:
+        meant, _, remark = answer.partition(": ")
+        if " " not in meant:
+            yield meant, remark
+        elif kind in _MEANINGS:
+            yield "", f"{answer}."
