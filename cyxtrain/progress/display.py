@@ -307,7 +307,7 @@ def numbers(measured: Mapping[str, float], prefix: str = "") -> str:
 
 def pace(seconds: float, steps: int, rows: int) -> str:
     """Return how fast the steps of an epoch were, such as "12 s, 3.4 ms/step, 18,800 samples/s"."""
-    took = _hours(seconds) if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    took = _hours(seconds) if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     return f"{took}, {1000 * seconds / max(steps, 1):,.1f} ms/step, {rows / seconds:,.0f} samples/s"
 
 

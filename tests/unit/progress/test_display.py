@@ -181,7 +181,7 @@ def test_the_launchers_bar_is_for_its_rank_0_unless_the_program_redirects_stdout
     ("seconds", "steps", "rows", "expected"),
     [
         (12.24, 3600, 230_000, "12 s, 3.4 ms/step, 18,791 samples/s"),
-        (0.05, 45, 1440, "0.1 s, 1.1 ms/step, 28,800 samples/s"),
+        (0.05, 45, 1440, "0.05 s, 1.1 ms/step, 28,800 samples/s"),
         (3725.0, 1000, 64_000, "1:02:05, 3,725.0 ms/step, 17 samples/s"),
     ],
 )
