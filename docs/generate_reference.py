@@ -107,6 +107,13 @@ ENVIRONMENT = (
         "How often the launcher has restarted all ranks.",
     ),
     (
+        "CYXTRAIN_BAR_COLUMNS",
+        "integer",
+        "set by the launcher",
+        "characters",
+        "How long a progress bar the launcher shows for rank 0 in its terminal; 0: none.",
+    ),
+    (
         "OMP_NUM_THREADS",
         "integer",
         "a share of the cores",

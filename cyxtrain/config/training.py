@@ -82,7 +82,7 @@ class DistributedTrainingConfig:
     seed: int = 42
     """Determines the order of samples."""
     verbose: bool = True
-    """Rank 0 prints a header, then a progress bar in a terminal, or a line per epoch elsewhere."""
+    """Rank 0 prints a header and a progress bar; without a terminal, a line per epoch or 30 seconds."""
     log_every_n_batches: int = 0
     """Steps between lines with the loss so far over all ranks; 0: none."""
     checkpoint_every_n_epochs: int = 0

@@ -14,6 +14,7 @@
                                   if there are several machines or free cores
     CYXTRAIN_RUN                  name of the launcher's run: after a restart, training resumes from its checkpoints
     CYXTRAIN_ATTEMPT              how often the launcher has restarted all ranks; default 0
+    CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
 
 torchrun sets these very names, and they take precedence over those of a scheduler (`schedulers.py`).
 """
@@ -179,3 +180,8 @@ def launched_run(variables: Variables = ENVIRON) -> tuple[str, int]:
     """Return (name of the launcher's run, how often it has restarted all ranks); ("", 0) without a launcher."""
     run = variables.get("CYXTRAIN_RUN", "")
     return run, (number("CYXTRAIN_ATTEMPT", variables) or 0) if run else 0
+
+
+def bar_columns(variables: Variables = ENVIRON) -> int:
+    """Return how long a progress bar the launcher shows for this rank; 0: it shows none."""
+    return number("CYXTRAIN_BAR_COLUMNS", variables) or 0

@@ -94,13 +94,16 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
     if start.nnodes == 1:
         # Keeps other users of this machine and ranks of other runs out. Launchers of several machines cannot share one.
         environment = {**environment, "CYXTRAIN_SECRET": environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
+    shares_terminal = start.num_ranks == 1 and start.logs is None
+    has_bar = not shares_terminal and environment.get("TERM", "dumb") != "dumb"
+    columns = terminal.columns() if has_bar else 0
     with free_port() if start.master_port is None else contextlib.nullcontext(start.master_port) as port:
         specs = [
             RankSpec(
                 label=f"rank {rank}",
                 command=start.command,
                 environment=launch_environment(
-                    environment,
+                    {**environment, "CYXTRAIN_BAR_COLUMNS": str(0 if rank else columns)},
                     local_rank,
                     start.num_ranks,
                     str(port),
@@ -108,7 +111,8 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
                     node_rank=start.node_rank,
                     address=start.master_addr,
                 ),
-                shares_terminal=start.num_ranks == 1 and start.logs is None,
+                shares_terminal=shares_terminal,
+                shows_bar=rank == 0 and columns > 0,
                 log=start.log_of(rank),
             )
             for local_rank, rank in enumerate(start.ranks)

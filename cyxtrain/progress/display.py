@@ -1,22 +1,33 @@
-"""The output of rank 0: a header, a progress bar in a terminal or a notebook, and a line per epoch elsewhere."""
+"""The output of rank 0: a header, a progress bar in a terminal or a notebook, and lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import html
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from cyxtrain.environment.process_env import bar_columns
+
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.live import Live
 
 REFRESH_SECONDS = 0.1
+LINE_SECONDS = 30.0
+"""Without a bar, rank 0 prints a line if it has printed none for so long."""
 _BAR_CHARACTERS = 24
+_FEWEST_BAR_CHARACTERS = 5
+_CELL_COLUMNS = 120  # a longer line has a scroll bar
+_ASCII = str.maketrans("━┄", "#-")
+
+Clock = Callable[[], float]
 
 
 class Display:
@@ -25,11 +36,14 @@ class Display:
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
         """Show one line per fact, of (name, description)."""
 
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
-        """Start an epoch; the number of steps may be unknown."""
+    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
+        """Start an epoch, or the rest of one after `done` steps; the number of steps may be unknown."""
 
     def step(self, global_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
         """Count a step; `measured` returns this rank's numbers so far."""
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Show what the fit does between steps, such as validating, and how many of its batches are done."""
 
     def draw(self, steps: int, text: str) -> None:
         """Draw the bar after so many steps of the epoch."""
@@ -44,92 +58,157 @@ class Display:
         """Restore the terminal, also after an error."""
 
 
-class _PlainDisplay(Display):
-    """Plain lines, for files and pipes."""
+class LiveDisplay(Display):
+    """Draws ten times a second: this rank's numbers so far and samples/s, or what the fit does between steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
         self._epoch = ""
-
-    def header(self, facts: Sequence[tuple[str, str]]) -> None:
-        for line in _lines(facts):
-            print(line, flush=True)
-
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
-        self._epoch = f"epoch {epoch}/{last_epoch}"
-
-    def line(self, text: str) -> None:
-        print(f"{self._epoch}  {text}", flush=True)
-
-    def end_epoch(self, text: str) -> None:
-        self.line(text)
-
-
-class LiveDisplay(_PlainDisplay):
-    """Draws a bar ten times a second, with this rank's numbers so far and samples/s."""
-
-    def __init__(self) -> None:
-        super().__init__()
+        self._last_step: int | None = None
         self._rows = self._steps = 0
         self._began = self._drawn = 0.0
+        self._first_draw: tuple[int, float] | None = None
 
     @override
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
-        super().begin_epoch(epoch, last_epoch, steps)
-        self._rows = self._steps = 0
-        self._began = self._drawn = time.perf_counter()
+    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
+        self._epoch, self._last_step = f"epoch {epoch}/{last_epoch}", steps
+        self._rows, self._steps = 0, done
+        self._began = self._drawn = self._clock()
+        self._first_draw = None
+        self.draw(done, "")
 
     @override
     def step(self, global_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
         self._rows += global_rows
         self._steps += 1
-        now = time.perf_counter()
+        now = self._clock()
         if now - self._drawn >= REFRESH_SECONDS:
             self._drawn = now
             rate = f"{self._rows / (now - self._began):,.0f} samples/s"
             self.draw(self._steps, "  ".join(filter(None, (numbers(measured()), rate))))
 
+    @override
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        now = self._clock()
+        # Its begin is drawn at once, because it may be a single call, but not in an epoch too short for a bar.
+        if now - self._drawn >= REFRESH_SECONDS or (not done and self._drawn > self._began):
+            self._drawn = now
+            self.draw(self._steps, f"{name} {done}/{total}" if total else name)
 
-class _TerminalDisplay(LiveDisplay):
-    """A progress bar of rich per epoch, with numbers and the remaining time."""
+    def _count(self, steps: int) -> str:
+        return str(steps) if self._last_step is None else f"{steps}/{self._last_step}"
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-        self._progress: Progress | None = None
+    def _time_left(self, steps: int) -> str:
+        """Return the time for the other steps, by those since the first draw: before it, models compile."""
+        now = self._clock()
+        if self._first_draw is None and steps:
+            self._first_draw = steps, now
+        first, at = self._first_draw or (steps, now)
+        if self._last_step is None or not first < steps < self._last_step:
+            return ""
+        return _hours((now - at) / (steps - first) * (self._last_step - steps))
 
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def _bar(self, steps: int, text: str, columns: int) -> str:
+        """Return a line with a bar; numbers that do not fit are left out, the last ones first."""
+        count, left, total = self._count(steps), self._time_left(steps), self._last_step
 
-        super().begin_epoch(epoch, last_epoch, steps)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            auto_refresh=False,  # no thread: the loop refreshes
-        )
-        self._task = self._progress.add_task(self._epoch, total=steps, numbers="")
-        self._progress.start()
+        def line(bar: str) -> str:
+            return "  ".join(filter(None, (self._epoch, bar, count, text, left)))
 
+        while text and len(line("━" * _FEWEST_BAR_CHARACTERS if total else "")) > columns:
+            text = text.rpartition("  ")[0]
+        if not total:
+            return line("")
+        length = max(0, min(_BAR_CHARACTERS, columns - len(line("")) - 2))
+        done = min(length, length * steps // total)
+        return line("━" * done + "┄" * (length - done))
+
+
+class PlainDisplay(LiveDisplay):
+    """Lines, for files and pipes: one per epoch, and one every `LINE_SECONDS`."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        super().__init__(clock)
+        self._printed = 0.0
+
+    @override
+    def header(self, facts: Sequence[tuple[str, str]]) -> None:
+        for line in _lines(facts):
+            print(line, flush=True)
+
+    @override
     def draw(self, steps: int, text: str) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=steps, numbers=text)
-            self._progress.refresh()
+        left = self._time_left(steps)
+        if self._clock() - max(self._began, self._printed) >= LINE_SECONDS:
+            self.line("  ".join(filter(None, (f"batch {self._count(steps)}", text, left and f"{left} left"))))
 
+    @override
     def line(self, text: str) -> None:
-        self._console.print(f"{self._epoch}  {text}", highlight=False, markup=False)
+        self._printed = self._clock()
+        print(f"{self._epoch}  {text}", flush=True)
 
+    @override
     def end_epoch(self, text: str) -> None:
         self.close()
         self.line(text)
 
+
+class TerminalDisplay(PlainDisplay):
+    """A bar that rich keeps below what the program prints."""
+
+    def __init__(self, console: Console, clock: Clock = time.perf_counter) -> None:
+        super().__init__(clock)
+        self._console = console
+        self._live: Live | None = None
+
+    @override
+    def draw(self, steps: int, text: str) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        bar = _encodable(self._bar(steps, text, self._console.width), self._console.encoding)
+        shown = Text(bar, no_wrap=True, overflow="crop")
+        shown.highlight_regex("━+", "bar.complete")
+        if self._live is None:
+            # No thread: the loop refreshes.
+            self._live = Live(console=self._console, transient=True, auto_refresh=False)
+            self._live.start()
+        self._live.update(shown, refresh=True)
+
+    @override
+    def line(self, text: str) -> None:
+        self._console.print(f"{self._epoch}  {text}", highlight=False, markup=False)
+
+    @override
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class LauncherDisplay(PlainDisplay):
+    """A bar that `cyxtrain launch` keeps below the lines of all ranks: text that ends with a carriage return.
+
+    Args:
+        columns: How many characters the launcher shows.
+    """
+
+    def __init__(self, columns: int, clock: Clock = time.perf_counter) -> None:
+        super().__init__(clock)
+        self._columns = columns
+        self._is_drawn = False
+
+    @override
+    def draw(self, steps: int, text: str) -> None:
+        self._is_drawn = True
+        bar = _encodable(self._bar(steps, text, self._columns), sys.stdout.encoding)
+        print(f"{bar}\r", end="", flush=True)  # in one piece: workers of a loader may print too
+
+    @override
+    def close(self) -> None:
+        if self._is_drawn:
+            self._is_drawn = False
+            print(" \r", end="", flush=True)
 
 
 class CellDisplay(LiveDisplay):
@@ -139,8 +218,7 @@ class CellDisplay(LiveDisplay):
         super().__init__()
         self._handle = handle
         self._lines: list[str] = []
-        self._last_step: int | None = None
-        self._bar: list[str] = []
+        self._bars: list[str] = []
 
     @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
@@ -148,18 +226,8 @@ class CellDisplay(LiveDisplay):
         self._rewrite()
 
     @override
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
-        super().begin_epoch(epoch, last_epoch, steps)
-        self._last_step = steps
-        self.draw(0, "")
-
-    @override
     def draw(self, steps: int, text: str) -> None:
-        bar, of = "", ""
-        if self._last_step is not None:
-            done = min(_BAR_CHARACTERS, _BAR_CHARACTERS * steps // self._last_step) if self._last_step else 0
-            bar, of = "━" * done + "┄" * (_BAR_CHARACTERS - done), f"/{self._last_step}"
-        self._bar = [f"{self._epoch}  {bar}  {steps}{of}  {text}"]
+        self._bars = [self._bar(steps, text, _CELL_COLUMNS)]
         self._rewrite()
 
     @override
@@ -169,17 +237,17 @@ class CellDisplay(LiveDisplay):
 
     @override
     def end_epoch(self, text: str) -> None:
-        self._bar = []
+        self._bars = []
         self.line(text)
 
     @override
     def close(self) -> None:
-        if self._bar:
-            self._bar = []
+        if self._bars:
+            self._bars = []
             self._rewrite()
 
     def _rewrite(self) -> None:
-        self._handle.update(CellText("\n".join(self._lines + self._bar)))
+        self._handle.update(CellText("\n".join(self._lines + self._bars)))
 
 
 class CellText:
@@ -209,11 +277,13 @@ def displays_by(make: Callable[[bool], Display]) -> Iterator[None]:
 
 
 def make_display(shows: bool) -> Display:
-    """Return a display that fits the environment: none, a bar in a terminal or notebook, or plain lines."""
+    """Return a display that fits the environment: none, a bar in a terminal or notebook, or lines."""
     if _makers:
         return _makers[-1](shows)
     if not shows:
         return Display()
+    if (columns := bar_columns()) and sys.stdout is sys.__stdout__:  # a program that redirects it gets lines
+        return LauncherDisplay(columns)
     from rich.console import Console  # takes a third of the time of `import cyxtrain`
 
     console = Console()
@@ -221,7 +291,7 @@ def make_display(shows: bool) -> Display:
         from IPython.display import display  # installed where notebooks run
 
         return CellDisplay(display(CellText(""), display_id=True))  # type: ignore[no-untyped-call]
-    return _TerminalDisplay(console) if console.is_terminal else _PlainDisplay()
+    return TerminalDisplay(console) if console.is_terminal else PlainDisplay()
 
 
 def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
@@ -233,3 +303,18 @@ def numbers(measured: Mapping[str, float], prefix: str = "") -> str:
     return "  ".join(
         f"{prefix}{name} {value:.4f}" for name, value in measured.items() if name == "loss" or not math.isnan(value)
     )
+
+
+def pace(seconds: float, steps: int, rows: int) -> str:
+    """Return how fast the steps of an epoch were, such as "12 s, 3.4 ms/step, 18,800 samples/s"."""
+    took = _hours(seconds) if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    return f"{took}, {1000 * seconds / max(steps, 1):,.1f} ms/step, {rows / seconds:,.0f} samples/s"
+
+
+def _hours(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _encodable(bar: str, encoding: str | None) -> str:
+    """Return a bar in characters that the encoding has."""
+    return bar if (encoding or "").lower().startswith("utf") else bar.translate(_ASCII)

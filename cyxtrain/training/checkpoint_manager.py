@@ -16,6 +16,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.metrics.sums import MetricSums
+from cyxtrain.progress.display import Display
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import raise_together
@@ -31,6 +32,7 @@ class CheckpointManager:
         device: Whose generators are saved, besides the CPU's.
         compression_state: Returns the state of gradient compression of all ranks, which all call it.
         larger_is_better: By name of a number of the history, without val_.
+        display: Shows that it saves.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class CheckpointManager:
         device: torch.device,
         compression_state: Callable[[], dict[str, Any]],
         larger_is_better: Mapping[str, bool],
+        display: Display,
     ) -> None:
+        self._display = display
         self._state = state
         self._compression_state = compression_state
         self._larger_is_better = larger_is_better
@@ -124,6 +128,7 @@ class CheckpointManager:
             self.gather_compression()
         if not self.is_on:
             return
+        self._display.phase("saving")
         if self._saved != self._place():
             position = self._state.position
             self._save(f"epoch-{position.epoch:04d}" if totals is None else f"step-{position.step:08d}")
@@ -163,6 +168,7 @@ class CheckpointManager:
         return not best.position or best.run.get("id") == self._state.run.get("id")
 
     def _save(self, name: str, *, is_best: bool = False) -> None:
+        self._display.phase("saving")
         self._settle()
         self._saved = self._place()
         if self._writer is None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.callbacks.callback import Callbacks
-from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.batch import Batch, share_of_batches
 from cyxtrain.data.batches.specs import example_of, form_of
 from cyxtrain.data.batches.structure import Tree, map_tree, num_rows, tensors
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
@@ -20,6 +20,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.parallel import gathering_alone
+from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.forward import ModelCall
@@ -88,6 +89,7 @@ def evaluate_rows(
     distributed: bool,
     should_stop: Callable[[], bool] = lambda: False,
     callbacks: Callbacks | None = None,
+    display: Display | None = None,
 ) -> Evaluation | None:
     """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
 
@@ -97,10 +99,14 @@ def evaluate_rows(
         distributed: Whether the ranks share the work; otherwise this one does it all.
         should_stop: Called after each batch; returns whether to skip the rest.
         callbacks: Called with each batch.
+        display: Of a fit that validates.
     """
     loss, device = rows.loss, rows.placement.device
-    totals = MetricSums(rows.source.table_rows(rows.batch_size), device, loss, rows.metrics)
-    hooks, numbers = callbacks or Callbacks(), itertools.count()
+    batches = rows.source.table_rows(rows.batch_size)
+    totals = MetricSums(batches, device, loss, rows.metrics)
+    hooks, numbers, shown = callbacks or Callbacks(), itertools.count(), display or Display()
+    own = len(share_of_batches(batches, runtime.get_rank(), runtime.get_world_size())) if batches > 1 else 0
+    shown.phase("validating", 0, own)
 
     def evaluate_batch(batch: Batch) -> None:
         number = next(numbers)
@@ -111,6 +117,7 @@ def evaluate_rows(
             totals.add(batch.number, loss(output, batch), correct_of(output, batch.answers, loss))
             totals.metrics.add(output, batch.answers, batch.rows)
         hooks.on_test_batch_end(number, totals.lazy_values)
+        shown.phase("validating", number + 1, own)
 
     complete = _run_all(model, rows, evaluate_batch, distributed=distributed, should_stop=should_stop)
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()

@@ -17,7 +17,7 @@ from cyxtrain.environment.allocator import freed_memory_kept
 from cyxtrain.errors import is_on_all_ranks
 from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
-from cyxtrain.progress.display import numbers
+from cyxtrain.progress.display import numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch
 from cyxtrain.progress.profiling import Profile
@@ -62,7 +62,7 @@ class FitLoop:
         self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
         self._training_seconds = self._trained_rows / speed if speed else 0.0
         self._manager = CheckpointManager(
-            state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better
+            state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better, plan.display
         )
         self._requests = StopSignals(plan.config, state, keeps_time=runtime.is_master())
         self._callbacks = plan.callbacks
@@ -166,11 +166,9 @@ class FitLoop:
             self._call("on_epoch_begin", position.epoch, {})
         if plan.uses_fused_optimizer:
             fuse(state.optimizer)
-        steps = plan.steps_per_epoch
         reset_peak_memory(self._device)
         # Displayed epochs start at 1; the sampling order is indexed from 0.
-        steps_left = None if steps is None else steps - position.epoch_steps
-        plan.display.begin_epoch(position.epoch + 1, self._last_epoch, steps_left)
+        plan.display.begin_epoch(position.epoch + 1, self._last_epoch, plan.steps_per_epoch, position.epoch_steps)
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
         # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
@@ -229,7 +227,7 @@ class FitLoop:
         self._step = None
         self._state.end_epoch()
         self._publish_times(step)
-        self._record(measured, validation, seconds, rows, note)
+        self._record(measured, validation, seconds, step.clock.steps, rows, note)
         received = self._call("on_epoch_end", position.epoch - 1, self._logs())
         self._apply_end(received)
         self._explain_end()
@@ -248,6 +246,7 @@ class FitLoop:
             distributed=True,
             should_stop=lambda: self._requests.want_to_stop,
             callbacks=self._callbacks,
+            display=self._plan.display,
         )
         received, stopping_rank = self._requests.agree(flagged=found is None)
         if stopping_rank is not None:
@@ -367,7 +366,13 @@ class FitLoop:
         self._profile.add(ranks, clock.steps)
 
     def _record(
-        self, measured: dict[str, float], validation: Evaluation | None, seconds: float, rows: int, note: str
+        self,
+        measured: dict[str, float],
+        validation: Evaluation | None,
+        seconds: float,
+        steps: int,
+        rows: int,
+        note: str,
     ) -> None:
         """Add an epoch to the history. Times are rank 0's, so that the history is the same on every rank."""
         times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
@@ -387,7 +392,7 @@ class FitLoop:
         flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
         self._state.set_device_usage(usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)
-        parts = (text, f"{rows / epoch_seconds:,.0f} samples/s", *usage, note)
+        parts = (text, pace(epoch_seconds, steps, rows), *usage, note)
         plan.display.end_epoch("  ".join(filter(None, parts)))
 
 

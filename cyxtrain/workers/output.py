@@ -1,8 +1,10 @@
-"""Copy the output of many ranks to one terminal: whole lines, each with its rank."""
+"""Copy the output of many ranks to one terminal: whole lines, each with its rank, and the bar of rank 0 below them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +18,7 @@ REFRESH_SECONDS = 10.0
 _KEPT_BYTES = 8192  # of each kept line
 _LINE_BYTES = 4 << 20  # longer lines are printed in pieces, so that memory stays bounded
 _READ_BYTES = 1 << 16
+_ERASE_LINE = b"\r\x1b[K"
 
 
 class Stream(Protocol):
@@ -26,11 +29,19 @@ class Stream(Protocol):
 
 
 class Terminal:
-    """Where the lines of all ranks go: one lock over both streams, because both may be the same screen."""
+    """Where the lines of all ranks go: one lock over both streams, because both may be the same screen.
 
-    def __init__(self, out: Stream, err: Stream) -> None:
+    Args:
+        out: For their stdout.
+        err: For their stderr.
+        columns: Returns how long a bar may be; 0: there is no place for one.
+    """
+
+    def __init__(self, out: Stream, err: Stream, columns: Callable[[], int] = lambda: 0) -> None:
         self._out = out
         self._err = err
+        self.columns = columns
+        self._bar = b""
         self._lock = threading.Lock()
 
     @classmethod
@@ -38,7 +49,7 @@ class Terminal:
         """Return this process's stdout and stderr, unbuffered: a buffer would fail again at exit on a closed pipe."""
         out = open(1, "wb", buffering=0, closefd=False)  # noqa: SIM115 - not ours to close
         err = open(2, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        return cls(out, err)
+        return cls(out, err, _columns)
 
     def write_out(self, data: bytes) -> None:
         """Write all of it to stdout; raise OSError if nobody reads."""
@@ -48,23 +59,50 @@ class Terminal:
         """Write all of it to stderr; raise OSError if nobody reads."""
         self._write(self._err, data)
 
+    def show_bar(self, bar: bytes) -> None:
+        """Show a text below all lines, in place of the previous one; blank: none."""
+        text = bar.decode(errors="replace").rstrip()[: self.columns()].encode()
+        with self._lock:
+            erased, self._bar = _ERASE_LINE if self._bar else b"", text
+            _write_all(self._out, erased + text)
+
     def _write(self, stream: Stream, data: bytes) -> None:
         with self._lock:
-            while data:
-                written = stream.write(data)
-                if written is None:  # a full terminal in non-blocking mode
-                    time.sleep(0.01)
-                data = data[written or 0 :]
+            if self._bar:
+                _write_all(self._out, _ERASE_LINE)
+            _write_all(stream, data)
+            _write_all(self._out, self._bar)
+
+
+def _write_all(stream: Stream, data: bytes) -> None:
+    while data:
+        written = stream.write(data)
+        if written is None:  # a full terminal in non-blocking mode
+            time.sleep(0.01)
+        data = data[written or 0 :]
+
+
+def _columns() -> int:
+    """Return how long a line of the terminal on stdout may be without wrapping; 0: it is none that erases lines."""
+    if sys.platform == "win32" or not os.isatty(1):
+        return 0
+    return (os.get_terminal_size(1).columns or 80) - 1
 
 
 class LineAssembler:
     r"""Splits bytes into lines; reduces a progress bar, which rewrites its line after \r, to what stays visible.
 
-    Of a finished line the last state counts; of an unfinished one, a state every `REFRESH_SECONDS`.
+    Of a finished line the last state counts; of an unfinished one, a state every `REFRESH_SECONDS`, or `bar`.
+
+    Args:
+        clock: Returns seconds.
+        keeps_bar: Whether the states of an unfinished line become `bar` instead of lines.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, keeps_bar: bool = False) -> None:
         self._clock = clock
+        self._keeps_bar = keeps_bar
+        self.bar = b""
         self._rest = b""
         self._shown_at = clock()
 
@@ -73,8 +111,11 @@ class LineAssembler:
         *whole, rest = (self._rest + data).split(b"\n")
         lines = [(_states(line) or [b""])[-1] for line in whole]
         states = _states(rest)
+        complete = states if rest.endswith(b"\r") else states[:-1]
+        if whole or complete:
+            self.bar = complete[-1] if complete else b""
         if len(states) > 1:
-            if self._clock() - self._shown_at >= REFRESH_SECONDS:
+            if not self._keeps_bar and self._clock() - self._shown_at >= REFRESH_SECONDS:
                 lines.append(states[-2])
             rest = states[-1] + (b"\r" if rest.endswith(b"\r") else b"")
         if len(rest) > _LINE_BYTES:
@@ -88,7 +129,7 @@ class LineAssembler:
     def finish(self) -> list[bytes]:
         """Return the last line, if it had no line end."""
         states, self._rest = _states(self._rest), b""
-        return states[-1:]
+        return [state for state in states[-1:] if state.strip()]
 
 
 def _states(line: bytes) -> list[bytes]:
@@ -98,11 +139,19 @@ def _states(line: bytes) -> list[bytes]:
 class OutputReader:
     """A daemon thread that copies one stream of one process; another process may keep the pipe open for ever."""
 
-    def __init__(self, source: IO[bytes], label: str, write: Callable[[bytes], None], log: Stream | None) -> None:
+    def __init__(
+        self,
+        source: IO[bytes],
+        label: str,
+        write: Callable[[bytes], None],
+        log: Stream | None,
+        show_bar: Callable[[bytes], None] | None = None,
+    ) -> None:
         self._source = source
         self._log = log
         self._prefix = f"[{label}] ".encode()
         self._write = write
+        self._show_bar = show_bar
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._is_writing = False
         self._thread = threading.Thread(target=self._read, name=f"output of {label}", daemon=True)
@@ -120,10 +169,14 @@ class OutputReader:
 
     def _read(self) -> None:
         with self._source:  # if nobody reads our output, the rank gets a broken pipe, as if it were started alone
-            assembler = LineAssembler()
+            assembler = LineAssembler(keeps_bar=self._show_bar is not None)
+            show_bar = self._show_bar or (lambda bar: None)
             try:
                 while data := self._source.read(_READ_BYTES):
-                    self._show(assembler.feed(data))
+                    lines = assembler.feed(data)
+                    show_bar(assembler.bar)
+                    self._show(lines)
+                show_bar(b"")
                 self._show(assembler.finish())
             except OSError:
                 return

@@ -34,6 +34,8 @@ class RankSpec:
     """Give it our own stdin, stdout and stderr: no labels, and progress bars work."""
     inherits: tuple[int, ...] = ()
     """File descriptors (handles on Windows) that it gets under the same numbers."""
+    shows_bar: bool = False
+    """Keep the unfinished line of its stdout, which it rewrites, below the lines of all ranks."""
     log: Path | None = None
     """File to which its lines are appended, without labels; not with `shares_terminal`."""
 
@@ -103,9 +105,12 @@ class RankProcess:
         self._log = None if spec.log is None else open(spec.log, "ab", buffering=0)  # noqa: SIM115 - _attend closes it
         self._process = process = _spawn(spec)
         guard.add(process.pid)
-        streams = ((process.stdout, terminal.write_out), (process.stderr, terminal.write_err))
+        show_bar = terminal.show_bar if spec.shows_bar else None
+        streams = ((process.stdout, terminal.write_out, show_bar), (process.stderr, terminal.write_err, None))
         self._readers = [
-            OutputReader(source, spec.label, write, self._log) for source, write in streams if source is not None
+            OutputReader(source, spec.label, write, self._log, show)
+            for source, write, show in streams
+            if source is not None
         ]
         self._thread = threading.Thread(target=self._attend, name=f"end of {spec.label}", daemon=True)
         self._thread.start()

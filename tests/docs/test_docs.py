@@ -132,8 +132,8 @@ def check_command(command: click.Command, arguments: list[str]) -> None:
     ("expected", "line", "is_alike"),
     [
         (
-            "loss 0.8964  accuracy 0.7543  25,345 samples/s",
-            "[rank 0] loss 0.8971  accuracy 0.7550  9,001 samples/s",
+            "loss 0.8964  accuracy 0.7543  0.057 s, 1.3 ms/step, 25,345 samples/s",
+            "[rank 0] loss 0.8971  accuracy 0.7550  12 s, 30.4 ms/step, 9,001 samples/s",
             True,
         ),
         ("loss 0.8964", "loss 0.7000", False),

@@ -130,7 +130,7 @@ def is_like(expected: str, line: str) -> bool:
 
 
 def _unclocked(text: str) -> str:
-    return re.sub(r"[\d.,]+( samples/s| s\b)", r"?\1", text)
+    return re.sub(r"[\d.,]+( samples/s| ms/step| s\b)", r"?\1", text)
 
 
 def _is_near(expected: str, found: str) -> bool:

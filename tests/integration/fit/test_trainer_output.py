@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS, VALIDATION = make_rows(20), make_rows(6, seed=1)
 EPOCH_LINE = re.compile(
     r"epoch (\d)/(\d)  loss (\d\.\d{4})  accuracy (\d\.\d{4})"
-    r"  val_loss \d\.\d{4}  val_accuracy \d\.\d{4}  [\d,]+ samples/s"
+    r"  val_loss \d\.\d{4}  val_accuracy \d\.\d{4}  [\d.]+ s, [\d.]+ ms/step, [\d,]+ samples/s"
 )
 
 
@@ -291,6 +291,6 @@ def test_a_notebooks_cell_has_one_output_that_is_rewritten():
     texts = [repr(state) for state in handle.states]
     assert texts[0] == "world      2 ranks"
     assert texts[2].splitlines()[1] == f"epoch 1/2  {'━' * 12}{'┄' * 12}  5/10  loss 0.5"
-    assert texts[-2].splitlines()[-1] == "epoch 2/2    3  loss 0.3"
+    assert texts[-2].splitlines()[-1] == "epoch 2/2  3  loss 0.3"
     assert texts[-1].splitlines() == ["world      2 ranks", "epoch 1/2  batch 5/10  a < b", "epoch 1/2  loss 0.4"]
     assert "a &lt; b" in handle.states[-1]._repr_html_()

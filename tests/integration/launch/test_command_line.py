@@ -54,7 +54,8 @@ def alone(*words: str) -> tuple[int, str]:
 
 def measures(text: str) -> list[str]:
     """The losses of the epochs and the last lines, which do not depend on how ranks were started."""
-    return [re.sub(r" +[\d,]+ samples/s", "", line) for line in text.splitlines() if re.match(r"epoch|test", line)]
+    lines = [line for line in text.splitlines() if re.match(r"epoch|test", line)]
+    return [re.sub(r"  [\d.]+ s, .* samples/s", "", line) for line in lines]
 
 
 # --- fit ------------------------------------------------------------------------------------------------------------
