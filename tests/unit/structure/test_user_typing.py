@@ -49,6 +49,7 @@ trainer.fit(x=X, y=y, epochs=1)
 loss, accuracy = trainer.evaluate(X, y, batch_size=2)
 first: float = trainer.fit(X, y).train_losses[0]
 trainer.predict(X, distributed=False)
+trainer.predict(X, pad_value=0.0)
 trainer.fit(X, y, epoch=3)  # E: No overload variant
 trainer.fit(X, y, epochs="3")  # E: No overload variant
 trainer.fit(X, y, precision=16)  # E: No overload variant
@@ -58,6 +59,7 @@ trainer.fit(X, y, X, y, X)  # E: No overload variant
 trainer.evaluate(X, y, batch_sise=2)  # E: Unexpected keyword argument "batch_sise"
 trainer.evaluate(X, y, batch_size="2")  # E: has incompatible type "str"
 trainer.predict(X, y)  # E: incompatible type
+trainer.predict(X, pad_value="0")  # E: has incompatible type "str"
 trainer.predict()  # E: Missing positional argument "X"
 """
 
