@@ -283,8 +283,7 @@ def _gathered(own: Sequence[Tensor], shapes: Sequence[_Shapes], dtype: torch.dty
     own_rank = runtime.get_rank() if distributed else 0
     for rank, part in enumerate(values.split(counts)):
         if rank == own_rank and own:
-            for piece, batch in zip(part.split([batch.numel() for batch in own]), own, strict=True):
-                piece.view(batch.shape).copy_(batch)
+            torch.cat([batch.reshape(-1) for batch in own], out=part)
         if distributed and len(part):
             dist.broadcast(part, rank, group=runtime.cpu_group())
     return values
