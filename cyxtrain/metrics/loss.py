@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cyxtrain.config.settings import is_number, require, unknown_name
 from cyxtrain.data.batches.batch import Batch
-from cyxtrain.data.batches.structure import Tree
+from cyxtrain.data.batches.structure import Tree, fields_of, with_fields
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.accuracy import Accuracy, ignored_class, labels_in
@@ -393,10 +393,11 @@ class Loss:
             )
 
     def without_own(self, output: Any) -> Any:
-        """Return a model's output without the loss that it computed."""
-        if self.function is None and isinstance(output, Mapping):
-            return {name: part for name, part in output.items() if name != "loss"}
-        return output
+        """Return a model's output without the loss that it computed; in a dataclass it is None."""
+        named = fields_of(output)
+        if self.function is not None or named is None or "loss" not in named:
+            return output
+        return with_fields(output, {name: part for name, part in named.items() if name != "loss"})
 
     def _weighted(self, output: Any, target: Any, weights: Tensor) -> BatchLoss:
         """Return the loss of rows with weights; the divisor is as without weights."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,21 +14,20 @@ from torch import Tensor, nn
 
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.data.batches.batch import Batch, share_of_batches
-from cyxtrain.data.batches.specs import example_of, form_of
-from cyxtrain.data.batches.structure import Tree, map_tree, num_rows, tensors
+from cyxtrain.data.batches.structure import output_parts, with_parts
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
-from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.model.compile import marked_steps
-from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import raise_together
+
+_Shapes: TypeAlias = list[list[int]]
 
 
 class Evaluation:
@@ -124,22 +124,38 @@ def evaluate_rows(
     return Evaluation(**measured) if complete else None
 
 
-def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool) -> Any:
+def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool, pad_value: float | None = None) -> Any:
     """Return a model's output for all rows, in their order, on every rank: NumPy arrays if X is made of them.
+
+    Cost: the shapes of all batches, then the rows once in and once out of each rank.
 
     Args:
         model: Not wrapped.
         rows: All of them.
         distributed: Whether the ranks share the work; otherwise this one does it all.
+        pad_value: As in `DistributedTrainer.predict`.
 
     Raises:
-        ConfigError: The model does not return tensors with one output row per input row.
+        ConfigError: The model does not return tensors with one output row per input row, of the same kind on every
+            rank.
     """
-    outputs = _Outputs(model, rows.call, rows.loss)
+    outputs = _Outputs(model, rows)
     _run_all(model, rows, outputs.add, distributed=distributed)
-    output = _gathered(rows, outputs) if distributed else _joined(outputs.all)
+    own = json.dumps({"kinds": outputs.kinds, "shapes": outputs.shapes})
+    found = [json.loads(text) for text in (runtime.gather_texts(own) if distributed else [own])]
+    kinds = [each["kinds"] for each in found if each["kinds"]]  # a rank without a batch has none
+    if any(other != kinds[0] for other in kinds):
+        raise ConfigError(f"predict needs rows of one kind; the model's outputs differ between ranks: {kinds}.")
     finish: Any = _as_numpy if rows.source.is_numpy else (lambda tensor: tensor)
-    return map_tree(finish, output)
+    parts = {}
+    for name, kind in kinds[0].items():
+        shapes: list[_Shapes] = [each["shapes"].get(name, []) for each in found]
+        dtype = getattr(torch, kind.split()[0])
+        values = _gathered([batch[name] for batch in outputs.batches], shapes, dtype, distributed=distributed)
+        order = rows.source.in_order([[shape[0] for shape in each] for each in shapes])
+        joined = _joined(values, [shape for each in shapes for shape in each], order, pad_value)
+        parts[name] = finish(joined) if isinstance(joined, Tensor) else list(map(finish, joined))
+    return with_parts(outputs.structure, parts)
 
 
 def _run_all(
@@ -181,113 +197,133 @@ class _Outputs:
 
     Args:
         model: In evaluation mode.
-        call: How it is called.
-        loss: Of the fit; one that the model computes itself is not part of its output.
+        rows: What it predicts. A loss that the model computes itself is not part of its output.
+
+    Attributes:
+        structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
+        kinds: What all rows have in common: dtypes and numbers of dimensions, by part; empty before the first batch.
     """
 
-    def __init__(self, model: nn.Module, call: ModelCall, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, rows: CheckedData) -> None:
         self._model = model
-        self._call = call
-        self._loss = loss
-        self._outputs: list[Tree] = []
-        self._copies: list[HostCopy] = []
+        self._call = rows.call
+        self._loss = rows.loss
+        self._batches: list[dict[str, Tensor]] = []
+        self._latest: dict[str, Tensor | HostCopy] = {}
+        self.structure = self._loss.without_own(rows.output)
+        self.kinds: dict[str, str] = {}
 
     @property
-    def all(self) -> list[Tree]:
-        """Of all batches so far."""
-        self._read_copies()
-        return self._outputs
+    def batches(self) -> list[dict[str, Tensor]]:
+        """The parts of all outputs so far, by name."""
+        self._read_latest()
+        return self._batches
+
+    @property
+    def shapes(self) -> dict[str, _Shapes]:
+        """The shape of each batch, by part."""
+        return {name: [list(batch[name].shape) for batch in self.batches] for name in self.kinds}
 
     def add(self, batch: Batch) -> None:
         """Run the model; outputs on an accelerator are read one batch later, while it computes the next one."""
         with torch.no_grad(), gathering_alone():
             given = self._call.without_graph(self._model, batch, predicting=True)
-        output = _outputs(self._loss.without_own(given), batch.rows)
-        kind, first = form_of(output), form_of(self._outputs[0] if self._outputs else output)
-        if kind != first:
-            raise ConfigError(f"predict needs rows of one kind; the model returned {first}, then {kind}.")
-        copies = [HostCopy(tensor.contiguous()) for tensor in tensors(output) if is_accelerator(tensor.device)]
-        self._read_copies()
-        self._outputs.append(output)
-        self._copies = copies
+        output = _checked(self._loss.without_own(given), batch.rows)
+        kinds, expected = _kinds(output), self.kinds or _kinds(dict(output_parts(self.structure)))
+        if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):
+            raise ConfigError(f"predict needs rows of one kind; the model returned {expected}, then {kinds}.")
+        self.kinds = kinds
+        latest: dict[str, Tensor | HostCopy] = {
+            name: HostCopy(tensor.contiguous()) if is_accelerator(tensor.device) else tensor.detach()
+            for name, tensor in output.items()
+        }
+        self._read_latest()
+        self._latest = latest
 
-    def _read_copies(self) -> None:
-        """Replace the latest outputs by their copies in host memory, which is not pinned."""
-        if self._copies:
-            copies = iter(self._copies)
-            self._copies = []
-            self._outputs[-1] = map_tree(
-                lambda tensor: next(copies).read().clone() if is_accelerator(tensor.device) else tensor,
-                self._outputs[-1],
+    def _read_latest(self) -> None:
+        """Keep the latest outputs in host memory that is not pinned."""
+        if self._latest:
+            self._batches.append(
+                {name: each if isinstance(each, Tensor) else each.read().clone() for name, each in self._latest.items()}
             )
+            self._latest = {}
 
 
-def _outputs(output: Any, rows: int) -> Tree:
-    """Return a model's outputs: one, or several in a dictionary, a tuple or a list; raise ConfigError for others."""
-    if isinstance(output, Tensor) and output.dim() > 0 and len(output) == rows:
-        return output
-    if isinstance(output, Mapping) and output:
-        return {str(name): _outputs(part, rows) for name, part in output.items()}
-    if isinstance(output, (tuple, list)) and output:
-        parts = [_outputs(part, rows) for part in output]
-        make: Callable[[list[Tree]], Tree] = getattr(output, "_make", type(output))  # a named tuple's own
-        return make(parts)
-    found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+def _checked(output: Any, rows: int) -> dict[str, Tensor]:
+    """Return the tensors of a model's output by name; raise ConfigError unless each has a row per input row."""
+    found = dict(output_parts(output))
+    bad = (name for name, part in found.items() if not (isinstance(part, Tensor) and part.dim() and len(part) == rows))
+    name = next(bad, None)
+    if found and name is None:
+        return found
+    part = output if name is None else found[name]
+    is_tensor = isinstance(part, Tensor)
+    what = f"a tensor of shape {list(part.shape)}" if is_tensor else type(part).__name__
+    what += "" if part is output else f" as {name}"
+    remedy = "" if part is output else " Return only what you need."
+    if "past_key_values" in what:
+        remedy = " Set model.config.use_cache = False: then Hugging Face's models leave it out."
+    if is_tensor and part.dim() > 1 and part.shape[1] == rows:
+        remedy = (
+            " Its rows are in the second dimension, as in the states of an LSTM: return it with the rows first "
+            "(state.transpose(0, 1)), or return only what you need."
+        )
     raise ConfigError(
         "predict needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
-        f"tuple or a list; for {rows} rows it returned {found}."
+        f"dataclass, a tuple or a list; for {rows} rows it returned {what}.{remedy}"
     )
 
 
-def _gathered(rows: CheckedData, outputs: _Outputs) -> Tree:
-    gathered, batches = gather_rows(outputs.all)
-    order = rows.source.in_order(batches)
-    if order is None:
-        return gathered
-    return map_tree(lambda tensor: torch.empty_like(tensor).index_copy_(0, order, tensor), gathered)
+def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Return what all rows have in common, even if they are padded to different lengths."""
+    return {
+        name: f"{str(part.dtype).removeprefix('torch.')} of {part.dim()} dimensions"
+        if isinstance(part, Tensor)
+        else type(part).__name__
+        for name, part in parts.items()
+    }
 
 
-def gather_rows(outputs: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
-    """Return the outputs of all ranks, on every rank, in their order; and how many rows each batch had, by rank.
+def _gathered(own: Sequence[Tensor], shapes: Sequence[_Shapes], dtype: torch.dtype, *, distributed: bool) -> Tensor:
+    """Return the values of all ranks' batches as one vector, by rank; `shapes`: of the batches of each rank."""
+    counts = [sum(map(math.prod, each)) for each in shapes]
+    values = torch.empty(sum(counts), dtype=dtype, device="cpu")
+    own_rank = runtime.get_rank() if distributed else 0
+    for rank, part in enumerate(values.split(counts)):
+        if rank == own_rank and own:
+            torch.cat([batch.reshape(-1) for batch in own], out=part)
+        if distributed and len(part):
+            dist.broadcast(part, rank, group=runtime.cpu_group())
+    return values
 
-    Cost: the rows once in and once out of each rank.
+
+def _joined(values: Tensor, shapes: _Shapes, order: Tensor | None, pad_value: float | None) -> Tensor | list[Tensor]:
+    """Return the rows of several batches in their order, as one tensor; if their shapes differ, padded or as a list.
 
     Args:
-        outputs: This rank's, batch by batch.
-
-    Raises:
-        ConfigError: They do not have the same shape and dtype on every rank.
+        values: Of all batches, one after the other.
+        shapes: Of the batches.
+        order: The place of each row; None: as they come.
+        pad_value: Put at the ends of rows that are shorter than others; None: such rows become a list.
     """
-    text = json.dumps(
-        {"kind": form_of(outputs[0]) if outputs else None, "batches": [num_rows(output) for output in outputs]}
-    )
-    found = [json.loads(other) for other in runtime.gather_texts(text)]
-    batches: list[list[int]] = [other["batches"] for other in found]
-    kinds = [other["kind"] for other in found if other["kind"] is not None]  # a rank without a batch has none
-    if any(other != kinds[0] for other in kinds):
-        raise ConfigError(f"predict needs rows of one kind; the model's outputs differ between ranks: {kinds}.")
-    ends = list(itertools.accumulate(map(sum, batches)))
-    own = iter(tensors(_joined(outputs)) if outputs else ())
-
-    def gather(like: Tensor) -> Tensor:
-        mine = next(own, None)
-        rows = torch.empty((ends[-1], *like.shape[1:]), dtype=like.dtype, device="cpu")
-        for rank, end in enumerate(ends):
-            part = rows[end - sum(batches[rank]) : end]
-            if len(part) == 0:
-                continue
-            if mine is not None and rank == runtime.get_rank():
-                part.copy_(mine)
-            dist.broadcast(part, rank, group=runtime.cpu_group())
-        return rows
-
-    return map_tree(gather, outputs[0] if outputs else example_of(kinds[0])), batches
-
-
-def _joined(outputs: Sequence[Tree]) -> Tree:
-    """Return all rows of several outputs of one kind."""
-    parts = zip(*(tensors(output) for output in outputs), strict=True)
-    return map_tree(lambda _: torch.cat(next(parts)), outputs[0])
+    count = sum(shape[0] for shape in shapes)
+    if all(shape[1:] == shapes[0][1:] for shape in shapes):
+        rows = values.view(count, *shapes[0][1:])
+        return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
+    order = torch.arange(count, device="cpu") if order is None else order
+    pieces = zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)
+    batches = [piece.view(shape) for piece, shape in pieces]
+    if pad_value is None:
+        several = [row for batch in batches for row in batch]
+        return [several[number] for number in order.argsort().tolist()]
+    if not (values.is_floating_point() or values.is_complex() or float(pad_value).is_integer()):
+        raise ConfigError(f"pad_value must be an integer for outputs of {values.dtype}, got {pad_value}.")
+    longest = [max(lengths) for lengths in zip(*shapes, strict=True)][1:]
+    padded = torch.full((count, *longest), pad_value, dtype=values.dtype, device="cpu")
+    for places, batch in zip(order.split([shape[0] for shape in shapes]), batches, strict=True):
+        corner = (places, *map(slice, batch.shape[1:]))
+        padded[corner] = batch
+    return padded
 
 
 def _as_numpy(tensor: Tensor) -> Any:

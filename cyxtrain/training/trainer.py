@@ -397,6 +397,7 @@ class DistributedTrainer:
         *,
         batch_size: int | None = None,
         distributed: bool = True,
+        pad_value: float | None = None,
         verbose: object = 0,
     ) -> Any:
         """Return the model's output for all samples, in their order, on every rank.
@@ -405,31 +406,32 @@ class DistributedTrainer:
             X: Rows, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
             distributed: As in `evaluate`.
+            pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
+                their ends with this number and return one tensor. None: return a list of rows.
             verbose: As in `evaluate`.
 
         Returns:
-            Shape (n, ...), a NumPy array if X is one, otherwise a tensor on the CPU; of several outputs, one for each.
-            Without a loss_fn, the "loss" that the model returns is left out.
+            Shape (n, ...), a NumPy array if X is one, otherwise a tensor on the CPU; of several outputs, one for each,
+            in a dictionary, dataclass, tuple or list as the model returns it (a dictionary if the dataclass cannot be
+            made of them). None stays None. Without a loss_fn, the "loss" that the model returns is left out.
 
         Raises:
-            ConfigError: The input is wrong (two samples are tried first), or the model does not return tensors with
-                one row per sample.
+            ConfigError: The input is wrong (two samples are tried first), the model does not return tensors with one
+                row per sample, or its forward requires the targets, which are not passed.
             CollectiveMismatchError: Ranks make different calls.
         """
-        given = {"batch_size": batch_size, "distributed": distributed}
+        given = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
         if (output := delegated(self, "predict", (X,), given)) is not None:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True)
+        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, pad_value=pad_value)
         with float32_products(self.config.float32_precision):
-            return predict_rows(self.model, rows, distributed=distributed)
+            return predict_rows(self.model, rows, distributed=distributed, pad_value=pad_value)
 
-    def _rows(
-        self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
-    ) -> CheckedData:
-        """Return checked rows, agreed over ranks if they share the work."""
+    def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
+        """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
         source = open_rows(data, batch_size, self.config, distributed=distributed)
-        check = partial(check_rows, source, batch_size, self.config, self._arguments, predicting=predicting)
+        check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
         return agree_on(check)[0] if distributed else check()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -41,6 +42,27 @@ def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     return {name: map_output(function, part) for name, part in output.items()} if type(output) is dict else output
 
 
+def output_parts(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
+    """Yield the name of each part of a model's output, such as "output['scores']", and the part, unless it is None."""
+    named = fields_of(output)
+    if named is not None or isinstance(output, (tuple, list)):
+        for key, part in enumerate(output) if named is None else named.items():
+            yield from output_parts(part, f"{name}[{key!r}]")
+    elif output is not None:
+        yield name, output
+
+
+def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> Any:
+    """Return an output of the same structure with other parts, by the names of `output_parts`."""
+    named = fields_of(output)
+    if named is not None:
+        return with_fields(output, {key: with_parts(part, parts, f"{name}[{key!r}]") for key, part in named.items()})
+    if isinstance(output, (tuple, list)):
+        made = (with_parts(part, parts, f"{name}[{number}]") for number, part in enumerate(output))
+        return same_sequence(output, made)
+    return None if output is None else parts[name]
+
+
 def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each tensor as Python reaches it, such as "X['image']" or "y[0]", and the tensor."""
     if isinstance(tree, Tensor):
@@ -72,3 +94,13 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
+
+
+def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:
+    """Return a dataclass of a value's class, other fields None; a dictionary if that is none, or cannot be made."""
+    make: Any = type(value)
+    if dataclasses.is_dataclass(value):
+        others = dict.fromkeys(field.name for field in dataclasses.fields(value) if field.init)
+        with contextlib.suppress(Exception):  # its own __init__ or __post_init__ may take other things
+            return make(**{**others, **fields})
+    return {str(name): part for name, part in fields.items()}

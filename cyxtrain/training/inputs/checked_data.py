@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import require_integer
+from cyxtrain.config.settings import is_number, require, require_integer
 from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
@@ -67,11 +67,13 @@ class CheckedData(ModelSetup):
     Attributes:
         batch_size: Rows at once, outside training.
         flops_per_row: Operations of forward and backward; None: not counted.
+        output: What the model returned in the dry run of a prediction, with tensors on the meta device.
     """
 
     source: Source
     batch_size: int
     flops_per_row: float | None = None
+    output: Any = None
 
 
 def check_data(
@@ -94,10 +96,10 @@ def check_data(
         placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
         place_state(trainer.optimizer)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
-    asked, measures = {} if predicting else trainer.metrics, Metrics()
+    asked, measures, output = {} if predicting else trainer.metrics, Metrics(), None
     dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
-        dry_run.predict(source)
+        output = dry_run.predict(source)
     elif trains_on is None:
         measures = dry_run.evaluate(source)
     else:
@@ -111,6 +113,7 @@ def check_data(
         call=call,
         metrics=measures,
         flops_per_row=dry_run.flops_per_row,
+        output=output,
     )
 
 
@@ -120,15 +123,18 @@ def check_rows(
     config: DistributedTrainingConfig,
     trainer: TrainerArguments,
     *,
-    predicting: bool,
+    predicting: bool = False,
+    pad_value: float | None = None,
 ) -> tuple[CheckedData, dict[str, Any]]:
     """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
     if batch_size is None:
         batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
+    require(pad_value is None or is_number(pad_value), f"predict.pad_value must be a number, got {pad_value!r}.")
     rows = check_data(source, batch_size, config, trainer, predicting=predicting, is_of_fit=False)
     return rows, {
         "the batch size": batch_size,
+        "pad_value": str(pad_value),
         **source.facts("the given"),
         **value_facts(trained_with(trainer.model, rows.loss)),
     }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.batches.structure import Tree, leaves, map_output
+from cyxtrain.data.batches.structure import Tree, leaves, map_output, output_parts, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import remedy_for_devices
@@ -135,12 +135,19 @@ class DryRun:
             output, value = self._forward(source, batch)
             return self._measuring(output, batch, value)
 
-    def predict(self, source: Source) -> None:
-        """Try a prediction for a source's first rows. Raises as `train`."""
+    def predict(self, source: Source) -> Any:
+        """Try a prediction for a source's first rows; return the output without its values. Raises as `train`."""
         batch = self._placed(source.first(_ROWS))
+        missing = self._call.missing(self._model, batch.inputs) if self._loss.function is None else []
+        if missing:
+            raise ConfigError(
+                f"the forward of {type(self._model).__name__} requires {', '.join(missing)}{self._call.names_differ}, "
+                f"and predict passes the inputs alone: give {missing[0]} a default, as in {missing[0]}=None."
+            )
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
             self._model.eval()
-            self._output(batch, predicting=True)
+            output = self._output(batch, predicting=True)
+        return with_parts(output, {name: _without_values(part) for name, part in output_parts(output)})
 
     def _put_into_evaluation(self) -> None:
         for module in (self._model, *self._loss.modules):
@@ -288,6 +295,10 @@ def _total(result: Any) -> Tensor:
         return torch.stack([_total(each) for each in result.values()]).sum()
     found: Tensor = result[0] if isinstance(result, tuple) else result
     return found.mean()
+
+
+def _without_values(part: Any) -> Any:
+    return torch.empty_like(part, device="meta") if isinstance(part, Tensor) else part
 
 
 def _shapes(tree: Tree) -> str:

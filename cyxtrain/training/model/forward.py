@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 from collections.abc import Callable
@@ -91,6 +92,16 @@ class ModelCall:
         if isinstance(inputs, Tensor) and self.precision.is_full:
             return model(inputs)
         return self._compute(model, inputs)
+
+    def missing(self, model: nn.Module, inputs: Tree) -> list[str]:
+        """Return names of arguments that forward requires besides the inputs, such as the targets."""
+        with contextlib.suppress(TypeError, ValueError):  # inputs that do not fit, or a forward written in C
+            signature = inspect.signature(model.forward)
+            arguments, named = self._arguments(inputs)
+            given = signature.bind_partial(*arguments, **named).arguments
+            needed = [p for p in signature.parameters.values() if p.default is p.empty and p.name not in given]
+            return [p.name for p in needed if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        return []
 
     def without_graph(self, model: Callable[..., Any], batch: Batch, *, predicting: bool = False) -> Any:
         """Return the output for a batch outside training; `predicting`: for its inputs alone."""

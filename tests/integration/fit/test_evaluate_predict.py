@@ -202,7 +202,7 @@ class Returns(nn.Module):
         (lambda output: (), "tuple"),
         (lambda output: output.sum(), r"shape \[\]"),
         (lambda output: output[:1], r"for 4 rows it returned a tensor of shape \[1, 3\]"),
-        (lambda output: output[:, : len(output)], "rows of one kind"),
+        (lambda output: output if len(output) == 3 else output.double(), "rows of one kind"),
     ],
 )
 def test_predict_refuses_what_has_no_row_per_row(make, words):
@@ -234,9 +234,8 @@ def test_several_outputs_come_in_their_form_on_every_rank(world_size):
         alone = several_outputs()
     assert alone[0] == ["dict", "dict", "tuple", "tuple", "Several", "Several"]
     assert alone[2] == "int64"
-    for rank, found in enumerate(run_world(world_size, several_outputs)):
-        assert found[1:] == alone[1:]
-        assert found[0][1::2] == alone[0][1::2] or rank > 0
+    for found in run_world(world_size, several_outputs):
+        assert found == alone
 
 
 def predict_without_the_loss() -> tuple[list[str], list[list[float]]]:

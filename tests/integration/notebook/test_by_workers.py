@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import os
@@ -181,6 +182,34 @@ def test_data_of_every_kind(kind):
     assert list(trainer.evaluate(*given)) == pytest.approx(here)
     if kind == "numpy":
         assert isinstance(trainer.predict(given[0]), np.ndarray)
+
+
+@dataclasses.dataclass
+class Cut:
+    """Scores, and nothing."""
+
+    scores: Any
+    nothing: Any = None
+
+
+class Cutting(nn.Module):
+    """Returns as many columns as rows: other shapes from batch to batch, as with padding to the longest of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, inputs: Tensor) -> Cut:
+        return Cut(self.body(inputs)[:, : len(inputs)])
+
+
+def test_rows_of_different_lengths_and_dataclasses_come_back():
+    trainer = trainer_of(Cutting())
+    rows, padded = (trainer.predict(X[:5], batch_size=3, pad_value=pad_value) for pad_value in (None, 7.0))
+    expected = [*trainer.model.body(X[:3]), *trainer.model.body(X[3:5])[:, :2]]
+    assert (type(rows), type(padded), rows.nothing) == (Cut, Cut, None)
+    torch.testing.assert_close(rows.scores, expected)
+    torch.testing.assert_close(padded.scores, nn.utils.rnn.pad_sequence(expected, True, 7.0))
 
 
 class Noting(cx.callbacks.Callback):

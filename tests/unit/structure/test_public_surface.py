@@ -85,7 +85,7 @@ SIGNATURES = {
     "**settings)",
     "DistributedTrainer.evaluate": "(self, X, y=None, *, batch_size=None, distributed=True, sample_weight=None, "
     "verbose=0)",
-    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, verbose=0)",
+    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, pad_value=None, verbose=0)",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
     "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "

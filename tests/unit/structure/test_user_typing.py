@@ -67,6 +67,7 @@ cx.DistributedTrainer(model, lambda output, target: (output - target).abs().mean
 cx.DistributedTrainer(model, {"a": nn.MSELoss(), "b": "mse"}, torch.optim.SGD)
 first: float = trainer.fit(X, y).train_losses[0]
 trainer.predict(X, distributed=False)
+trainer.predict(X, pad_value=0.0)
 trainer.fit(X, y, epoch=3)  # E: Unexpected keyword argument "epoch" for "fit" of "DistributedTrainer"
 trainer.fit(X, epochs="3")  # E: "epochs" to "fit" of "DistributedTrainer" has incompatible type "str"; expected "int"
 trainer.fit(X, y, precision=16)  # E: type "Literal[16]"; expected "Literal['fp32', 'bf16', 'fp16']"
@@ -81,6 +82,7 @@ trainer.evaluate(X, y).accuracy + 1  # E: Unsupported operand types for + ("None
 trainer.evaluate(X, y, batch_sise=2)  # E: Unexpected keyword argument "batch_sise"
 trainer.evaluate(X, y, batch_size="2")  # E: has incompatible type "str"
 trainer.predict(X, y)  # E: incompatible type
+trainer.predict(X, pad_value="0")  # E: has incompatible type "str"
 trainer.predict()  # E: Missing positional argument "X"
 """
 

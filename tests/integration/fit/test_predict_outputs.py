@@ -1,0 +1,323 @@
+"""Claims about what `predict` returns: rows of different lengths, structures of outputs, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+SIZES = (1, 2, 3, 4, 5, 7, 9)
+WORLDS = [1, 2, 4]
+
+
+def trainer_of(model: nn.Module, loss_fn: Any = None) -> cx.DistributedTrainer:
+    return cx.DistributedTrainer(model, loss_fn, adam(model))
+
+
+# --- rows of different lengths ----------------------------------------------------------------------------------------
+
+
+class Sentences(Dataset[dict[str, Any]]):
+    """Words, and what is carried along with them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"words": torch.arange(1, 2 + row * 3 % 5), "id": row, "text": f"sentence {row}"}
+
+
+def to_longest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    words = pad_sequence([row["words"] for row in rows], batch_first=True)
+    return {"words": words, "labels": words, "id": [row["id"] for row in rows], "text": [row["text"] for row in rows]}
+
+
+def batches_of(size: int) -> DataLoader[Any]:
+    return DataLoader(Sentences(size), 2, collate_fn=to_longest)
+
+
+class Scorer(nn.Module):
+    """Scores each word; returns its loss if it gets labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.scores = nn.Embedding(6, 3)
+
+    def forward(self, words: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        scores = self.scores(words)
+        loss = None if labels is None else (scores[..., 0] - labels).square().mean()
+        return {"loss": loss, "scores": scores, "last": words[:, -1], "cache": None}
+
+
+def plain(output: Any) -> Any:
+    """Returns an output, with each tensor as its type and numbers."""
+    if isinstance(output, dict):
+        return {name: plain(part) for name, part in output.items()}
+    if isinstance(output, list):
+        return [plain(row) for row in output]
+    return output if output is None else (type(output).__name__, str(output.dtype), output.tolist())
+
+
+def predict_sentences() -> list[Any]:
+    trainer = trainer_of(Scorer())
+    found = []
+    for size in SIZES:
+        for data in (batches_of(size), functools.partial(iter, batches_of(size))):
+            found += [plain(trainer.predict(data, pad_value=pad_value)) for pad_value in (None, -1.5)]
+    return found
+
+
+def expected_sentences() -> list[Any]:
+    model, found = Scorer(), []
+    for size in SIZES:
+        with torch.no_grad():
+            outputs = [model(batch["words"]) for batch in batches_of(size)]
+        last = torch.cat([output["last"] for output in outputs])
+        rows = [row for output in outputs for row in output["scores"]]
+        padded = pad_sequence(rows, batch_first=True, padding_value=-1.5)
+        unpadded: Any = rows if len({row.shape for row in rows}) > 1 else padded
+        each = [plain({"scores": scores, "last": last, "cache": None}) for scores in (unpadded, padded)]
+        found += [*each, *each]
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_rows_of_batches_that_are_padded_to_their_longest_are_a_list_or_are_padded(world_size):
+    expected = expected_sentences()
+    assert sum(isinstance(found["scores"], list) for found in expected) == 2 * sum(size > 2 for size in SIZES)
+    for found in everywhere(world_size, predict_sentences):
+        assert found == expected
+
+
+def test_a_model_that_predicts_rows_of_different_lengths_is_one_that_trains_on_them():
+    with one_process():
+        trainer = trainer_of(Scorer())
+        losses = trainer.fit(batches_of(9), epochs=2, verbose=False).train_losses
+        assert losses[1] < losses[0]
+        assert trainer.evaluate(batches_of(9)).loss < losses[0]
+        assert len(trainer.predict(batches_of(9))["scores"]) == 9
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Any:
+        return inputs * self.scale
+
+
+def test_several_dimensions_are_padded_and_rows_of_arrays_are_arrays():
+    shapes = [(2, 3, 1), (1, 2, 4)]
+    arrays = [np.ones(shape, "float32") for shape in shapes]
+    with one_process():
+        rows = trainer_of(Scaled(), "mse").predict(lambda: iter(arrays))
+        padded = trainer_of(Scaled(), "mse").predict(lambda: iter(arrays), pad_value=7)
+        alike = trainer_of(Scaled(), "mse").predict(lambda: iter(arrays[:1]), pad_value=7)
+    assert [(type(row), row.shape) for row in rows] == [(np.ndarray, shape) for shape in [(3, 1), (3, 1), (2, 4)]]
+    expected = np.full((3, 3, 4), 7, "float32")
+    expected[:2, :3, :1] = expected[2:, :2, :4] = 1
+    np.testing.assert_array_equal(padded, expected, strict=True)
+    np.testing.assert_array_equal(alike, arrays[0], strict=True)
+
+
+# --- structures of outputs --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Out:
+    """A loss and what it is computed of."""
+
+    loss: Any
+    logits: Any
+    states: Any = None
+
+
+@dataclasses.dataclass
+class Named(OrderedDict[str, Any]):
+    """As Hugging Face's outputs: also a dictionary of the fields that are not None."""
+
+    loss: Any = None
+    logits: Any = None
+    past: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+
+@dataclasses.dataclass
+class Doubled:
+    """It computes a field itself, so that nobody else can make one with other rows."""
+
+    logits: Any
+    twice: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = 2 * self.logits
+
+
+class Returns(nn.Module):
+    """Returns what `make` makes of its scores and its loss, which is None without targets."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.body, self.make = make_model(), make
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.body(inputs)
+        return self.make(None if labels is None else nn.functional.cross_entropy(logits, labels), logits)
+
+
+MADE: dict[str, Any] = {
+    "dataclass": lambda loss, logits: Out(loss, logits),
+    "dataclass with a loss": lambda loss, logits: Out(logits.mean(), logits, (logits[:, 0], None)),
+    "both": lambda loss, logits: Named(loss, logits),
+    "computed": lambda loss, logits: Doubled(logits),
+    "tuple": lambda loss, logits: (logits, None, [logits[:, 0]]),
+    "nested": lambda loss, logits: {"inner": Out(None, logits), "outer": None},
+}
+
+
+def predict_structures() -> dict[str, str]:
+    inputs = make_rows(3)[0]
+    return {name: repr(trainer_of(Returns(make)).predict(inputs, batch_size=2)) for name, make in MADE.items()}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_outputs_keep_their_structure_and_their_class_on_every_rank(world_size):
+    inputs = make_rows(3)[0]
+    with torch.no_grad():
+        logits = torch.cat([make_model()(inputs[:2]), make_model()(inputs[2:])])
+    first = logits[:, 0].clone()
+    expected = {
+        "dataclass": Out(None, logits),
+        "dataclass with a loss": Out(None, logits, (first, None)),
+        "both": Named(None, logits),
+        "computed": {"logits": logits, "twice": 2 * logits},
+        "tuple": (logits, None, [first]),
+        "nested": {"inner": Out(None, logits), "outer": None},
+    }
+    for found in everywhere(world_size, predict_structures):
+        assert found == {name: repr(each) for name, each in expected.items()}
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "both"])
+def test_a_model_that_returns_a_dataclass_is_one_that_trains(kind):
+    inputs, labels = make_rows(8)
+    with one_process():
+        trainer = trainer_of(Returns(MADE[kind]))
+        losses = trainer.fit(inputs, labels, epochs=2, batch_size=4, verbose=False).train_losses
+        assert losses[1] < losses[0]
+        assert trainer.evaluate(inputs, labels).loss < losses[0]
+        found = trainer.predict(inputs)
+    assert type(found) in (Out, Named)
+    assert (found.loss, found.logits.shape) == (None, (8, 3))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Returns the states of an LSTM, too."""
+
+    def __init__(self, rows_first: bool) -> None:
+        super().__init__()
+        self.cell, self.rows_first = nn.LSTM(4, 3, batch_first=True), rows_first
+
+    def forward(self, inputs: Tensor) -> Any:
+        output, states = self.cell(inputs[:, None])
+        return output, tuple(state.transpose(0, 1) if self.rows_first else state for state in states)
+
+
+def test_states_with_rows_in_their_second_dimension_are_refused_with_the_way_to_return_them():
+    inputs = make_rows(4)[0]
+    words = (
+        r"for 4 rows it returned a tensor of shape \[1, 4, 3\] as output\[1\]\[0\]\. Its rows are in the second "
+        r"dimension, .* return it with the rows first \(state\.transpose\(0, 1\)\), or return only what you need"
+    )
+    with one_process():
+        with pytest.raises(cx.ConfigError, match=words):
+            trainer_of(Recurrent(False), "mse").predict(inputs)
+        output, states = trainer_of(Recurrent(True), "mse").predict(inputs)
+    assert [output.shape, *(state.shape for state in states)] == [(4, 1, 3)] * 3
+
+
+def test_a_cache_is_refused_by_its_name():
+    model = Returns(lambda loss, logits: {"logits": logits, "past_key_values": object()})
+    words = r"it returned object as output\['past_key_values'\]\. Set model\.config\.use_cache = False"
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        trainer_of(model).predict(make_rows(4)[0])
+
+
+class NeedsLabels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Returns(MADE["dataclass"])
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        return self.body(inputs, labels)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_model_that_requires_the_targets_trains_and_does_not_predict(by_name):
+    inputs, labels = make_rows(8)
+    given: Any = {"inputs": inputs} if by_name else inputs
+    words = (
+        "the forward of NeedsLabels requires labels, and predict passes the inputs alone: give labels a default, as in "
+        "labels=None"
+    )
+    with one_process():
+        trainer = trainer_of(NeedsLabels())
+        assert len(trainer.fit(given, labels, epochs=1, batch_size=4, verbose=False).train_losses) == 1
+        trainer.evaluate(given, labels)
+        with pytest.raises(cx.ConfigError, match=words):
+            trainer.predict(given)
+
+
+def test_an_input_that_is_missing_is_not_taken_for_targets():
+    with one_process(), pytest.raises(cx.ConfigError, match="the model cannot take X, tried on shape"):
+        trainer_of(NeedsLabels(), "mse").predict(make_rows(2)[0])
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "words"),
+    [
+        ("0", r"predict\.pad_value must be a number, got '0'"),
+        (True, r"predict\.pad_value must be a number, got True"),
+        (0.5, r"pad_value must be an integer for outputs of torch\.int64, got 0\.5"),
+        (float("nan"), "pad_value must be an integer"),
+    ],
+)
+def test_a_pad_value_that_does_not_fit_is_refused(pad_value, words):
+    model = Returns(lambda loss, logits: logits.argmax(1)[:, None].expand(-1, len(logits)))
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        trainer_of(model).predict(make_rows(5)[0], batch_size=3, pad_value=pad_value)
+
+
+def pad_differently() -> str:
+    with pytest.raises(cx.ConfigError) as error:
+        trainer_of(Scorer()).predict(batches_of(5), pad_value=float(cx.get_rank()))
+    return str(error.value)
+
+
+def test_ranks_pad_with_the_same_value():
+    for text in run_world(2, pad_differently):
+        assert text.startswith("rank 1 differs from rank 0 in pad_value: 1.0 on rank 1, 0.0 on rank 0")
