@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, Protocol
 
+from cyxtrain.workers.error_lines import ErrorFilter
+
 KEPT_LINES = 100
 """Lines at the end of a rank's stderr that are repeated after a failure."""
 REFRESH_SECONDS = 10.0
@@ -32,6 +34,8 @@ class Terminal:
         self._out = out
         self._err = err
         self._lock = threading.Lock()
+        self.mistakes: dict[bytes, str] = {}
+        """Mistakes that a rank has printed, with its label (see `ErrorFilter`)."""
 
     @classmethod
     def standard(cls) -> Terminal:
@@ -98,8 +102,16 @@ def _states(line: bytes) -> list[bytes]:
 class OutputReader:
     """A daemon thread that copies one stream of one process; another process may keep the pipe open for ever."""
 
-    def __init__(self, source: IO[bytes], label: str, write: Callable[[bytes], None], log: Stream | None) -> None:
+    def __init__(
+        self,
+        source: IO[bytes],
+        label: str,
+        write: Callable[[bytes], None],
+        log: Stream | None,
+        errors: ErrorFilter | None,
+    ) -> None:
         self._source = source
+        self._errors = errors
         self._log = log
         self._prefix = f"[{label}] ".encode()
         self._write = write
@@ -125,6 +137,7 @@ class OutputReader:
                 while data := self._source.read(_READ_BYTES):
                     self._show(assembler.feed(data))
                 self._show(assembler.finish())
+                self._print([] if self._errors is None else self._errors.finish())
             except OSError:
                 return
 
@@ -135,6 +148,9 @@ class OutputReader:
         if self._log is not None:
             with contextlib.suppress(OSError, ValueError):  # the disk is full, or a daemon writes after the end
                 self._log.write(b"".join(line + b"\n" for line in lines))
+        self._print(lines if self._errors is None else self._errors.feed(lines))
+
+    def _print(self, lines: list[bytes]) -> None:
         self._is_writing = True
         self._write(b"".join(self._prefix + line + b"\n" for line in lines))
         self._is_writing = False

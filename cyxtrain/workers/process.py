@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cyxtrain.workers.error_lines import ErrorFilter
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group
 from cyxtrain.workers.output import OutputReader, Terminal
 
@@ -103,9 +104,12 @@ class RankProcess:
         self._log = None if spec.log is None else open(spec.log, "ab", buffering=0)  # noqa: SIM115 - _attend closes it
         self._process = process = _spawn(spec)
         guard.add(process.pid)
-        streams = ((process.stdout, terminal.write_out), (process.stderr, terminal.write_err))
+        self._errors = ErrorFilter(spec.label, terminal.mistakes)
+        streams = ((process.stdout, terminal.write_out, None), (process.stderr, terminal.write_err, self._errors))
         self._readers = [
-            OutputReader(source, spec.label, write, self._log) for source, write in streams if source is not None
+            OutputReader(source, spec.label, write, self._log, errors)
+            for source, write, errors in streams
+            if source is not None
         ]
         self._thread = threading.Thread(target=self._attend, name=f"end of {spec.label}", daemon=True)
         self._thread.start()
@@ -115,6 +119,7 @@ class RankProcess:
         if self._has_ended:
             return
         self._was_signalled = True
+        self._errors.hides_interrupts |= number == signal.SIGINT
         if sys.platform != "win32":
             signal_group(self._process.pid, number or signal.SIGKILL)
         elif number is None:
