@@ -27,7 +27,7 @@ import inspect
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -35,6 +35,8 @@ from typing import Any, TypeVar
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
 _SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 200
 _ON_ALL_RANKS = "_cyxtrain_on_all_ranks"
+_before_raising: list[Callable[[], None]] = []
+"""Called for each ConfigError and each error on all ranks."""
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -66,6 +68,10 @@ class NotInitializedError(CyxtrainError):
 
 class ConfigError(CyxtrainError, ValueError):
     """A setting, an argument or the data is wrong; nothing has started."""
+
+    def __init__(self, message: str, *, rank: int | None = None, during: str | None = None) -> None:
+        super().__init__(message, rank=rank, during=during)
+        _prepare_to_raise()
 
 
 class BackendUnavailableError(CyxtrainError):
@@ -221,12 +227,23 @@ def reported(message: object, rank: int) -> str:
 def on_all_ranks(error: _Error) -> _Error:
     """Mark and return an error that every rank raises at this point: it need not be reported."""
     error.__dict__[_ON_ALL_RANKS] = True
+    _prepare_to_raise()
     return error
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
     """Return whether every rank raises this error."""
     return _ON_ALL_RANKS in error.__dict__
+
+
+def before_raising(function: Callable[[], None]) -> None:
+    """Let a function be called for each ConfigError and each error on all ranks, before it is raised."""
+    _before_raising[:] = [function]
+
+
+def _prepare_to_raise() -> None:
+    for function in _before_raising:
+        function()
 
 
 def warn(message: str) -> None:

@@ -107,6 +107,13 @@ ENVIRONMENT = (
         "How often the launcher has restarted all ranks.",
     ),
     (
+        "CYXTRAIN_TRACEBACK",
+        "`short`, `full`",
+        "`short`",
+        "",
+        "`full`: print all frames of an error that is otherwise [printed in short](faults.md#what-an-error-prints).",
+    ),
+    (
         "CYXTRAIN_BAR_COLUMNS",
         "integer",
         "set by the launcher",

@@ -14,6 +14,7 @@
                                   if there are several machines or free cores
     CYXTRAIN_RUN                  name of the launcher's run: after a restart, training resumes from its checkpoints
     CYXTRAIN_ATTEMPT              how often the launcher has restarted all ranks; default 0
+    CYXTRAIN_TRACEBACK            full: errors that are printed in short (`uncaught.py`) are printed with all frames
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
 
 torchrun sets these very names, and they take precedence over those of a scheduler (`schedulers.py`).
@@ -174,6 +175,11 @@ def take_worker_channel() -> str:
     if found is None:
         raise ConfigError("Only a trainer starts workers, if you set num_processes.")
     return found
+
+
+def wants_full_traceback(variables: Variables = ENVIRON) -> bool:
+    """Return whether the user wants to see all frames of every error."""
+    return variables.get("CYXTRAIN_TRACEBACK", "").lower() == "full"
 
 
 def launched_run(variables: Variables = ENVIRON) -> tuple[str, int]:

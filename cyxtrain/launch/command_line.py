@@ -7,13 +7,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError
+from cyxtrain.environment import uncaught
+from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.launch.starting import files_of, launch
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def _show_version(context: click.Context, parameter: click.Parameter, asked: boo
 def cyxtrain(traceback: bool, local_rank: int | None) -> None:
     """Train PyTorch models on one or many processes with the same code."""
     del local_rank  # torch.distributed.launch passes it, and sets LOCAL_RANK too
-    if not traceback:
-        sys.excepthook = _print_in_one_line
+    uncaught.install(uncaught.FULL if traceback else uncaught.ONE_LINE)
     if "" not in sys.path:
         sys.path.insert(0, "")  # "module:name" finds modules of the current folder, as with python -m
 
@@ -220,11 +219,3 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         raise error.__cause__ or error from None
     sys.excepthook = hook
     return code if isinstance(code, int) else 0
-
-
-def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print our own errors in one line, others with their traceback."""
-    if isinstance(error, CyxtrainError):
-        print(f"{kind.__name__}: {error}", file=sys.stderr)
-    elif not isinstance(error, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from cyxtrain.workers.error_lines import is_mistake
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankSpec
@@ -143,11 +144,14 @@ def _stopping_on_signals(supervisor: Supervisor) -> Iterator[None]:
 
 
 def describe(outcome: Outcome) -> bytes:
-    """Return the launcher's last message: nothing after a success, otherwise which rank failed first and its stderr."""
+    """Return the launcher's last message: which rank failed first and its stderr; nothing after a success or a mistake.
+
+    A user's mistake is on the screen already, in short.
+    """
     lines = [f"{label} cannot be ended, not even by SIGKILL" for label in outcome.unstoppable]
     if outcome.stopped_by is not None:
         lines.append(f"all ranks were stopped by {outcome.stopped_by.name}")
-    first, stderr = outcome.first_failure, outcome.last_lines
+    first, stderr = outcome.first_failure, None if is_mistake(outcome.last_lines) else outcome.last_lines
     if first is not None and stderr is not None:
         end = "; its last lines on stderr:" if stderr else " and printed no error"
         lines.append(f"{first.label} failed first ({first.describe()}){end}")

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, Protocol
 
+from cyxtrain.workers.error_lines import ErrorFilter
+
 KEPT_LINES = 100
 """Lines at the end of a rank's stderr that are repeated after a failure."""
 REFRESH_SECONDS = 10.0
@@ -43,6 +45,8 @@ class Terminal:
         self.columns = columns
         self._bar = b""
         self._lock = threading.Lock()
+        self.mistakes: dict[bytes, str] = {}
+        """Mistakes that a rank has printed, with its label (see `ErrorFilter`)."""
 
     @classmethod
     def standard(cls) -> Terminal:
@@ -146,8 +150,10 @@ class OutputReader:
         write: Callable[[bytes], None],
         log: Stream | None,
         show_bar: Callable[[bytes], None] | None = None,
+        errors: ErrorFilter | None = None,
     ) -> None:
         self._source = source
+        self._errors = errors
         self._log = log
         self._prefix = f"[{label}] ".encode()
         self._write = write
@@ -178,6 +184,7 @@ class OutputReader:
                     self._show(lines)
                 show_bar(b"")
                 self._show(assembler.finish())
+                self._print([] if self._errors is None else self._errors.finish())
             except OSError:
                 return
 
@@ -188,6 +195,9 @@ class OutputReader:
         if self._log is not None:
             with contextlib.suppress(OSError, ValueError):  # the disk is full, or a daemon writes after the end
                 self._log.write(b"".join(line + b"\n" for line in lines))
+        self._print(lines if self._errors is None else self._errors.feed(lines))
+
+    def _print(self, lines: list[bytes]) -> None:
         self._is_writing = True
         self._write(b"".join(self._prefix + line + b"\n" for line in lines))
         self._is_writing = False

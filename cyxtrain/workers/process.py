@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cyxtrain.workers.error_lines import ErrorFilter
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group
 from cyxtrain.workers.output import OutputReader, Terminal
 
@@ -106,10 +107,14 @@ class RankProcess:
         self._process = process = _spawn(spec)
         guard.add(process.pid)
         show_bar = terminal.show_bar if spec.shows_bar else None
-        streams = ((process.stdout, terminal.write_out, show_bar), (process.stderr, terminal.write_err, None))
+        self._errors = ErrorFilter(spec.label, terminal.mistakes)
+        streams = (
+            (process.stdout, terminal.write_out, show_bar, None),
+            (process.stderr, terminal.write_err, None, self._errors),
+        )
         self._readers = [
-            OutputReader(source, spec.label, write, self._log, show)
-            for source, write, show in streams
+            OutputReader(source, spec.label, write, self._log, show, errors)
+            for source, write, show, errors in streams
             if source is not None
         ]
         self._thread = threading.Thread(target=self._attend, name=f"end of {spec.label}", daemon=True)
@@ -120,6 +125,7 @@ class RankProcess:
         if self._has_ended:
             return
         self._was_signalled = True
+        self._errors.hides_interrupts |= number == signal.SIGINT
         if sys.platform != "win32":
             signal_group(self._process.pid, number or signal.SIGKILL)
         elif number is None:

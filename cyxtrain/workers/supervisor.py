@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cyxtrain import errors
+from cyxtrain.workers.error_lines import TRACEBACK, is_mistake
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProcess, RankSpec
@@ -191,7 +192,8 @@ def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes
 
     It is the earliest one whose stderr names no error that blames another rank; if all do, the earliest. Time alone
     does not tell: a rank that raises informs the others, which may leave the interpreter before it does. If somebody
-    stopped a rank and no other has an error of its own, nothing has failed.
+    stopped a rank and no other has an error of its own, nothing has failed. If a rank has printed a user's mistake, the
+    others may have the same one and print nothing: those with another error have a traceback.
 
     Args:
         exits: Those before we stopped anything, in the order of time.
@@ -199,13 +201,17 @@ def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes
     """
     failures = [ended for ended in exits if ended.code != 0 and ended.code not in _STOPS]
     own = [ended for ended in failures if not _BLAMES_ANOTHER.search(last_lines[ended.index] or b"")]
+    mistakes = [ended for ended in failures if is_mistake(last_lines[ended.index])]
+    if mistakes:
+        others = [each for each in own if each.killed_by or TRACEBACK in (last_lines[each.index] or b"")]
+        own = others or mistakes
     return next(iter(own if find_stop(exits) else own or failures), None)
 
 
 def would_recur(outcome: Outcome) -> bool:
     """Return whether restarted ranks would fail with the same error, as far as stderr tells."""
     raised = outcome.first_failure is not None and outcome.first_failure.killed_by is None
-    _, _, last = (outcome.last_lines or b"").rpartition(b"Traceback (most recent call last)")
+    _, _, last = (outcome.last_lines or b"").rpartition(b"Traceback (")
     return raised and bool(_WOULD_RECUR.search(last))
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cyxtrain.config import BackendType, DistributedConfig, complete_config
 from cyxtrain.config.settings import require
 from cyxtrain.config.world import with_disagreement
-from cyxtrain.environment import process_env, standard_streams, torch_compat
+from cyxtrain.environment import process_env, standard_streams, torch_compat, uncaught
 from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.errors import (
     CollectiveMismatchError,
@@ -32,6 +32,7 @@ from cyxtrain.errors import (
     PeerLostError,
     PeerSilentError,
     RendezvousError,
+    before_raising,
     error_from_facts,
 )
 from cyxtrain.ring import RingProcessGroup
@@ -126,6 +127,8 @@ def _join() -> None:
             _joined = join(config)
     except RendezvousError as error:
         raise with_disagreement(error, config) from error.__cause__
+    if config.world_size == 1 or process_env.launched_run()[0]:
+        torch_compat.put_back_excepthook()  # there is one rank, or the launcher prints it before each line
     group, side_group = _joined.group, _joined.cpu_group
     _side_ring = None if side_group is group else SideRing(group, side_group)
     atexit.unregister(_at_exit)
@@ -474,6 +477,17 @@ def _forget() -> None:
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_forget)
+
+
+def _shorten_traceback() -> None:
+    """Let Python print a user's mistake in short; what all ranks raise, on the first rank of each machine only."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if _joined is not None and _is_default(_joined) and _joined.config.local_rank is not None:
+        rank = _joined.config.local_rank
+    uncaught.install(is_printing=rank == 0)
+
+
+before_raising(_shorten_traceback)
 
 
 def is_interactive() -> bool:

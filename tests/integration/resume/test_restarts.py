@@ -72,7 +72,7 @@ def test_after_a_sigterm_to_one_rank_all_have_stopped_and_none_is_started_again(
 def test_an_error_that_would_come_again_is_no_reason_to_start_again(tmp_path):
     done = launch(tmp_path, 3, {}, every=-1)
     assert done.returncode == 1
-    assert done.stderr.count("failed first") == 1
+    assert "failed first" not in done.stderr
     assert done.stderr.endswith("no restart: the same error would occur again\n")
 
 

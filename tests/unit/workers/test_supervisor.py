@@ -17,6 +17,7 @@ from launching import (
     SECONDS,
     children_of,
     noted_pids,
+    run,
     run_script,
     runs,
     started,
@@ -25,6 +26,7 @@ from launching import (
     write_script,
 )
 
+from cyxtrain.environment.uncaught import HEADER
 from cyxtrain.workers import output, process, supervisor
 from cyxtrain.workers.guard import end_groups, group_is_alive
 from cyxtrain.workers.process import RankExit, RankSpec
@@ -174,6 +176,46 @@ def test_an_error_that_would_come_again_is_known_by_its_name(
     assert would_recur(Outcome((failure,), failure, words, None, ())) is comes
 
 
+def ended_with(code: int, index: int) -> RankExit:
+    return RankExit(index, f"rank {index}", code, None, at_seconds=float(index))
+
+
+def test_a_mistake_of_all_ranks_is_the_failure_of_the_one_that_prints_it() -> None:
+    mistake = f"{HEADER}\ncyxtrain.errors.CollectiveMismatchError: rank 0 calls fit\n".encode()
+    lost = b"Traceback (most recent call last):\ncyxtrain.errors.PeerLostError: rank 2 has ended\n"
+    banana = b"Traceback (most recent call last):\nValueError: a banana\n"
+    exits = [ended_with(1, index) for index in range(3)]
+    assert find_first_failure(exits, {0: b"", 1: mistake, 2: b"a warning\n"}) is exits[1]
+    assert find_first_failure(exits, {0: lost, 1: lost, 2: mistake}) is exits[2]
+    assert find_first_failure(exits, {0: mistake, 1: lost, 2: banana}) is exits[2]
+    killed = RankExit(2, "rank 2", 137, 9, 2.0)
+    assert find_first_failure([*exits[:2], killed], {0: mistake, 1: b"", 2: b""}) is killed
+
+
+_MISTAKE = f"{HEADER}\n  File 'train.py', line 1\ncyxtrain.errors.ConfigError: epochs is 0"
+_PRINTS_MISTAKE = """
+if rank in {}:
+    print({!r}, file=sys.stderr)
+    note(f"printed{{rank}}", "")
+wait_for("printed0")
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("writers", ["(0,)", "(0, 1)"], ids=["rank 0", "all ranks"])
+def test_a_mistake_is_shown_once_and_no_rank_is_named_as_the_first(tmp_path: Path, writers: str) -> None:
+    done = run_script(tmp_path, 2, _PRINTS_MISTAKE.format(writers, _MISTAKE))
+    assert (done.returncode, done.stdout) == (1, b"")
+    shown = done.stderr.decode().replace("[rank 1] ", "[rank 0] ")  # the one that was faster
+    assert shown == "".join(f"[rank 0] {line}\n" for line in _MISTAKE.splitlines())
+
+
+def test_a_mistake_of_all_ranks_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    done = run("--restarts", 3, 2, write_script(tmp_path, _PRINTS_MISTAKE.format("(0,)", _MISTAKE)))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[3:] == [b"no restart: the same error would occur again"]
+
+
 def test_after_a_failure_the_others_may_say_what_they_think(tmp_path: Path) -> None:
     source = """
         if rank == 0:
@@ -236,6 +278,16 @@ def test_ctrl_c_stops_one_rank_alone(tmp_path: Path) -> None:
         # The rank and its child, which share the terminal, both write their traceback: lines may mix.
         assert b"KeyboardInterrupt" in errors
         assert errors.endswith(b"all ranks were stopped by SIGINT\n")
+        assert not any(runs(pid) for pid in pids)
+
+
+def test_ctrl_c_while_ranks_import_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow_library.py").write_text("from __main__ import ready, signal\nready()\nsignal.pause()\n")
+    with started(tmp_path, 2, "import slow_library") as launcher:
+        pids = wait_for_ranks(tmp_path, 2)
+        launcher.send_signal(signal.SIGINT)
+        shown, errors = launcher.communicate(timeout=SECONDS)
+        assert (launcher.returncode, shown, errors) == (130, b"", b"all ranks were stopped by SIGINT\n")
         assert not any(runs(pid) for pid in pids)
 
 

@@ -1,0 +1,95 @@
+"""Print an error that ends the program: a user's mistake in short, and once if all ranks raise it.
+
+    Traceback (your code only; CYXTRAIN_TRACEBACK=full shows all of it):
+      File "train.py", line 12, in <module>
+        trainer.fit(X, y)
+    cyxtrain.errors.ConfigError: the model cannot take X, tried on shape [64, 3]: RuntimeError: ...
+
+`sys.excepthook` is replaced when the first such error is created, not at import. The previous hook prints all other
+errors. A hook of the program itself stays.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import FrameType, TracebackType
+from typing import Any
+
+from cyxtrain.environment import process_env
+from cyxtrain.errors import ConfigError, CyxtrainError, is_on_all_ranks
+
+SHORT, ONE_LINE, FULL = "short", "one line", "full"
+"""How errors are printed."""
+HEADER = "Traceback (your code only; CYXTRAIN_TRACEBACK=full shows all of it):"
+"""The first line of a mistake that is printed in short."""
+_LIBRARIES = ("cyxtrain", "torch", "contextlib")
+"""Modules whose frames are left out, and those within Python (`python -m`)."""
+_REPLACED = ("sys", "torch", "apport_python_hook")
+"""Modules whose hooks are replaced: Ubuntu sets one in every process."""
+_MAX_LINES, _MAX_FRAMES = 15, 4
+
+
+class _Hook:
+    """Replaces `sys.excepthook`; `previous` prints all other errors."""
+
+    style = SHORT
+    """`ONE_LINE` applies to every error of this package."""
+    is_printing = True
+    """Whether this rank prints what all ranks raise."""
+
+    def __init__(self, previous: Any) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.style == FULL or process_env.wants_full_traceback() or not self._is_shortened(error):
+            self._previous(kind, error, trace)
+        elif isinstance(error, CyxtrainError) and (self.is_printing or not is_on_all_ranks(error)):
+            print(f"{kind.__name__}: {error}" if self.style == ONE_LINE else _in_short(error, trace), file=sys.stderr)
+
+    def _is_shortened(self, error: BaseException) -> bool:
+        if isinstance(error, ConfigError):
+            return True
+        return isinstance(error, (CyxtrainError, KeyboardInterrupt)) and (
+            self.style == ONE_LINE or is_on_all_ranks(error)
+        )
+
+
+_hook: _Hook | None = None
+
+
+def install(style: str | None = None, *, is_printing: bool = True) -> None:
+    """Replace `sys.excepthook` where that has not happened.
+
+    Args:
+        style: `SHORT`, `ONE_LINE` or `FULL`; None: short, and only if the program has no hook of its own.
+        is_printing: Whether this rank prints what all ranks raise.
+    """
+    global _hook
+    if _hook is None or (style is not None and sys.excepthook is not _hook):
+        module = str(getattr(sys.excepthook, "__module__", None)).partition(".")[0]
+        if style is None and module not in _REPLACED:
+            return
+        sys.excepthook = _hook = _Hook(sys.excepthook)
+    _hook.style = style or _hook.style
+    _hook.is_printing = is_printing
+
+
+def _in_short(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the frames of the user's code, also those that led to the error's cause, and the message."""
+    traces = (trace, None if error.__cause__ is None else error.__cause__.__traceback__)
+    places = [place for each in traces for place in traceback.walk_tb(each)]
+    places = [place for place in places if _is_users(place[0])]
+    if len(places) > _MAX_FRAMES:
+        del places[1 : 1 - _MAX_FRAMES]
+    frames = "".join(traceback.StackSummary.extract(places).format())
+    message = f"{type(error).__module__}.{type(error).__qualname__}: {error}".splitlines()
+    free = _MAX_LINES - 1 - frames.count("\n")
+    if len(message) > free:
+        message[free - 2 : -1] = ["..."]
+    return f"{HEADER}\n{frames}" + "\n  ".join(message)
+
+
+def _is_users(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package not in _LIBRARIES and not frame.f_code.co_filename.startswith("<frozen ")
