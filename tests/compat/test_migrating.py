@@ -105,7 +105,7 @@ def test_the_launcher_understands_its_words(line):
 
 
 def test_the_launcher_refuses_other_words():
-    with pytest.raises(click.NoSuchOption):
+    with pytest.raises(click.UsageError, match="Did you mean --nnodes"):
         launch.make_context("launch", ["--num-machines", "2", "--", "true"], obj={})
 
 

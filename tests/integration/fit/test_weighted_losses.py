@@ -238,7 +238,7 @@ def test_a_name_that_the_model_or_y_does_not_have_is_refused_before_training():
         with pytest.raises(cx.ConfigError, match="y must have the keys of loss_fn"):
             cx.DistributedTrainer(Tagger(), {"size": "mse"}).fit(words, labels, verbose=False)
         model = PROBLEMS["losses that a model returns"][0]()
-        with pytest.raises(cx.ConfigError, match="no loss 'sise'"):
+        with pytest.raises(cx.ConfigError, match="no entry 'sise'"):
             cx.DistributedTrainer(model, None, loss_weights={"sise": 1.0}).fit(words, labels, verbose=False)
         heights = {"height": both(labels)["size"]}
         with pytest.raises(cx.ConfigError, match=r"'height'.*one has token, size"):
