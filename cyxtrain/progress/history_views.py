@@ -20,7 +20,7 @@ _TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
 def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], path: Any = None) -> Figure:
     """Return a figure with a panel for each number, with training and validation; write it to `path` if given."""
     try:
-        from matplotlib.figure import Figure
+        from cyxtrain.progress.picture import Picture
     except ImportError as error:
         raise ConfigError("plot() needs matplotlib, which is not installed: pip install 'cyxtrain[plot]'.") from error
     panels = _panels(columns)
@@ -28,7 +28,7 @@ def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], 
         raise ConfigError("there is nothing to plot: the history has no epoch.")
     columns_of_panels = len(panels) if len(panels) <= 3 else 2
     rows = -(-len(panels) // columns_of_panels)
-    figure = Figure(figsize=(5.0 * columns_of_panels, 3.2 * rows), layout="constrained")
+    figure = Picture(figsize=(5.0 * columns_of_panels, 3.2 * rows), layout="constrained")
     grid: list[Any] = list(figure.subplots(rows, columns_of_panels, squeeze=False).flat)
     for axes, (name, curves) in zip(grid, panels.items(), strict=False):
         for kind, values, color in curves:

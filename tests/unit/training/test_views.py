@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from fitting import CLASSES, FEATURES, make_model, make_rows, one_process, run_world
+from IPython.core.formatters import DisplayFormatter
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -97,10 +98,16 @@ def test_curves_are_drawn_and_written(tmp_path):
     assert len(panels["accuracy"].lines) == 1
 
 
+def test_a_notebook_that_has_not_loaded_matplotlib_shows_a_picture():
+    shown, _ = DisplayFormatter().format(HISTORY.plot())
+    assert shown["image/png"].startswith(b"\x89PNG")
+
+
 def test_what_cannot_be_drawn_is_said(monkeypatch):
     with pytest.raises(cx.ConfigError, match="the history has no epoch"):
         cx.TrainingHistory().plot()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "cyxtrain.progress.picture")
     with pytest.raises(cx.ConfigError, match=r"pip install 'cyxtrain\[plot\]'"):
         HISTORY.plot()
 
