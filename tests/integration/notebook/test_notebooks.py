@@ -112,9 +112,12 @@ def test_a_class_of_the_notebook_is_trained_twice(kernel):
 def test_it_predicts_with_the_weights_that_came_back(kernel):
     written, _ = kernel.run(
         "loss, accuracy = trainer.evaluate(rows, classes)\n"
-        "print(accuracy > 0.8, torch.equal(trainer.predict(rows), net.eval()(rows).detach()), trainer.model is net)"
+        "print(torch.equal(trainer.predict(rows), net.eval()(rows).detach()), trainer.model is net)\n"
+        "print(accuracy, loss, history.train_losses, trainer.history.train_losses, trainer.epoch)"
     )
-    assert written == "True True True\n"
+    same, numbers = written.splitlines()
+    assert same == "True True"
+    assert float(numbers.split()[0]) > 0.8, numbers
 
 
 @pytest.mark.nightly
