@@ -374,10 +374,9 @@ class LambdaCallback(Callback):
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
-        known = [name for name in dir(Callback) if name.startswith("on_")]
         for name, function in hooks.items():
-            if name not in known:
-                raise unknown_name("LambdaCallback", name, known, "hook named")
+            if name not in _HOOKS:
+                raise unknown_name("LambdaCallback", name, list(_HOOKS), "hook named")
             if not callable(function):
                 raise ConfigError(f"LambdaCallback.{name} must be a function, got {function!r}.")
             setattr(self, name, function)

@@ -69,7 +69,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "adam: fit uses PyTorch's fused kernel by itself.": "fused_adam",
         "adamw: fit uses PyTorch's fused kernel by itself.": "adamw_torch adamw_hf adamw_torch_fused adamw_apex_fused",
         "sgd: With momentum, pass torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9).": "momentum nesterov",
-        "Pass the class, as in optimizer=torch.optim.NAdam; or an object, with settings of its own": (
+        "Pass the class, as in optimizer=torch.optim.NAdam; or an object with its own settings": (
             "adadelta adamax nadam radam asgd rprop adafactor muon sparse_adam"
         ),
         "Pass an optimizer of another package, built with model.parameters()": (

@@ -62,7 +62,7 @@ def install(style: str | None = None, *, is_printing: bool = True) -> None:
     """Replace `sys.excepthook` where that has not happened.
 
     Args:
-        style: `SHORT`, `ONE_LINE` or `FULL`; None: short, and only if the program has no hook of its own.
+        style: `SHORT`, `ONE_LINE` or `FULL`; None: short, and only if the program has not set its own hook.
         is_printing: Whether this rank prints what all ranks raise.
     """
     global _hook

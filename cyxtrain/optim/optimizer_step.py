@@ -60,6 +60,8 @@ class OptimizerStep:
             if group["fused"] is not True or torch.is_tensor(group["lr"]):
                 return None
             parameters = _trained(group)
+            if any(each.grad.is_sparse for each in parameters):  # type: ignore[union-attr]
+                return None
             states = [self._optimizer.state.get(each, {}) for each in parameters]
             step = self._prepare(group, parameters, states, skip)
             if step is None:
@@ -113,9 +115,9 @@ def _sgd_step(
     group: Mapping[str, Any], parameters: list[Tensor], states: list[Mapping[str, Any]], skip: Tensor | None
 ) -> Callable[[], None] | None:
     momenta = [state.get("momentum_buffer") for state in states] if group["momentum"] else []
-    gradients = [parameter.grad for parameter in parameters]
-    if any(momentum is None for momentum in momenta) or any(gradient.is_sparse for gradient in gradients):  # type: ignore[union-attr]
+    if any(momentum is None for momentum in momenta):
         return None
+    gradients = [parameter.grad for parameter in parameters]
     settings = {name: group[name] for name in _SGD_SETTINGS}
     return partial(sgd, parameters, gradients, momenta, fused=True, found_inf=skip, **settings)  # type: ignore[arg-type]
 

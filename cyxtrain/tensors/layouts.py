@@ -21,7 +21,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is a subclass that wraps other tensors and has no memory of its own."""
+    """Return whether a tensor is a subclass that wraps other tensors without own memory."""
     return getattr(type(tensor), "__tensor_flatten__", None) is not None
 
 

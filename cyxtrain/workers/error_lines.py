@@ -56,7 +56,7 @@ class ErrorFilter:
                     self._is_dropping = self._is_left_out(text)
                     printed += [] if self._is_dropping else self._held
                     self._held = []
-            elif not (self._is_dropping and text.startswith(b" ")):  # the message goes on
+            elif not (self._is_dropping and text.startswith(b" ")):  # the message continues
                 self._is_dropping = False
                 printed.append(line)
         return printed

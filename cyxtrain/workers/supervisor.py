@@ -192,7 +192,7 @@ def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes
 
     It is the earliest one whose stderr names no error that blames another rank; if all do, the earliest. Time alone
     does not tell: a rank that raises informs the others, which may leave the interpreter before it does. If somebody
-    stopped a rank and no other has an error of its own, nothing has failed. If a rank has printed a user's mistake, the
+    stopped a rank and no other has its own error, nothing has failed. If a rank has printed a user's mistake, the
     others may have the same one and print nothing: those with another error have a traceback.
 
     Args:

@@ -153,13 +153,6 @@ class FitPlan:
         """Yield this rank's shares of the rest of the epoch."""
         yield from self.feed.shares(place_of(position), self.data.placement, requested_steps(self.config))
 
-    def steps_left(self, position: Position) -> int:
-        """Return the steps to the end of the last epoch, or to where a callback ends the fit; 0 if unknown."""
-        if self.is_over(position) or self.steps_per_epoch is None:
-            return 0
-        epochs = position.first_epoch + self.config.epochs - position.epoch
-        return epochs * self.steps_per_epoch - position.epoch_steps
-
     def is_over(self, position: Position) -> bool:
         """Return whether the last epoch is complete, or the one after which a callback ends the fit."""
         last = position.first_epoch + self.config.epochs

@@ -1,4 +1,4 @@
-"""Worlds that stay from one test of a module to the next give each test what a world of its own would."""
+"""Worlds that stay from one test of a module to the next give each test what a new world would."""
 
 from __future__ import annotations
 
