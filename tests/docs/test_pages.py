@@ -42,6 +42,18 @@ def test_files_that_a_page_names_exist(name):
     assert missing == []
 
 
+def test_each_feature_names_a_test_and_what_happens_on_resume_in_a_notebook_and_in_yaml():
+    rows = [line.strip("|").split("|") for line in page("features").splitlines() if line.startswith("| ")][1:]
+    assert rows
+    for row in rows:
+        assert len(row) == 5, row
+        assert all(cell.strip() for cell in row), row
+        tests = re.findall(r"`(tests/[\w/.]+)::(\w+)`", row[-1])
+        assert tests, row
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
+
+
 def test_a_page_names_every_part_of_the_ring_that_a_frame_meets():
     for name in (
         "link.py",
