@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.config.settings import require, require_integer
+from cyxtrain.metrics import ConfusionMatrix
 from cyxtrain.optim.clipping import gradient_norm
 from cyxtrain.optim.learning_rates import rates_of
 from cyxtrain.world import runtime
@@ -28,10 +29,10 @@ _USAGE = {
 class TensorBoard(Callback):
     """Write logs for TensorBoard on rank 0; show them with `tensorboard --logdir logs`.
 
-    They hold losses and metrics of each epoch, training and validation in one chart; the learning rate, samples per
-    second and the gradient norm (averaged over ranks, before clipping); on GPUs peak memory, FLOP/s and MFU, as in
-    `trainer.device_usage`; the settings as a table. The horizontal axis is the optimizer step. A resumed fit continues
-    its curves.
+    They hold losses and metrics of each epoch, training and validation in one chart, and pictures of
+    `cyxtrain.metrics.ConfusionMatrix`; the learning rate, samples per second and the gradient norm (averaged over
+    ranks, before clipping); on GPUs peak memory, FLOP/s and MFU, as in `trainer.device_usage`; the settings as a table.
+    The horizontal axis is the optimizer step. A resumed fit continues its curves.
 
     Args:
         log_dir: Folder; use one per training. As in Keras it gets the folders "train" and "validation".
@@ -98,6 +99,10 @@ class TensorBoard(Callback):
                 continue
             self._validation = self._validation or self._open("validation")
             self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, step)
+        if self._validation is not None and any(name.startswith("val_") for name in logs or {}):
+            for name, metric in self.trainer.metrics.items():
+                if isinstance(metric, ConfusionMatrix) and metric.figure is not None:
+                    self._validation.add_figure(f"epoch/{name}", metric.figure, step)
         self._writer.add_scalar("epoch/samples per second", self.trainer.history.samples_per_second, step)
         for name, value in self.trainer.device_usage.items():
             shown, unit = _USAGE[name]

@@ -299,10 +299,9 @@ def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def numbers(measured: Mapping[str, float], prefix: str = "") -> str:
-    """Return measured numbers as text, without those that are NaN, the loss excepted."""
-    return "  ".join(
-        f"{prefix}{name} {value:.4f}" for name, value in measured.items() if name == "loss" or not math.isnan(value)
-    )
+    """Return measured numbers as text, without those of single classes and those that are NaN, the loss excepted."""
+    shown = {name: value for name, value in measured.items() if name == "loss" or not math.isnan(value)}
+    return "  ".join(f"{prefix}{name} {value:.4f}" for name, value in shown.items() if "_class_" not in name)
 
 
 def pace(seconds: float, steps: int, rows: int) -> str:

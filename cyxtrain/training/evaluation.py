@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.data.batches.batch import Batch, share_of_batches
 from cyxtrain.data.batches.structure import output_parts, with_parts
+from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.sums import MetricSums, correct_of
+from cyxtrain.metrics.whole_set import TriedSet, as_numpy
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
@@ -107,6 +109,7 @@ def evaluate_rows(
     hooks, numbers, shown = callbacks or Callbacks(), itertools.count(), display or Display()
     own = len(share_of_batches(batches, runtime.get_rank(), runtime.get_world_size())) if batches > 1 else 0
     shown.phase("validating", 0, own)
+    whole = [(each, _Outputs(each.structure, f"the metric {each.name}")) for each in rows.metrics.whole_sets]
 
     def evaluate_batch(batch: Batch) -> None:
         number = next(numbers)
@@ -116,12 +119,35 @@ def evaluate_rows(
             loss.check_shapes(output, batch.targets)
             totals.add(batch.number, loss(output, batch), correct_of(output, batch.answers, loss))
             totals.metrics.add(output, batch.answers, batch.rows)
+            for each, kept in whole:
+                kept.add(each.kept(output, batch.answers, loss), batch)
         hooks.on_test_batch_end(number, totals.lazy_values)
         shown.phase("validating", number + 1, own)
 
     complete = _run_all(model, rows, evaluate_batch, distributed=distributed, should_stop=should_stop)
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
+    for each, kept in whole:
+        measured |= _over_whole_set(each, kept, rows.source, complete=complete, distributed=distributed)
     return Evaluation(**measured) if complete else None
+
+
+def _over_whole_set(
+    tried: TriedSet, kept: _Outputs, source: Source, *, complete: bool, distributed: bool
+) -> dict[str, float]:
+    """Return the numbers of a metric over all rows, which rank 0 computes; none if any rank stopped early."""
+    found: dict[str, float] = {}
+    problem = None
+    rows = _gathered_rows(kept, source, complete=complete, only_master=True, distributed=distributed)
+    try:
+        found = {} if rows is None else tried.results(rows)
+    except Exception as error:
+        if not distributed:
+            raise
+        problem = error
+    if distributed:
+        raise_together(problem)
+        found = json.loads(runtime.gather_texts(json.dumps(found))[0])
+    return found
 
 
 def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool, pad_value: float | None = None) -> Any:
@@ -139,23 +165,49 @@ def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool, pad_
         ConfigError: The model does not return tensors with one output row per input row, of the same kind on every
             rank.
     """
-    outputs = _Outputs(model, rows)
-    _run_all(model, rows, outputs.add, distributed=distributed)
-    own = json.dumps({"kinds": outputs.kinds, "shapes": outputs.shapes})
+    outputs = _Outputs(rows.loss.without_own(rows.output))
+
+    def predict_batch(batch: Batch) -> None:
+        with torch.no_grad(), gathering_alone():
+            given = rows.call.without_graph(model, batch, predicting=True)
+        outputs.add(rows.loss.without_own(given), batch)
+
+    _run_all(model, rows, predict_batch, distributed=distributed)
+    return _gathered_rows(outputs, rows.source, pad_value=pad_value, distributed=distributed)
+
+
+def _gathered_rows(
+    outputs: _Outputs,
+    source: Source,
+    *,
+    distributed: bool,
+    pad_value: float | None = None,
+    complete: bool = True,
+    only_master: bool = False,
+) -> Any:
+    """Return the outputs of all ranks in the order of the data; None if any is not complete.
+
+    `only_master`: return NumPy arrays on rank 0, and None on the others.
+    """
+    own = json.dumps({"kinds": outputs.kinds, "shapes": outputs.shapes, "complete": complete})
     found = [json.loads(text) for text in (runtime.gather_texts(own) if distributed else [own])]
+    if not all(each["complete"] for each in found):
+        return None
     kinds = [each["kinds"] for each in found if each["kinds"]]  # a rank without a batch has none
     if any(other != kinds[0] for other in kinds):
-        raise ConfigError(f"predict needs rows of one kind; the model's outputs differ between ranks: {kinds}.")
-    finish: Any = _as_numpy if rows.source.is_numpy else (lambda tensor: tensor)
+        raise ConfigError(f"{outputs.owner} needs rows of one kind; outputs differ between ranks: {kinds}.")
+    finish: Any = as_numpy if source.is_numpy or only_master else (lambda tensor: tensor)
     parts = {}
     for name, kind in kinds[0].items():
         shapes: list[_Shapes] = [each["shapes"].get(name, []) for each in found]
-        dtype = getattr(torch, kind.split()[0])
-        values = _gathered([batch[name] for batch in outputs.batches], shapes, dtype, distributed=distributed)
-        order = rows.source.in_order([[shape[0] for shape in each] for each in shapes])
+        dtype, own_batches = getattr(torch, kind.split()[0]), [batch[name] for batch in outputs.batches]
+        values = _gathered(own_batches, shapes, dtype, distributed=distributed, only_master=only_master)
+        if values is None:
+            continue
+        order = source.in_order([[shape[0] for shape in each] for each in shapes])
         joined = _joined(values, [shape for each in shapes for shape in each], order, pad_value)
         parts[name] = finish(joined) if isinstance(joined, Tensor) else list(map(finish, joined))
-    return with_parts(outputs.structure, parts)
+    return with_parts(outputs.structure, parts) if parts else None
 
 
 def _run_all(
@@ -196,21 +248,18 @@ class _Outputs:
     """The outputs of a model, batch by batch, on the CPU.
 
     Args:
-        model: In evaluation mode.
-        rows: What it predicts. A loss that the model computes itself is not part of its output.
+        structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
+        owner: For whom they are kept, in errors.
 
     Attributes:
-        structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
         kinds: What all rows have in common: dtypes and numbers of dimensions, by part; empty before the first batch.
     """
 
-    def __init__(self, model: nn.Module, rows: CheckedData) -> None:
-        self._model = model
-        self._call = rows.call
-        self._loss = rows.loss
+    def __init__(self, structure: Any, owner: str = "predict") -> None:
         self._batches: list[dict[str, Tensor]] = []
         self._latest: dict[str, Tensor | HostCopy] = {}
-        self.structure = self._loss.without_own(rows.output)
+        self.structure = structure
+        self.owner = owner
         self.kinds: dict[str, str] = {}
 
     @property
@@ -224,14 +273,12 @@ class _Outputs:
         """The shape of each batch, by part."""
         return {name: [list(batch[name].shape) for batch in self.batches] for name in self.kinds}
 
-    def add(self, batch: Batch) -> None:
-        """Run the model; outputs on an accelerator are read one batch later, while it computes the next one."""
-        with torch.no_grad(), gathering_alone():
-            given = self._call.without_graph(self._model, batch, predicting=True)
-        output = _checked(self._loss.without_own(given), batch.rows)
+    def add(self, given: Any, batch: Batch) -> None:
+        """Add a batch; outputs on an accelerator are read one batch later, while it computes the next one."""
+        output = _checked(given, batch.rows, self.owner)
         kinds, expected = _kinds(output), self.kinds or _kinds(dict(output_parts(self.structure)))
         if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):
-            raise ConfigError(f"predict needs rows of one kind; the model returned {expected}, then {kinds}.")
+            raise ConfigError(f"{self.owner} needs rows of one kind; the model returned {expected}, then {kinds}.")
         self.kinds = kinds
         latest: dict[str, Tensor | HostCopy] = {
             name: HostCopy(tensor.contiguous()) if is_accelerator(tensor.device) else tensor.detach()
@@ -249,7 +296,7 @@ class _Outputs:
             self._latest = {}
 
 
-def _checked(output: Any, rows: int) -> dict[str, Tensor]:
+def _checked(output: Any, rows: int, owner: str) -> dict[str, Tensor]:
     """Return the tensors of a model's output by name; raise ConfigError unless each has a row per input row."""
     found = dict(output_parts(output))
     bad = (name for name, part in found.items() if not (isinstance(part, Tensor) and part.dim() and len(part) == rows))
@@ -269,7 +316,7 @@ def _checked(output: Any, rows: int) -> dict[str, Tensor]:
             "(state.transpose(0, 1)), or return only what you need."
         )
     raise ConfigError(
-        "predict needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
+        f"{owner} needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
         f"dataclass, a tuple or a list; for {rows} rows it returned {what}.{remedy}"
     )
 
@@ -284,16 +331,27 @@ def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _gathered(own: Sequence[Tensor], shapes: Sequence[_Shapes], dtype: torch.dtype, *, distributed: bool) -> Tensor:
-    """Return the values of all ranks' batches as one vector, by rank; `shapes`: of the batches of each rank."""
-    counts = [sum(map(math.prod, each)) for each in shapes]
-    values = torch.empty(sum(counts), dtype=dtype, device="cpu")
+def _gathered(
+    own: Sequence[Tensor], shapes: Sequence[_Shapes], dtype: torch.dtype, *, distributed: bool, only_master: bool
+) -> Tensor | None:
+    """Return the values of all ranks' batches as one vector, by rank; None if this rank only sends its own.
+
+    `shapes`: of the batches of each rank.
+    """
+    counts, group = [sum(map(math.prod, each)) for each in shapes], runtime.cpu_group()
     own_rank = runtime.get_rank() if distributed else 0
+    if only_master and own_rank:
+        if counts[own_rank]:
+            dist.send(torch.cat([batch.reshape(-1) for batch in own]), 0, group=group)
+        return None
+    values = torch.empty(sum(counts), dtype=dtype, device="cpu")
     for rank, part in enumerate(values.split(counts)):
         if rank == own_rank and own:
             torch.cat([batch.reshape(-1) for batch in own], out=part)
-        if distributed and len(part):
-            dist.broadcast(part, rank, group=runtime.cpu_group())
+        if distributed and len(part) and not only_master:
+            dist.broadcast(part, rank, group=group)
+        elif len(part) and rank != own_rank:
+            dist.recv(part, rank, group=group)
     return values
 
 
@@ -324,7 +382,3 @@ def _joined(values: Tensor, shapes: _Shapes, order: Tensor | None, pad_value: fl
         corner = (places, *map(slice, batch.shape[1:]))
         padded[corner] = batch
     return padded
-
-
-def _as_numpy(tensor: Tensor) -> Any:
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()  # NumPy has no bfloat16

@@ -135,6 +135,7 @@ def check_rows(
     return rows, {
         "the batch size": batch_size,
         "pad_value": str(pad_value),
+        "the metrics": [*trainer.metrics],
         **source.facts("the given"),
         **value_facts(trained_with(trainer.model, rows.loss)),
     }

@@ -26,6 +26,7 @@ from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.named_metrics import ACCURACY, make_metrics
+from cyxtrain.metrics.whole_set import tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
 from cyxtrain.training.inputs.checks import check_classes
@@ -133,7 +134,9 @@ class DryRun:
             with gathering_alone():
                 warning_of(check.find_items)
             output, value = self._forward(source, batch)
-            return self._measuring(output, batch, value)
+            measures = self._measuring(output, batch, value)
+            measures.whole_sets = tried_sets(self._metrics, self._loss, output, batch.answers, batch.rows)
+            return measures
 
     def predict(self, source: Source) -> Any:
         """Try a prediction for a source's first rows; return the output without its values. Raises as `train`."""

@@ -105,13 +105,16 @@ class FitPlan:
         """Names of what an epoch may have in the history."""
         accuracy = [] if self.data.loss.accuracy is None else ["accuracy"]
         names = [*dict.fromkeys(["loss", *accuracy, *self.data.loss.shown, *self.data.metrics.names])]
-        return names + [f"val_{name}" for name in names if self.validation is not None]
+        if self.validation is None:
+            return names
+        whole = [name for each in self.validation.metrics.whole_sets for name in each.names]
+        return names + [f"val_{name}" for name in dict.fromkeys([*names, *whole])]
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Which numbers of the history are better if larger, by name without val_; unknown ones are left out."""
         losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
-        return {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
+        return {**losses, "accuracy": True, **(self.validation or self.data).metrics.larger_is_better}
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -203,7 +206,7 @@ def plan_fit(
         **_facts(arguments, source, validation_source, trained, data.placement.device),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizer, trained),
-        "the metrics": data.metrics.names,
+        "the metrics": [*trainer.metrics],
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
         "_attempt": process_env.launched_run()[1],
