@@ -35,6 +35,7 @@ class Source(ABC):
     batch_size: int | None = None  # rows at once per rank, if the data decide it
     reads_once = False  # whether the rows can be read only once
     left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as texts
+    target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples
     _weigh: Callable[[Rows], Rows] | None = None
     _limit: int | None = None  # batches to evaluate; None: all
 
