@@ -49,7 +49,7 @@ class DatasetSource(Source):
         if type(batches) is BatchSampler:
             self.batch_size = batches.batch_size
         self.drop_last = type(batches) is BatchSampler and batches.drop_last
-        # An evaluation has a loader, and workers, of its own.
+        # An evaluation has its own loader and workers.
         self._to_train, self._to_evaluate = (RowLoader(dataset, loader, config.seed) for _ in range(2))
         self._try(config.batch_size)
 

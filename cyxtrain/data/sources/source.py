@@ -64,7 +64,7 @@ class Source(ABC):
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
         """Adapt to the summaries of all ranks; the example then looks like the batches that will come.
 
-        `sharded` is whether each rank has rows of its own; None: unknown. Raises ConfigError if the data differ.
+        `sharded` is whether each rank has its own rows; None: unknown. Raises ConfigError if the data differ.
         """
         if self._weigh is not None and self.example.weights is None:
             self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs), device="cpu"))

@@ -34,7 +34,7 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world import runtime
 
-_OWN = 1  # `Place.order` if each rank has data of its own
+_OWN = 1  # `Place.order` if each rank has its own data
 
 
 class Pass:
