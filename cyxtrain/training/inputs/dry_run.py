@@ -72,6 +72,8 @@ class DryRun:
         self._is_of_fit = is_of_fit
         self.flops_per_row: float | None = None
         """Of forward and backward, where they have been counted."""
+        self.rows_second: frozenset[str] = frozenset()
+        """Names of the parts of a prediction whose rows are in the second dimension."""
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
         """Try a step of training; return the metrics, which have seen nothing.
@@ -147,7 +149,22 @@ class DryRun:
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
             self._model.eval()
             output = self._output(batch, predicting=True)
+            self.rows_second = self._find_rows_second(source, output, batch.rows)
         return with_parts(output, {name: _without_values(part) for name, part in output_parts(output)})
+
+    def _find_rows_second(self, source: Source, output: Any, rows: int) -> frozenset[str]:
+        """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
+
+        def shapes(output: Any) -> dict[str, torch.Size]:
+            return {name: part.shape for name, part in output_parts(output) if isinstance(part, Tensor)}
+
+        found = {name: shape for name, shape in shapes(output).items() if len(shape) > 2 and shape[1] == rows}
+        found = {name: shape for name, shape in found.items() if shape[:2] != (1, 1)}
+        one: dict[str, torch.Size] = {}
+        if found:
+            with contextlib.suppress(Exception):  # a model that takes no single row
+                one = shapes(self._output(self._placed(source.first(1)), predicting=True))
+        return frozenset(name for name, shape in found.items() if one.get(name, ())[:2] == (shape[0], 1))
 
     def _put_into_evaluation(self) -> None:
         for module in (self._model, *self._loss.modules):
