@@ -127,7 +127,8 @@ def evaluate_rows(
             output = rows.call.without_graph(model, batch)
             loss.check_shapes(output, batch.targets)
             number = 0 if batches is None else batch.number
-            totals.add(number, loss(output, batch), correct_of(output, batch.answers, loss))
+            found, output = loss(output, batch), loss.measured_part(output)
+            totals.add(number, found, correct_of(output, batch.answers, loss))
             totals.metrics.add(output, batch.answers, batch.rows)
         run.end_batch(batch, totals.lazy_values, totals.cheap_values)
 

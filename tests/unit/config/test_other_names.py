@@ -187,7 +187,13 @@ FIRST = "fit, evaluate and predict take arrays, a Dataset or a DataLoader as the
         ("A limit of steps is not there yet", "A limit of steps is not there yet", "max_steps"),
         ("cx.callbacks.TensorBoard(", "cx.callbacks.TensorBoard(", "logger report_to"),
         ("A DataLoader has it", "A DataLoader has it", "num_workers"),
-        ("fit takes its steps from", "fit takes its steps from", "training_step"),
+        (
+            "DistributedTrainer(train_step=...)? It is",
+            "Did you mean 'train_step'? It is",
+            "training_step",
+        ),
+        ("DistributedTrainer(test_step=...)?", "Did you mean 'test_step'?", "validation_step"),
+        ("Pass optimizer= and scheduler=", "Pass optimizer= and scheduler=", "configure_optimizers"),
     ],
 )
 def test_arguments_of_other_trainers_are_answered_by_fit_and_by_the_trainer(of_fit, of_trainer, names):
@@ -217,7 +223,7 @@ def test_every_public_call_answers_unknown_arguments():
         (lambda: trainer.evaluate(rows, max_epochs=3), "Did you mean fit(epochs=...)?"),
         (lambda: trainer.predict(rows, y=rows), "predict has no argument 'y'. fit(X, y) and evaluate(X, y) take it"),
         (lambda: trainer.predict(rows, rows), "predict takes X by position, and got 2 arguments"),
-        (lambda: trainer.predict(rows, rows), "fit(X, y) and evaluate(X, y) take it."),
+        (lambda: trainer.predict(rows, rows), "fit(X, y) and evaluate(X, y) take it; predict takes X alone."),
         (lambda: trainer.evaluate(rows, rows, 32), "evaluate takes X, y by position, and got 3 arguments"),
         (lambda: amp(model, lr=0.1), "DistributedAMPTrainer has no argument 'lr'. Did you mean 'learning_rate'?"),
         (lambda: stopping(metric="val_loss"), "EarlyStopping has no argument 'metric'. Did you mean 'monitor'?"),
