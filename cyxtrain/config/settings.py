@@ -164,7 +164,7 @@ def names_checked(function: _Function) -> _Function:
     def call(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
         if len(arguments) - 1 > len(by_position):
-            hint = " evaluate(X, y) compares outputs with y." if by_position == ["X"] else ""
+            hint = f" y: {nearest('y', known, 'argument')}" if by_position == ["X"] else ""
             raise ConfigError(
                 f"{owner} takes {', '.join(by_position)} by position, and got {len(arguments) - 1} arguments: name the "
                 f"others.{hint}"
