@@ -199,6 +199,19 @@ def test_ranks_without_a_row_take_part():
         assert found == pytest.approx(alone)
 
 
+def few_numbers() -> dict[str, float]:
+    """Three rows of two numbers for four ranks."""
+    model, loss, (inputs, targets), names = task("two numbers")
+    trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=names)
+    return dict(trainer.evaluate(inputs[:3], targets[:3], batch_size=1))
+
+
+def test_ranks_without_a_row_take_part_in_sums_of_several_outputs():
+    [alone] = everywhere(1, few_numbers)
+    for found in run_world(4, few_numbers):
+        assert found == pytest.approx(alone, nan_ok=True)  # a correlation with equal targets
+
+
 def fit(**more: Any) -> cx.DistributedTrainer:
     model = make_model()
     trainer = cx.DistributedTrainer(

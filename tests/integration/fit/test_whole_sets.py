@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,60 @@ def test_an_error_in_it_is_raised_on_every_rank_with_the_users_frame():
     first, second = run_world(2, failing)
     assert first == ("ValueError", "no BLEU of 9 rows", 1)
     assert second == ("DistributedTrainingError", "rank 0: ValueError: no BLEU of 9 rows", 1)
+
+
+class StopIn(cx.callbacks.Callback):
+    """Rank 1 is told to stop within the validation."""
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if cx.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(folder: str) -> tuple[Any, int]:
+    noting = Noting()
+    try:
+        fit(
+            metrics=[cx.metrics.WholeSet(noting)],
+            validation_data=make_rows(40, seed=1),
+            validation_batch_size=4,
+            callbacks=[StopIn()],
+            checkpoint_dir=folder,
+            checkpoint_every_n_epochs=1,
+        )
+    except SystemExit as error:
+        return error.code, len(noting.seen)
+    raise AssertionError
+
+
+@pytest.mark.skipif(os.name == "nt", reason="these ranks get POSIX signals")
+def test_a_fit_that_stops_within_the_validation_computes_nothing_of_a_part(tmp_path):
+    assert run_world(2, stopped, str(tmp_path)) == [(143, 1), (143, 1)]  # when it was tried
+
+
+class OwnSteps(cx.DistributedTrainer):
+    def train_step(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])  # without an output
+
+    def test_step(self, batch: Any) -> Any:
+        scores = self.model(batch[0])
+        return {"loss": nn.functional.cross_entropy(scores, batch[1]), "output": scores}
+
+
+def test_a_step_of_ones_own_gives_it_the_output():
+    metrics = [cx.metrics.WholeSet(macro_f1)]
+    with one_process():
+        trainer = OwnSteps(make_model(), None, "sgd", metrics=metrics)
+        rows = make_rows(9)
+        history = trainer.fit(*rows, validation_data=rows, epochs=1, verbose=False)
+        scores = trainer.model(rows[0]).detach().numpy()
+        assert history.metrics["val_macro_f1"] == [macro_f1(scores, rows[1].numpy())]
+        with pytest.raises(cx.ConfigError, match=r"the metrics macro_f1 compare outputs with y.*no \"output\""):
+            cx.DistributedTrainer(make_model(), None, "sgd", metrics=metrics, train_step=only_loss).evaluate(*rows)
+
+
+def only_loss(trainer: Any, batch: Any) -> Any:
+    return trainer.model(batch[0]).mean()
 
 
 def wrong_name(outputs: Any, targets: Any) -> float:
