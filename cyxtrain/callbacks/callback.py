@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import names_checked, unknown_name
 from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
@@ -107,6 +107,11 @@ class Callback:
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
     stop_reason = ""
     """Why it stops the fit, for the line that rank 0 prints; "": its class name."""
+
+    def __init_subclass__(cls) -> None:
+        """Let our own constructors answer unknown arguments as `fit` does."""
+        if cls.__module__.startswith(f"{__package__}."):
+            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def model(self) -> nn.Module:

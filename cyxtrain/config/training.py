@@ -6,7 +6,15 @@ import math
 import os
 from typing import Literal
 
-from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
+from cyxtrain.config.settings import (
+    is_number,
+    names_checked,
+    require,
+    require_boolean,
+    require_choice,
+    require_integer,
+    settings,
+)
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`."""
@@ -54,6 +62,7 @@ class AMPConfig:
             require(right, f"{owner}.{name} must be a number above {low:g} and below {high:g}, got {value!r}.")
 
 
+@names_checked
 def create_default_amp_config(
     use_dynamic_scaling: bool = True, dynamic_history_size: int = 2000, initial_scale: float = 2.0**15
 ) -> AMPConfig:

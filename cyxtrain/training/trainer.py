@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, require_choice
+from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
@@ -59,6 +59,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
+@names_checked
 class DistributedTrainer:
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
@@ -96,7 +97,6 @@ class DistributedTrainer:
         ConfigError: A loss, an optimizer, a scheduler, a callback or a device that cannot be used.
     """
 
-    @names_checked
     def __init__(
         self,
         model: nn.Module,
@@ -353,7 +353,6 @@ class DistributedTrainer:
                 ddp.close()
                 self._state.trained.zero_grad()
 
-    @names_checked
     def evaluate(
         self,
         X: Data,  # noqa: N803
@@ -390,7 +389,6 @@ class DistributedTrainer:
         assert evaluation is not None
         return evaluation
 
-    @names_checked
     def predict(
         self,
         X: Data,  # noqa: N803
@@ -434,20 +432,23 @@ class DistributedTrainer:
         check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
         return agree_on(check)[0] if distributed else check()[0]
 
-    def summary(self, X: Any = None) -> str:  # noqa: N803
+    def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
 
         Args:
-            X: Rows, of which two are tried: then the shapes of outputs are shown, too.
+            X: Rows, of which two are tried: then the shapes of outputs are shown, too, such as (2, 10).
+            depth: How many levels of layers within layers to show, from 1; 0: the model alone; None: all.
 
         Raises:
-            ConfigError: The model cannot take them.
+            ConfigError: The model cannot take the rows, or depth is no whole number.
         """
+        if depth is not None:
+            require_integer("summary", "depth", depth, 0)
         shows = self.is_master()
         with contextlib.closing(OutputShapes(self.model)) as outputs:
             if X is not None:
                 self._rows((X,), None, distributed=False, predicting=True)
-        text = summary_of(self.model, outputs.shapes)
+        text = summary_of(self.model, outputs.shapes, depth)
         if shows:
             print(text)
         return text

@@ -57,9 +57,9 @@ class Ready(cx.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         ready()
 
-class Net(torch.nn.Module):
+class Net(torch.nn.Linear):
     def forward(self, x):
-        return x @ torch.ones(3, 2)
+        return super().forward(x.flatten())
 
 class Raises(cx.callbacks.Callback):
     def on_train_begin(self, logs=None):
@@ -86,7 +86,7 @@ if mistake == "no y":
 if mistake == "class":
     trainer().fit(X, y + 1, epochs=1, verbose=False)
 if mistake == "forward":
-    cx.DistributedTrainer(Net(), "cross_entropy", torch.optim.SGD([torch.zeros(1)], 0.1)).fit(X, y, epochs=1)
+    cx.DistributedTrainer(Net(4, 2), "cross_entropy").fit(X, y, epochs=1)
 if mistake == "exits":
     if os.environ["RANK"] == "1":
         sys.exit()
@@ -112,7 +112,7 @@ GOLDEN = {
     "class": "y holds class 2 (row 1), and the model has outputs for classes 0 to 1. Number the classes from 0, or "
     "give the model's last layer more outputs.",
     "forward": "the model cannot take X, tried on shape [{rows}, 4]: RuntimeError: mat1 and mat2 shapes cannot be "
-    "multiplied ({rows}x4 and 3x2)",
+    "multiplied (1x{numbers} and 4x2)",
 }
 """The message of each mistake."""
 
@@ -203,7 +203,7 @@ def test_five_mistakes_under_every_launcher(mistake, launcher, tmp_path):
     assert lines[0] == HEADER
     number = 5 if mistake == "forward" else 3
     assert lines[number] == "cyxtrain.errors.ConfigError: " + GOLDEN[mistake].format(
-        rows=20 if launcher.endswith("2") else 40
+        rows=20 if launcher.endswith("2") else 40, numbers=80 if launcher.endswith("2") else 160
     )
     own = len(lines) if "torchrun" not in launcher else next(n for n, line in enumerate(lines) if "torch/" in line)
     assert own == number + 1
