@@ -46,9 +46,10 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     model, rates, position = state.model, state.rates, state.position
     effective = plan.feed.effective_batch_size
     loss = plan.data.loss
-    validation = "" if plan.validation is None else f", and {plan.validation.source.describe()} for validation"
+    held_out = ", ".join(f"{each.source.describe()} {name}".rstrip() for name, each in plan.validation.items())
+    validation = f", and {held_out} for validation" if held_out else ""
     world_size = dist.get_world_size()
-    first, last = position.epoch + 1, position.first_epoch + plan.config.epochs
+    first, last = position.epoch + 1, position.first_epoch + plan.epochs
     epochs = f"epoch {last}" if first == last else f"epochs {first} to {last}"
     left = "no epoch left" if plan.is_over(position) else epochs
     facts = [
@@ -192,7 +193,8 @@ def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str
 
 def _steps(plan: FitPlan) -> str:
     steps = plan.steps_per_epoch
-    return "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
+    text = "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
+    return text if plan.config.max_steps is None else f"{text}, at most {plan.config.max_steps:,}"
 
 
 def _parameters(model: nn.Module) -> str:
