@@ -105,10 +105,10 @@ class FitPlan:
     @property
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
-        accuracy = [] if self.data.loss.accuracy is None else ["accuracy"]
-        names = [*dict.fromkeys(["loss", *accuracy, *self.data.loss.shown, *self.data.metrics.names])]
-        first = [f"val_{name}" for name in names if self.validation]
-        return names + first + [f"val_{each}_{name}" for each in self.validation if each for name in names]
+        sets = self.validation.items()
+        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
+        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
+        return self.data.measured + first + named
 
     def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of a validation without those that the first of several sets has twice."""
