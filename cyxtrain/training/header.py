@@ -46,8 +46,6 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     model, rates, position = state.model, state.rates, state.position
     effective = plan.feed.effective_batch_size
     loss = plan.data.loss
-    held_out = ", ".join(f"{each.source.describe()} {name}".rstrip() for name, each in plan.validation.items())
-    validation = f", and {held_out} for validation" if held_out else ""
     world_size = dist.get_world_size()
     first, last = position.epoch + 1, position.first_epoch + plan.epochs
     epochs = f"epoch {last}" if first == last else f"epochs {first} to {last}"
@@ -59,7 +57,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
         ("batch", _batch(effective, world_size, plan.feed.rows_at_once)),
         ("steps", f"{_steps(plan)}, {left}" + (", a try" if plan.config.fast_dev_run else "")),
-        ("data", plan.data.source.describe() + plan.data.source.explain() + validation + _converted(plan)),
+        ("data", plan.data.source.describe() + plan.data.source.explain() + _held_out(plan) + _converted(plan)),
         *_parts_of_batches(plan.data.source, plan.data.call.left_out),
         ("device", plan.devices),
         *_precision(model, plan),
@@ -131,6 +129,11 @@ def _world(num_processes: int | str | None) -> str:
     if num_processes not in (None, "auto", 1, world_size):
         parts.append(f"as launched: ignored num_processes={num_processes}")
     return ", ".join(filter(None, parts))
+
+
+def _held_out(plan: FitPlan) -> str:
+    sets = ", ".join(f"{each.source.describe()} {name}".rstrip() for name, each in plan.validation.items())
+    return f", and {sets} for validation" if sets else ""
 
 
 def _converted(plan: FitPlan) -> str:
