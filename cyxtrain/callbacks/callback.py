@@ -3,7 +3,9 @@
 on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
                   on_train_batch_end
                -> on_test_begin -> for each batch: on_test_batch_begin, on_test_batch_end -> on_test_end (validation)
-               -> on_epoch_end -> ... -> on_train_end
+               -> on_validation_end -> on_epoch_end -> ... -> on_train_end
+
+A validation within an epoch follows the on_train_batch_end of a step.
 """
 
 from __future__ import annotations
@@ -161,6 +163,12 @@ class Callback:
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Validation is done; logs hold its "loss", "accuracy" and metrics, or nothing if the fit stopped in it."""
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """A validation is complete, within an epoch or at its end; logs have "val_loss" and others.
+
+        It is the last row of `trainer.history.validations`. `stop_training` stops the fit after this step.
+        """
 
     def close(self) -> None:
         """Close files: the fit has ended, in whatever way."""

@@ -32,7 +32,10 @@ _FIELDS: dict[str, list[str]] = {
         *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
         *("train_step", "test_step", "predict_step"),
     ],
-    "fit": ["validation_data", "sample_weight", "class_weight", "callbacks", "initial_epoch", "resume"],
+    "fit": [
+        *("validation_data", "validation_groups", "sample_weight", "class_weight", "callbacks", "initial_epoch"),
+        "resume",
+    ],
 }
 """The arguments of the trainer and of `fit`, and the fields of every class of settings."""
 _PLACES = {

@@ -252,6 +252,7 @@ class DistributedTrainer(TrainerSteps):
         y_val: Data | None = None,
         config: DistributedTrainingConfig | None = None,
         validation_data: Data | None = None,
+        validation_groups: Any = None,
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
@@ -270,7 +271,10 @@ class DistributedTrainer(TrainerSteps):
             X_val: Inputs to validate with.
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
-            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches.
+            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches; or several of
+                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is that of the first.
+            validation_groups: What each sample belongs to, such as a patient, shape (n,): `validation_split` then
+                keeps the samples of a group together, and `seed` draws the groups.
             sample_weight: How much the loss of each sample counts, shape (n,).
             class_weight: How much the samples of each class count, by class index.
             callbacks: For this fit, called after the trainer's own.
@@ -295,6 +299,7 @@ class DistributedTrainer(TrainerSteps):
             "y_val": y_val,
             "config": config,
             "validation_data": validation_data,
+            "validation_groups": validation_groups,
             "sample_weight": sample_weight,
             "class_weight": class_weight,
             "callbacks": callbacks,
@@ -310,16 +315,16 @@ class DistributedTrainer(TrainerSteps):
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
             self._fit = FitLoop(self._state, plan, ddp, checkpoint)
             stopped = self._fit.fit()
-        self._finish(plan, stopped)
-        return self._state.history
+        return self._finish(plan, stopped)
 
-    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> None:
+    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:
         """Record completion, or report why the fit stopped; exit or raise if that was requested."""
         if stopped is None:
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
         exit_for(stopped)
+        return self._state.history
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -544,7 +549,7 @@ class DistributedTrainer(TrainerSteps):
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, plan.config, steps))
-        plan.callbacks.set_trainer(self, plan.params(first + plan.config.epochs))
+        plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             must_match |= value_facts(self._state.trained)
