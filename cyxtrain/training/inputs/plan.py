@@ -106,8 +106,8 @@ class FitPlan:
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
         sets = self.validation.items()
-        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.validated]
-        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.validated]
+        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
+        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
         return self.data.measured + first + named
 
     def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
