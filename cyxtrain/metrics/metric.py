@@ -174,7 +174,6 @@ class LibraryMetric(Metric):
         metric: Any `torchmetrics.Metric` with one number, or one for each class.
         prepare: Makes of (output, target) the arguments of `update`.
         joins: Whether several batches may be concatenated before `update`, which often waits for an accelerator.
-        num_classes: Of the metric, which has a number for each; 0: it has one number.
     """
 
     def __init__(
@@ -185,10 +184,8 @@ class LibraryMetric(Metric):
         larger_is_better: bool | None = None,
         *,
         joins: bool = False,
-        num_classes: int = 0,
     ) -> None:
         super().__init__(name, metric.higher_is_better if larger_is_better is None else larger_is_better)
-        self.name_classes(num_classes)
         _refuse_what_cannot_be_joined(name, metric)
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
@@ -224,12 +221,6 @@ class LibraryMetric(Metric):
             predictions, answers = zip(*kept, strict=True)
             self._metric.update(torch.cat(predictions), torch.cat(answers))
 
-    def name_classes(self, num_classes: int) -> None:
-        """Name a number for each class, such as "f1_class_0"."""
-        if num_classes:
-            prefix = self.name.removesuffix("_per_class")
-            self.names = [f"{prefix}_class_{number}" for number in range(num_classes)]
-
     @override
     def local_values(self) -> list[float]:
         return self._compute() if self._has_seen else [math.nan] * len(self.names)
@@ -263,6 +254,8 @@ class LibraryMetric(Metric):
                 'each class: build it with an average, such as average="macro".'
             )
         found: list[float] = value.double().reshape(-1).tolist()
+        if len(found) > 1:  # the dry run is the first to see how many
+            self.names = [f"{self.name.removesuffix('_per_class')}_class_{number}" for number in range(len(found))]
         return found
 
     @override
@@ -361,19 +354,23 @@ class Metrics:
         self._metrics = list(metrics)
         self.whole_sets = whole_sets
 
+    @property
+    def _all(self) -> list[Metric | TriedSet]:
+        return [*self._metrics, *self.whole_sets]
+
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
     @property
     def names(self) -> list[str]:
         """Their names in the history."""
-        return [name for each in (*self._metrics, *self.whole_sets) for name in each.names]
+        return [name for each in self._all for name in each.names]
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Whether larger values are better, by name, if known."""
-        known = {name: each for each in (*self._metrics, *self.whole_sets) for name in each.names}
-        return {name: each.larger_is_better for name, each in known.items() if each.larger_is_better is not None}
+        known = {name: each.larger_is_better for each in self._all for name in each.names}
+        return {name: is_better for name, is_better in known.items() if is_better is not None}
 
     def copy(self) -> Metrics:
         """Return metrics of the same kinds without any rows."""
@@ -391,9 +388,7 @@ class Metrics:
 
     def local_values(self) -> dict[str, float]:
         """Return each number over this rank's rows."""
-        return {
-            name: value for each in self._metrics for name, value in zip(each.names, each.local_values(), strict=True)
-        }
+        return {name: value for one in self._metrics for value, name in zip(one.local_values(), one.names, strict=True)}
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate each number over this rank's rows."""
@@ -409,9 +404,7 @@ class Metrics:
 
     def over_ranks(self) -> dict[str, float]:
         """Return each number over all ranks' rows; collective."""
-        return {
-            name: value for each in self._metrics for name, value in zip(each.names, each.over_ranks(), strict=True)
-        }
+        return {name: value for one in self._metrics for value, name in zip(one.over_ranks(), one.names, strict=True)}
 
     def state(self) -> dict[str, Any]:
         """Return this rank's state of each, as JSON values."""

@@ -126,9 +126,7 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any,
             with warnings.catch_warnings():  # in a few rows some classes are missing
                 warnings.simplefilter("ignore")
                 metric.add(output, target, rows)
-                count = len(metric.local_values())
-                if isinstance(metric, LibraryMetric) and count > 1:
-                    metric.name_classes(count)
+                metric.local_values()
         except ConfigError:
             raise
         except Exception as error:
@@ -212,8 +210,7 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
     if base in _RANKED:
         metric_class, settings["average"] = _computing(library, of_ranked), "none"
     prepare = functools.partial(_as_two_classes, prepare) if task.kind == "binary" else prepare
-    num_classes = count if average == "none" else 0
-    return LibraryMetric(name, metric_class(**settings), prepare, joins=True, num_classes=num_classes)
+    return LibraryMetric(name, metric_class(**settings), prepare, joins=True)
 
 
 def _computing(metric_class: Any, compute: Callable[[Any], Tensor]) -> Any:
