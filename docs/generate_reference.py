@@ -205,7 +205,8 @@ def call_of(name: str, function: Callable[..., Any]) -> str:
 def members(owner: type, hidden: Sequence[str]) -> list[tuple[str, str]]:
     """Return call and summary of a class and of each public method and property of it."""
     rows = [(call_of(owner.__name__, owner), summary(owner))]
-    for name, value in vars(owner).items():
+    kinds = [each for each in owner.__mro__ if each is owner or each.__module__ == "cyxtrain.metrics.logged"]
+    for name, value in (item for kind in kinds for item in vars(kind).items()):
         function = getattr(value, "__func__", value)
         if name.startswith("_") or name in hidden:
             continue

@@ -36,6 +36,8 @@ class ModelCheckpoint(Monitoring):
         ConfigError: An argument is invalid.
     """
 
+    runs_last = True
+
     @names_checked
     def __init__(
         self,

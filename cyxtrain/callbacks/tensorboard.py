@@ -42,6 +42,8 @@ class TensorBoard(Callback):
         ConfigError: An argument is invalid.
     """
 
+    runs_last = True
+
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
         owner = "TensorBoard"
         require(isinstance(log_dir, (str, os.PathLike)), f"{owner}.log_dir must be a path, got {log_dir!r}.")

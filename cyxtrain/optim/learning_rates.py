@@ -23,6 +23,8 @@ ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
 
 _OWN_RATES = (OneCycleLR, CyclicLR)
 _RATES = ("lr", "initial_lr")
+LEARNING_RATE = "learning_rate"
+"""In the history, after Keras."""
 
 
 class LearningRates:
@@ -52,6 +54,7 @@ class LearningRates:
         self._num_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
         self._noted: list[float] = []
+        self._used: list[torch.Tensor | float] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore PyTorch's wrapper of `optimizer.step`, which pickling drops, and by which schedules count steps."""
@@ -101,7 +104,7 @@ class LearningRates:
             self._set(self._targets)
         self._adopt_program_rates()
         self._scale(factor / self.factor)
-        self.factor = factor
+        self.factor, self._used = factor, []
         if isinstance(self.scheduler, OneCycle) and warmup_steps:
             self.scheduler.rise, warmup_steps = min(warmup_steps / (steps or 1), 1.0), 0
         if isinstance(self.scheduler, FitSchedule):
@@ -152,7 +155,7 @@ class LearningRates:
 
     def note_rates(self) -> None:
         """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
-        self._noted = self.now()
+        self._noted, self._used = self.now(), []
 
     def resume_from(self, schedule_steps: int | None) -> str:
         """Continue a fit with a checkpoint's rates; return how the schedule has changed, or ""."""
@@ -203,11 +206,21 @@ class LearningRates:
         """Set the rates of the next step."""
         if len(self.optimizer.param_groups) != self._num_groups:
             self.follow_groups()
+        self._used = []
+        if self._targets or (self.scheduler is not None and self.interval == "step"):
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            self._used = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
         if self._targets:
             self._warm_steps += 1
             self._warm()
         elif self.scheduler is not None and self.interval == "step":
             self.scheduler.step()
+
+    def by_name(self) -> dict[str, float]:
+        """Return the rates of the latest step as "learning_rate", and of groups with other rates by their number."""
+        first, *others = [float(rate) for rate in self._used] or self.now()
+        different = {f"{LEARNING_RATE}_{number}": rate for number, rate in enumerate(others, 1) if rate != first}
+        return {LEARNING_RATE: first, **different}
 
     def undoable(self) -> Callable[[], None]:
         """Return a function that restores the present rates and schedule, if a step turns out to be skipped."""
@@ -255,6 +268,7 @@ class LearningRates:
             "targets": list(self._targets),
             "made_for": self._made_for,
             "first": list(self._first),
+            "used": [float(rate) for rate in self._used],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
@@ -266,6 +280,7 @@ class LearningRates:
         self.warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
         self._made_for = state.get("made_for", 0)
         self.note_rates()
+        self._used = [float(rate) for rate in state.get("used", ())]
 
     def _adopt_program_rates(self) -> None:
         """Start from rates that the program has set between two fits, before any scaling."""

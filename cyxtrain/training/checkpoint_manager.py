@@ -15,6 +15,7 @@ from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, warn
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.progress.display import Display
 from cyxtrain.training.state import TrainingState
@@ -33,6 +34,7 @@ class CheckpointManager:
         compression_state: Returns the state of gradient compression of all ranks, which all call it.
         larger_is_better: By name of a number of the history, without val_.
         display: Shows that it saves.
+        logged: Numbers of the user's own, of the running epoch.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class CheckpointManager:
         compression_state: Callable[[], dict[str, Any]],
         larger_is_better: Mapping[str, bool],
         display: Display,
+        logged: LoggedNumbers,
     ) -> None:
         self._display = display
         self._state = state
         self._compression_state = compression_state
         self._larger_is_better = larger_is_better
+        self._logged = logged
         self._config = config
         self._device = device
         self.is_on = config.makes_checkpoints
@@ -100,6 +104,7 @@ class CheckpointManager:
             "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
             "metrics": totals.metrics.state(),
+            "logged": self._logged.state(),
             "stop": self._state.stop_training,
         }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
@@ -150,13 +155,12 @@ class CheckpointManager:
         if monitor is None:
             return False
         history = self._state.history
-        values = history.history.get(monitor)
-        if monitor.startswith("val_") and len(history.val_losses) < len(history.epochs):
-            return False  # the epoch has not been validated
-        if values is None:
-            known = ", ".join(self._state.history.history)
-            raise ConfigError(f"keep_best={monitor!r}: no such metric in this run (available: {known}).")
-        sign = -1.0 if self._larger_is_better.get(monitor.removeprefix("val_")) else 1.0
+        values = history.history.get(monitor, [])
+        name = monitor.removeprefix("val_")
+        better = self._larger_is_better.get(name, self._logged.larger_is_better.get(monitor))
+        if better is None or len(values) < len(history.epochs):
+            return False  # the epoch has not been validated, or has not logged it
+        sign = -1.0 if better else 1.0
         *before, last = (sign * value for value in values)
         # A first NaN is the best so far; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before

@@ -17,6 +17,7 @@ from cyxtrain.data.batches.batch import Batch, share_of_batches
 from cyxtrain.data.batches.structure import output_parts, with_parts
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
@@ -87,6 +88,7 @@ def evaluate_rows(
     rows: CheckedData,
     *,
     distributed: bool,
+    logged: LoggedNumbers,
     should_stop: Callable[[], bool] = lambda: False,
     callbacks: Callbacks | None = None,
     display: Display | None = None,
@@ -97,6 +99,7 @@ def evaluate_rows(
         model: Not wrapped.
         rows: All of them.
         distributed: Whether the ranks share the work; otherwise this one does it all.
+        logged: Collects numbers of the user's own, which are returned with the others.
         should_stop: Called after each batch; returns whether to skip the rest.
         callbacks: Called with each batch.
         display: Of a fit that validates.
@@ -107,9 +110,11 @@ def evaluate_rows(
     hooks, numbers, shown = callbacks or Callbacks(), itertools.count(), display or Display()
     own = len(share_of_batches(batches, runtime.get_rank(), runtime.get_world_size())) if batches > 1 else 0
     shown.phase("validating", 0, own)
+    logged.reserved |= {*loss.shown, *rows.metrics.names}
 
     def evaluate_batch(batch: Batch) -> None:
         number = next(numbers)
+        logged.begin(batch.rows, batch.number)
         hooks.on_test_batch_begin(number)
         with torch.no_grad(), gathering_alone():
             output = rows.call.without_graph(model, batch)
@@ -120,8 +125,10 @@ def evaluate_rows(
         shown.phase("validating", number + 1, own)
 
     complete = _run_all(model, rows, evaluate_batch, distributed=distributed, should_stop=should_stop)
+    logged.rows = 1
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
-    return Evaluation(**measured) if complete else None
+    own_numbers = logged.over_ranks() if distributed else logged.local_values()
+    return Evaluation(**measured, **own_numbers) if complete else None
 
 
 def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool, pad_value: float | None = None) -> Any:

@@ -23,6 +23,7 @@ from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
+from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
@@ -59,7 +60,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
-class DistributedTrainer:
+class DistributedTrainer(NumberLogger):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -144,6 +145,7 @@ class DistributedTrainer:
             **vars(self),
             "_wrappers": [],
             "_fit": None,
+            "_logged": None,
             "_state": replace(self._state, callbacks=Callbacks(), data=dict),
         }
 
@@ -153,7 +155,8 @@ class DistributedTrainer:
 
     @property
     def _arguments(self) -> TrainerArguments:
-        return TrainerArguments(self.model, self._loss, self.optimizer, self._device, self._metrics)
+        tried = self._logged or LoggedNumbers()
+        return TrainerArguments(self.model, self._loss, self.optimizer, self._device, self._metrics, tried)
 
     @property
     def trained(self) -> nn.Module:
@@ -299,7 +302,8 @@ class DistributedTrainer:
         plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
         with self._fit_context(plan, ddp):
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-            self._fit = FitLoop(self._state, plan, ddp, checkpoint)
+            assert self._logged is not None
+            self._fit = FitLoop(self._state, plan, ddp, checkpoint, self._logged)
             stopped = self._fit.fit()
         self._finish(plan, stopped)
         return self._state.history
@@ -337,6 +341,7 @@ class DistributedTrainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._logging())
             stack.enter_context(float32_products(plan.config.float32_precision))
             if plan.uses_fused_optimizer:
                 stack.enter_context(fused(self.optimizer))
@@ -385,8 +390,8 @@ class DistributedTrainer:
             return evaluation
         distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
         rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
-        with float32_products(self.config.float32_precision):
-            evaluation = evaluate_rows(self.model, rows, distributed=distributed)
+        with float32_products(self.config.float32_precision), self._logging() as logged:
+            evaluation = evaluate_rows(self.model, rows, distributed=distributed, logged=logged)
         assert evaluation is not None
         return evaluation
 
@@ -425,14 +430,15 @@ class DistributedTrainer:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, pad_value=pad_value)
-        with float32_products(self.config.float32_precision):
+        with float32_products(self.config.float32_precision), self._logging():
             return predict_rows(self.model, rows, distributed=distributed, pad_value=pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
         source = open_rows(data, batch_size, self.config, distributed=distributed)
-        check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
-        return agree_on(check)[0] if distributed else check()[0]
+        with self._logging():
+            check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
+            return agree_on(check)[0] if distributed else check()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
@@ -528,7 +534,7 @@ class DistributedTrainer:
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
-        with recomputed(self._recomputed):
+        with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments, sources, first)
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
@@ -546,7 +552,7 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
     return TrainerParts(
         owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
-        local=frozenset({"_fit", "_wrappers", "_state"}),
+        local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
         given=trainer._arguments,
         is_fitting=trainer._fit is not None,
     )

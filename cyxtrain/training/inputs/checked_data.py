@@ -16,6 +16,7 @@ from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.optim.optimizers import place_state
@@ -34,13 +35,14 @@ LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[s
 
 
 class TrainerArguments(NamedTuple):
-    """What a trainer was given; `loss_fn` with the factors of several losses."""
+    """What a trainer was given; `loss_fn` with the factors of several losses; `logged` is what the dry run logs."""
 
     model: nn.Module
     loss_fn: Any
     optimizer: torch.optim.Optimizer
     device: str | torch.device
     metrics: Mapping[str, Any]
+    logged: LoggedNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
