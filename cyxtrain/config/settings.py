@@ -29,6 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FIELDS: dict[str, list[str]] = {
     "DistributedTrainer": [
         *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
+        *("train_step", "test_step", "predict_step"),
     ],
     "fit": ["validation_data", "sample_weight", "class_weight", "callbacks", "initial_epoch", "resume"],
 }

@@ -161,6 +161,22 @@ def test_callbacks_and_checkpoints_use_it(tmp_path):
     assert {"own loss", "learning_rate"} <= lines[0].keys()
 
 
+def test_a_step_of_the_users_own_logs_and_is_tried_first(tmp_path):
+    def train_step(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(trainer.model(x), y)
+        trainer.log("perplexity", loss.exp(), larger_is_better=False)
+        return loss
+
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), train_step=train_step)
+        settings = {**FIT, "keep_best": "val_perplexity", "checkpoint_dir": str(tmp_path)}
+        history = trainer.fit(*ROWS, validation_data=VALID, **settings).history
+        assert (tmp_path / "best.ckpt").exists()
+        assert history["val_perplexity"][-1] == pytest.approx(np.exp(history["val_loss"][-1]), rel=1e-5)
+        trainer.predict(VALID[0])
+
+
 def test_a_column_that_appears_later_is_kept_also_on_resume(tmp_path):
     def fit(epochs: int) -> list[dict[str, str]]:
         late = LambdaCallback(on_epoch_end=lambda epoch, logs: epoch < 2 or late.trainer.log("late", epoch))
