@@ -16,7 +16,6 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
@@ -45,7 +44,7 @@ class Trainer(Protocol):
     @property
     def config(self) -> DistributedTrainingConfig: ...  # noqa: D102
     @property
-    def scheduler(self) -> LRScheduler | None: ...  # noqa: D102
+    def scheduler(self) -> Any: ...  # noqa: D102
     @property
     def step_seconds(self) -> list[dict[str, float]]: ...  # noqa: D102
     @property

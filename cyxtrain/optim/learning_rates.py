@@ -16,12 +16,13 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, ConfigError, counted
+from cyxtrain.optim.given_schedule import GivenSchedule, given_schedule
 from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
 
 # of the optimizer, and of how many times the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
 
-_OWN_RATES = (OneCycleLR, CyclicLR)
+_OWN_RATES = (OneCycleLR, CyclicLR, GivenSchedule)
 _RATES = ("lr", "initial_lr")
 LEARNING_RATE = "learning_rate"
 """In the history, after Keras."""
@@ -95,7 +96,7 @@ class LearningRates:
         words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
         words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
-        words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
+        words += [f"then by {type(given_schedule(self.scheduler)).__name__}"] if self.scheduler is not None else []
         return ", ".join(words)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
@@ -174,7 +175,7 @@ class LearningRates:
                 self.scheduler.step()
         if self._targets:
             self._set(rates)
-        name = scheduler.label if isinstance(scheduler, FitSchedule) else type(scheduler).__name__
+        name = scheduler.label if isinstance(scheduler, FitSchedule) else type(given_schedule(scheduler)).__name__
         waits = self.warmup_steps if self.interval == "step" else 0
         return (
             f"the {name} ends with {self.interval} {total + waits:,}, as epochs are now "
@@ -350,7 +351,8 @@ def check_rates(
             "set steps_per_epoch."
         )
     scheduler = rates.schedule_for(schedule_steps)
-    own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
+    parts = (part for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES))
+    own = next((type(given_schedule(part)).__name__ for part in parts), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(
             f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} sets "

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
@@ -26,6 +25,7 @@ from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
+from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
@@ -79,8 +79,9 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             "r2"), functions of (output, target) that return a number per sample or their mean, and torchmetrics'
             objects; or several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
-            of `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
-            `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
+            of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
+            returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
+            it steps the schedule.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
         ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
@@ -189,9 +190,9 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         return self._state.config
 
     @property
-    def scheduler(self) -> LRScheduler | None:
+    def scheduler(self) -> Any:
         """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
-        return self._state.rates.scheduler
+        return given_schedule(self._state.rates.scheduler)
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
