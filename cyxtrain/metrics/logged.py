@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
@@ -34,14 +34,14 @@ class LoggedNumbers:
         rows: Weight of a number that is logged without a weight.
         place: Number of the running step, or of the batch of a validation, by which ranks know the last number.
         reserved: Names that `fit` measures itself.
-        keep_best: Name by which checkpoints are compared, or None.
+        best_names: Those by which checkpoints are compared.
         larger_is_better: By name, if known.
     """
 
-    def __init__(self, reserved: Sequence[str] = (), keep_best: str | None = None) -> None:
+    def __init__(self, reserved: Iterable[str] = (), best_names: Iterable[str | None] = ()) -> None:
         self.rows, self.place = 1, 0
         self.reserved = {"loss", "accuracy", "epoch", *reserved}
-        self.keep_best = keep_best
+        self.best_names = set(best_names)
         self._is_closed = False
         self.larger_is_better: dict[str, bool] = {}
         self._reduces: dict[str, str] = {}
@@ -54,16 +54,17 @@ class LoggedNumbers:
         return bool(self._reduces)
 
     @contextlib.contextmanager
-    def apart(self, prefix: str = "val_") -> Iterator[LoggedNumbers]:
-        """Keep what is logged within the context apart, as numbers of a validation whose names get a prefix."""
-        best = self.keep_best or ""
-        inner = LoggedNumbers([*self.reserved], best.removeprefix(prefix) if best.startswith(prefix) else None)
-        self._apart = inner
+    def apart(self, sets: Iterable[str]) -> Iterator[LoggedNumbers]:
+        """Keep what is logged within the context apart, as numbers of a validation of sets with names, or of one ""."""
+        prefixes = ["val_", *(f"val_{each}_" for each in sets if each)]
+        best = {name.removeprefix(each) for each in prefixes for name in self.best_names if name and each in name}
+        inner = self._apart = LoggedNumbers(self.reserved, best)
         try:
             yield inner
         finally:
             self._apart = None
-            self.larger_is_better |= {prefix + name: better for name, better in inner.larger_is_better.items()}
+            found = inner.larger_is_better.items()
+            self.larger_is_better |= {each + name: better for each in prefixes for name, better in found}
 
     def begin(self, rows: int, place: int) -> None:
         """Begin a step or a batch with so many rows."""
@@ -120,10 +121,10 @@ class LoggedNumbers:
         own = name.removeprefix("val_")
         if own in self.reserved or own == GRAD_NORM or own.startswith("learning_rate"):
             raise ConfigError(f"log({name!r}): fit records a number of this name itself. Choose another name.")
-        if name == self.keep_best and larger_is_better is None:
+        if name in self.best_names and larger_is_better is None:
             raise ConfigError(
-                f"keep_best={name!r}: it is unknown whether larger is better. Pass larger_is_better=True or False to "
-                f"trainer.log({name!r}, ...)."
+                f"keep_best with {name!r}: it is unknown whether larger is better. Pass larger_is_better=True or False "
+                f"to trainer.log({name!r}, ...)."
             )
 
     def state(self) -> dict[str, Any]:

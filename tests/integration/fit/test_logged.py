@@ -35,14 +35,15 @@ NIGHTLY_3 = pytest.param(3, marks=pytest.mark.nightly)
 class Program:
     """A trainer whose loss and callback log; the loss is the mean over the batch's rows."""
 
-    def __init__(self, *callbacks: Callback, **settings: Any) -> None:
+    def __init__(self, *callbacks: Callback, larger: bool | None = None, **settings: Any) -> None:
+        self.larger = larger
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         self.trainer = cx.DistributedTrainer(model, self.loss, optimizer, callbacks=[Logs(), *callbacks], **settings)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         each = nn.functional.cross_entropy(output, target, reduction="none")
-        self.trainer.log("own loss", each.mean())
+        self.trainer.log("own loss", each.mean(), larger_is_better=self.larger)
         self.trainer.log("hardest", each.max(), reduce="max")
         self.trainer.log("easiest", each.min().item(), reduce="min")
         self.trainer.log("rows", len(target), reduce="sum")
@@ -175,6 +176,39 @@ def test_a_step_of_the_users_own_logs_and_is_tried_first(tmp_path):
         assert (tmp_path / "best.ckpt").exists()
         assert history["val_perplexity"][-1] == pytest.approx(np.exp(history["val_loss"][-1]), rel=1e-5)
         trainer.predict(VALID[0])
+
+
+def test_validations_within_an_epoch_and_several_sets_have_it(tmp_path):
+    program = Program()
+    sets = {"near": VALID, "far": make_rows(7, seed=2)}
+    settings = {**FIT, "validate_every_n_steps": 2, "keep_best": "val_far_hardest", "checkpoint_dir": str(tmp_path)}
+    with one_process():
+        with pytest.raises(cx.ConfigError, match="keep_best with 'hardest': it is unknown whether larger is better"):
+            program.trainer.fit(*ROWS, validation_data=sets, **settings)
+        settings["keep_best"] = "val_far_own loss"
+        history = Program(larger=False).trainer.fit(*ROWS, validation_data=sets, **settings)
+    rows = history.validations
+    assert len(rows) == 5
+    for row in rows:
+        np.testing.assert_allclose(row["val_far_own loss"], row["val_far_loss"], rtol=1e-6)
+        np.testing.assert_allclose(row["val_own loss"], row["val_near_loss"], rtol=1e-6)
+        np.testing.assert_allclose(row["val_doubled"], 2 * row["val_loss"], rtol=1e-6)
+        assert (row["val_near_rows"], row["val_far_rows"]) == (9, 7)
+    assert history.history["own loss"] == pytest.approx(history.history["loss"]), "of training alone"
+    assert (tmp_path / "best.ckpt").exists()
+
+
+def test_a_validation_number_that_a_callback_logs_at_the_end_of_an_epoch_is_monitored(tmp_path):
+    values = iter([3.0, 1.0, 2.0, 0.0])
+    hook = LambdaCallback(
+        on_epoch_end=lambda epoch, logs: hook.trainer.log("val_bleu", next(values), larger_is_better=False)
+    )
+    early = EarlyStopping("val_bleu", patience=1, mode="min")
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", callbacks=[early, hook])
+        settings = {**FIT, "epochs": 4, "keep_best": "val_bleu", "checkpoint_dir": str(tmp_path)}
+        assert trainer.fit(*ROWS, validation_data=VALID, **settings).metrics["val_bleu"] == [3, 1, 2]
+    assert (tmp_path / "best.ckpt").samefile(tmp_path / "epoch-0002.ckpt")
 
 
 def test_a_column_that_appears_later_is_kept_also_on_resume(tmp_path):
