@@ -355,8 +355,8 @@ class FitLoop:
         record_numbers(self._state.history, self._logged.over_ranks())
         self._logged.reset()
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
-        best, position = self._plan.config.keep_best, self._state.position
-        if best and best not in self._state.history.history and position.epoch == position.first_epoch + 1:
+        best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
+        if best and is_first and best not in (*self._plan.measured, *self._state.history.history):
             self._warn_of_best(best)
 
     def _call(self, hook: str, *arguments: Any) -> list[float]:
