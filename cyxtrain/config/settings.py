@@ -180,7 +180,7 @@ def names_checked(target: _Function) -> _Function:
     def call(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
         if len(arguments) - own > most:
-            hint = " evaluate(X, y) compares outputs with y." if by_position == ["X"] else ""
+            hint = f" y: {nearest('y', known, 'argument')}" if by_position == ["X"] else ""
             raise ConfigError(
                 f"{owner} takes {', '.join(by_position) or 'nothing'} by position, and got {len(arguments) - own} "
                 f"arguments: name the others.{hint}"

@@ -159,11 +159,11 @@ class LoggedNumbers:
             joined.restore([json.loads(text) for text in runtime.gather_texts(json.dumps(self.state()))])
         except ConfigError as error:
             raise on_all_ranks(error) from None
-        return joined.local_values()
+        return joined.values(distributed=False)
 
-    def local_values(self) -> dict[str, float]:
-        """Return the numbers of this rank."""
-        return {name: value() for name, value in self.lazy_values().items()}
+    def values(self, *, distributed: bool) -> dict[str, float]:
+        """Return the numbers of all ranks, collectively, or of this rank."""
+        return self.over_ranks() if distributed else {name: value() for name, value in self.lazy_values().items()}
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return a function for each number of this rank."""

@@ -31,10 +31,11 @@ from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
-from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
+from cyxtrain.training.evaluation import Evaluation, evaluate, predict
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
@@ -49,6 +50,7 @@ from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.own_steps import StepLike, TrainerSteps, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
 from cyxtrain.training.state import TrainingState
@@ -99,6 +101,8 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
+        stop_evaluating: Set by a callback on any rank during a batch, ends `evaluate` or a validation after it.
+        stop_predicting: Likewise, of `predict`.
 
     Raises:
         ConfigError: A loss, an optimizer, a scheduler, a callback, a step or a device that cannot be used.
@@ -136,6 +140,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         self._scheduler_interval = scheduler_interval
         rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates, loss=loss)
+        self.stop_evaluating = self.stop_predicting = False
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
         super().__init__(train_step, test_step, predict_step)
@@ -155,7 +160,6 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             **vars(self),
             "_wrappers": [],
             "_fit": None,
-            "_logged": None,
             "_state": replace(self._state, callbacks=Callbacks(), data=dict),
         }
 
@@ -165,9 +169,8 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
 
     @property
     def _arguments(self) -> TrainerArguments:
-        tried = self._logged or LoggedNumbers()
         given = (self.model, self._loss, self.optimizer, self._device, self._metrics, self._own_steps)
-        return TrainerArguments(*given, tried)
+        return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
     def trained(self) -> nn.Module:
@@ -382,8 +385,11 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         batch_size: int | None = None,
         distributed: bool = True,
         sample_weight: Any = None,
-        verbose: object = 0,
-    ) -> Evaluation:
+        callbacks: Callback | Sequence[Callback] | None = None,
+        steps: int | None = None,
+        verbose: Verbosity = 0,
+        return_dict: bool = False,
+    ) -> Evaluation | Any:
         """Return loss and accuracy over all samples, each counted once; the same on any number of ranks.
 
         Args:
@@ -393,22 +399,26 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
-            verbose: Keras's argument; nothing is printed either way.
+            callbacks: For this call; the trainer's own are not called. With `num_processes`, the call then runs in this
+                process alone.
+            steps: Number of batches over all ranks: the first ones. None: all.
+            verbose: 1 or "auto" shows a progress bar on rank 0 and then one line, 2 only the line, 0 nothing.
+            return_dict: Return a dictionary with each metric by name.
 
         Raises:
             ConfigError: The input is wrong: two samples of it are tried first.
             CollectiveMismatchError: Ranks make different calls.
         """
         given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
-        evaluation: Evaluation | None = delegated(self, "evaluate", (X, y), given)
-        if evaluation is not None:
-            return evaluation
-        distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
-        rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
-        with float32_products(self.config.float32_precision), self._logging() as logged:
-            evaluation = evaluate_rows(self.model, rows, distributed=distributed, logged=logged)
-        assert evaluation is not None
-        return evaluation
+        given |= {"steps": steps, "verbose": verbose}
+        evaluation: Evaluation | None = None if callbacks else delegated(self, "evaluate", (X, y), given)
+        if evaluation is None:
+            distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
+            options = {"steps": steps, "callbacks": callbacks, "verbose": verbose}
+            rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed, **options)
+            with self._logging() as logged:
+                evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed), logged)
+        return evaluation.to_dict() if return_dict else evaluation
 
     def predict(
         self,
@@ -417,7 +427,9 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         batch_size: int | None = None,
         distributed: bool = True,
         pad_value: float | None = None,
-        verbose: object = 0,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        steps: int | None = None,
+        verbose: Verbosity = 0,
     ) -> Any:
         """Return the model's output for all samples, in their order, on every rank.
 
@@ -427,6 +439,8 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             distributed: As in `evaluate`.
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.
+            callbacks: As in `evaluate`.
+            steps: As in `evaluate`: the rows of the first batches are returned.
             verbose: As in `evaluate`.
 
         Returns:
@@ -439,13 +453,15 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
                 row per sample, or its forward requires the targets, which are not passed.
             CollectiveMismatchError: Ranks make different calls.
         """
-        given = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
-        if (output := delegated(self, "predict", (X,), given)) is not None:
+        given: dict[str, Any] = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
+        given |= {"steps": steps, "verbose": verbose}
+        if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, pad_value=pad_value)
-        with float32_products(self.config.float32_precision), self._logging():
-            return predict_rows(self.model, rows, distributed=distributed, pad_value=pad_value)
+        options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
+        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
+        with self._logging():
+            return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""

@@ -61,7 +61,9 @@ ANSWERS = {
         "on_after_backward": "'on_before_optimizer_step'",
         "on_before_backward": "no hook between forward and backward",
         "on_save_checkpoint": "state_dict()",
-        "on_predict_end": "predict calls no hooks",
+        "on_predict_start": "'on_predict_begin'",
+        "on_predict_batch_start": "'on_predict_batch_begin'",
+        "on_predict_epoch_end": "'on_predict_end'",
         "on_epoch_ends": "'on_epoch_end'",  # spelled wrongly
     },
     "loss": {
@@ -224,7 +226,7 @@ def test_every_public_call_answers_unknown_arguments():
         (lambda: trainer.evaluate(rows, max_epochs=3), "Did you mean fit(epochs=...)?"),
         (lambda: trainer.predict(rows, y=rows), "predict has no argument 'y'. fit(X, y) and evaluate(X, y) take it"),
         (lambda: trainer.predict(rows, rows), "predict takes X by position, and got 2 arguments"),
-        (lambda: trainer.predict(rows, rows), "evaluate(X, y) compares outputs with y."),
+        (lambda: trainer.predict(rows, rows), "fit(X, y) and evaluate(X, y) take it; predict takes X alone."),
         (lambda: trainer.evaluate(rows, rows, 32), "evaluate takes X, y by position, and got 3 arguments"),
         (lambda: amp(model, lr=0.1), "DistributedAMPTrainer has no argument 'lr'. Did you mean 'learning_rate'?"),
         (lambda: stopping(metric="val_loss"), "EarlyStopping has no argument 'metric'. Did you mean 'monitor'?"),
