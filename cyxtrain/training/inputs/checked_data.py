@@ -102,6 +102,12 @@ class CheckedData(ModelSetup):
         accuracy = [] if self.loss.accuracy is None else ["accuracy"]
         return [*dict.fromkeys(["loss", *accuracy, *self.loss.shown, *self.metrics.names])]
 
+    @property
+    def validated(self) -> list[str]:
+        """Names of what is measured of it if it is not trained on."""
+        whole = (name for each in self.metrics.whole_sets for name in each.names)
+        return [*dict.fromkeys([*self.measured, *whole])]
+
 
 def check_data(
     source: Source,
@@ -184,6 +190,7 @@ def check_rows(
         "the batch size": batch_size,
         "steps": steps,
         "pad_value": str(pad_value),
+        "the metrics": [*trainer.metrics],
         **source.facts("the given"),
         **value_facts(trained_with(trainer.model, rows.loss)),
     }
