@@ -132,9 +132,6 @@ class TensorBoard(Callback):
         for name, value in (logs or {}).items():
             if not name.startswith("val_"):
                 self._writer.add_scalar(f"epoch/{name}", value, step)
-                continue
-            self._validation = self._validation or self._open("validation")
-            self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, step)
         self._writer.add_scalar("epoch/samples per second", self.trainer.history.samples_per_second, step)
         for name, value in self.trainer.device_usage.items():
             shown, unit = _USAGE[name]
@@ -145,6 +142,13 @@ class TensorBoard(Callback):
             write_weights(self._writer, self.model, step, images=self.write_images)
         for writer in filter(None, (self._writer, self._validation)):
             writer.flush()
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Write the metrics of a validation."""
+        if self._writer is not None:
+            self._validation = self._validation or self._open("validation")
+            for name, value in (logs or {}).items():
+                self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, self.trainer.step)
 
     def _write_step(self, step: int) -> None:
         assert self._writer is not None

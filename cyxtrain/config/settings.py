@@ -32,7 +32,10 @@ _FIELDS: dict[str, list[str]] = {
         *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
         *("train_step", "test_step", "predict_step"),
     ],
-    "fit": ["validation_data", "sample_weight", "class_weight", "callbacks", "initial_epoch", "resume"],
+    "fit": [
+        *("validation_data", "validation_groups", "sample_weight", "class_weight", "callbacks", "initial_epoch"),
+        "resume",
+    ],
 }
 """The arguments of the trainer and of `fit`, and the fields of every class of settings."""
 _PLACES = {
@@ -177,7 +180,7 @@ def names_checked(target: _Function) -> _Function:
     def call(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
         if len(arguments) - own > most:
-            hint = " evaluate(X, y) compares outputs with y." if by_position == ["X"] else ""
+            hint = f" y: {nearest('y', known, 'argument')}" if by_position == ["X"] else ""
             raise ConfigError(
                 f"{owner} takes {', '.join(by_position) or 'nothing'} by position, and got {len(arguments) - own} "
                 f"arguments: name the others.{hint}"
