@@ -16,6 +16,7 @@ from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.sources.source import Source
+from cyxtrain.environment import accelerator
 from cyxtrain.errors import brief
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
