@@ -73,15 +73,13 @@ class WholeSet:
         result = self(*rows)
         found = result if isinstance(result, Mapping) else {name: result}
         try:
-            numbers = {str(each): float("" if isinstance(value, str) else value) for each, value in found.items()}
-        except (TypeError, ValueError, RuntimeError):
-            numbers = {"loss": 0.0}
-        if any(each == "loss" or each.startswith("val_") for each in numbers):
+            require(not any(each == "loss" or str(each).startswith("val_") for each in found), "")
+            return {str(each): float("" if isinstance(value, str) else value) for each, value in found.items()}
+        except (TypeError, ValueError, RuntimeError):  # what float raises for other libraries' values
             raise ConfigError(
                 f"the metric {name} must return a number, or numbers by name ('loss' and names that begin with 'val_' "
                 f"are taken); it returned {brief(result)}."
-            )
-        return numbers
+            ) from None
 
     def _names(self, name: str, rows: tuple[Any, Any]) -> list[str]:
         """Try the function on a few rows; return the names of its numbers, or its own if these are too few rows."""
