@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -72,14 +73,15 @@ class WholeSet:
         """Return the numbers over all rows, by name in the history; `name`: of a single number."""
         result = self(*rows)
         found = result if isinstance(result, Mapping) else {name: result}
-        try:
-            require(not any(each == "loss" or str(each).startswith("val_") for each in found), "")
-            return {str(each): float("" if isinstance(value, str) else value) for each, value in found.items()}
-        except (TypeError, ValueError, RuntimeError):  # what float raises for other libraries' values
+        numbers = None
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what float raises for other libraries' values
+            numbers = {str(each): float("" if isinstance(value, str) else value) for each, value in found.items()}
+        if numbers is None or any(each == "loss" or each.startswith("val_") for each in numbers):
             raise ConfigError(
                 f"the metric {name} must return a number, or numbers by name ('loss' and names that begin with 'val_' "
                 f"are taken); it returned {brief(result)}."
-            ) from None
+            )
+        return numbers
 
     def _names(self, name: str, rows: tuple[Any, Any]) -> list[str]:
         """Try the function on a few rows; return the names of its numbers, or its own if these are too few rows."""

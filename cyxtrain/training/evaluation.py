@@ -149,7 +149,8 @@ def evaluate_rows(
     for each, kept in whole:
         kept.is_complete = not is_stopped
         measured |= _over_whole_set(each, kept, rows.source, distributed=distributed)
-    return None if is_stopped else Evaluation(**measured | logged.values(distributed=distributed))
+    measured |= logged.values(distributed=distributed)
+    return None if is_stopped else Evaluation(**measured)
 
 
 def _over_whole_set(tried: TriedSet, kept: _Outputs, source: Source, *, distributed: bool) -> dict[str, float]:

@@ -97,7 +97,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
 
     Attributes:
         model: The unwrapped model.
-        loss_fn, loss_weights: As given.
+        loss_fn, loss_weights, metrics: As given; metrics by name.
         optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
@@ -135,7 +135,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self._metrics = metrics_by_name(metrics)
+        self.metrics = metrics_by_name(metrics)
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
@@ -169,18 +169,13 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
 
     @property
     def _arguments(self) -> TrainerArguments:
-        given = (self.model, self._loss, self.optimizer, self._device, self._metrics, self._own_steps)
+        given = (self.model, self._loss, self.optimizer, self._device, self.metrics, self._own_steps)
         return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
     def trained(self) -> nn.Module:
         """The model and, as one module with it, a loss that has its own parameters or buffers."""
         return self._state.trained
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The metrics that the trainer was given, by name."""
-        return dict(self._metrics)
 
     @property
     def epoch(self) -> int:
