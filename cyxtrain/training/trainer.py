@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
@@ -45,9 +45,10 @@ from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
-from cyxtrain.training.model.own_steps import StepLike, TrainerSteps, check_names
+from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
 from cyxtrain.training.state import TrainingState
@@ -60,7 +61,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
-class DistributedTrainer(TrainerSteps):
+class DistributedTrainer(BatchCalls):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -153,6 +154,7 @@ class DistributedTrainer(TrainerSteps):
             **vars(self),
             "_wrappers": [],
             "_fit": None,
+            "_batches": None,
             "_state": replace(self._state, callbacks=Callbacks(), data=dict),
         }
 
@@ -328,11 +330,9 @@ class DistributedTrainer(TrainerSteps):
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
         self._check_same_call("fit", works_alone=False)
-        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
-        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
-        plan = plan.merged_with(facts_by_rank)
+        self._close_batches()
+        plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error():
-            warn_of_data(facts_by_rank)
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
@@ -340,6 +340,26 @@ class DistributedTrainer(TrainerSteps):
             trained = trained_with(self.model, self._state.loss, plan.data.call.step)
             ddp = DistributedDataParallel(trained, self.ddp_config)
         return plan, ddp, checkpoint, header_lines
+
+    @override
+    def _agreed_plan(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
+    ) -> FitPlan:
+        """Return the plan of a fit; `has_all_rows`: whether no others will be trained on by it. All ranks call it."""
+        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
+        sources[0].is_whole &= has_all_rows
+        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
+        plan = plan.merged_with(facts_by_rank)
+        with ending_group_on_error():
+            warn_of_data(facts_by_rank)
+        return plan
+
+    @override
+    def _begin_batch(self, call: str) -> None:
+        """Join the world, and check that all ranks make the same call, outside a fit."""
+        if self._fit is not None:
+            raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
+        self._check_same_call(call, works_alone=False)
 
     @contextlib.contextmanager
     def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:

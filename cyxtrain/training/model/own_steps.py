@@ -42,6 +42,9 @@ class BuiltIn:
         model: Not wrapped.
         loss: Of the trainer.
         precision: Of forward; the loss is computed in full precision.
+
+    Attributes:
+        weight: What the latest loss was divided by, if that is not the number of rows.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, precision: Precision) -> None:
@@ -49,6 +52,7 @@ class BuiltIn:
         self._loss = loss
         self.precision = precision
         self._call: ModelCall | None = None
+        self.weight: Tensor | float | None = None
 
     def __call__(self, given: Any) -> dict[str, Any]:
         """Return "loss" and what else the built-in step measures of a batch, and the model's "output"."""
@@ -61,13 +65,26 @@ class BuiltIn:
                 loss.inspect_result(result, batch.rows)
             found = loss(output, batch)
         if is_first:
-            _check_is_mean(loss, found)
+            kinds = [kind for _, kind, _ in loss.terms(found)]
+            require(
+                Weighting.NOTHING not in kinds,
+                "loss_fn is a sum (reduction='sum'), and the built-in step returns a mean to a step of your own: give "
+                "a loss_fn that is a mean, or compute the loss in the step and return (sum, weight).",
+            )
             loss.accuracy = find_accuracy(loss, output, batch.answers, found.mean.detach(), asked=False)
         measured = {name: _as_returned(part) for name, part in found.parts.items()}
         if loss.accuracy is not None and "accuracy" not in measured:
             measured["accuracy"] = tuple(correct_of(output, batch.answers, loss))
         shown = loss.without_own(output)
-        return {"loss": _as_returned(found), **measured, **({} if is_scalar(shown) else {"output": shown})}
+        return {"loss": self._mean(found), **measured, **({} if is_scalar(shown) else {"output": shown})}
+
+    def _mean(self, found: BatchLoss) -> Tensor:
+        """Return a loss as the mean of what counts, 0 if nothing does."""
+        if self._loss.counts_terms and not self._loss.weightings:
+            self.weight = found.weight
+        if not isinstance(found.weight, Tensor):
+            return found.value if found.terms == found.weight else found.value * found.terms / (found.weight or 1)
+        return found.value * found.terms / torch.where(found.weight == 0, 1, found.weight)
 
     def predict(self, given: Any) -> Any:
         """Return the model's output for a batch's inputs."""
@@ -273,8 +290,8 @@ class StepCall(ModelCall):
         return []
 
     def _run(self, given: Any) -> Any:
-        own = self._own
-        own.running.built_in = self._built_in
+        own, built_in = self._own, self._built_in
+        own.running.built_in, built_in.weight = built_in, None
         try:
             result = own.function(given)
         finally:
@@ -284,7 +301,7 @@ class StepCall(ModelCall):
                 f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
                 'over this rank\'s rows; (sum, weight); or a dictionary with such a "loss".'
             )
-        return result
+        return result if built_in.weight is None else _weighted(result, built_in.weight)
 
     def _tried(self, model: nn.Module, given: Any) -> Any:
         """Run the step in the dry run; refuse what `fit` does itself."""
@@ -307,6 +324,14 @@ class StepCall(ModelCall):
             return self._run(given)
 
 
+def _weighted(result: Any, weight: Tensor | float) -> Any:
+    """Return a result whose loss, a mean, has the weight of the built-in step's loss, of which it is made."""
+    if isinstance(result, Tensor):
+        return result * weight, weight
+    own = result.get("loss") if isinstance(result, Mapping) else None
+    return {**result, "loss": (own * weight, weight)} if isinstance(own, Tensor) else result
+
+
 def _has_loss(result: Any) -> bool:
     try:
         return loss_in_output(result)[0] is not None
@@ -321,17 +346,6 @@ def _described(result: Any) -> str:
 
 
 def _as_returned(loss: BatchLoss) -> Any:
-    """Return a loss as a mean over this rank's rows, or (sum, weight)."""
+    """Return a number for the history: a mean over this rank's rows, or (sum, weight)."""
     counts_rows = not isinstance(loss.weight, Tensor) and not isinstance(loss.terms, Tensor)
     return loss.value if counts_rows and loss.terms == loss.weight else (loss.value * loss.terms, loss.weight)
-
-
-def _check_is_mean(loss: Loss, found: BatchLoss) -> None:
-    kinds = {kind for _, kind, _ in loss.terms(found)}
-    several = bool(loss.weightings) and Weighting.TERMS in kinds
-    if Weighting.NOTHING in kinds or several:
-        what = "several losses, of which one is a weighted mean" if several else "a sum (reduction='sum')"
-        raise ConfigError(
-            f"loss_fn is {what}, and the built-in step returns one mean to a step of your own: compute the loss there, "
-            "and return (sum, weight)."
-        )
