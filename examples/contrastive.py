@@ -38,8 +38,7 @@ def contrast(trainer: Any, batch: Any) -> Tensor:
     (images,), model = batch, trainer.model
     views = (functional.normalize(model.projection(model.encoder(shifted(images))), dim=1) for _ in range(2))
     first, second = map(cx.all_gather_with_grad, views)  # of all ranks, with gradients
-    both = torch.cat([first, second])
-    similarity = both @ both.T / TEMPERATURE
+    similarity = (both := torch.cat([first, second])) @ both.T / TEMPERATURE
     similarity.fill_diagonal_(float("-inf"))  # a view is not compared with itself
     other_view = torch.arange(len(both)).roll(len(first))
     return functional.cross_entropy(similarity, other_view)
@@ -55,9 +54,8 @@ def main() -> None:
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
     model = nn.ModuleDict({"encoder": encoder, "projection": nn.Linear(128, 64)})
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
-    steps: Any = {"train_step": contrast, "predict_step": features_of}
-    trainer = cx.DistributedTrainer(model, None, optimizer, scheduler="cosine", **steps)
+    settings: Any = {"scheduler": "cosine", "train_step": contrast, "predict_step": features_of}
+    trainer = cx.DistributedTrainer(model, None, torch.optim.Adam(model.parameters(), lr=0.002), **settings)
     history = trainer.fit(x_train, epochs=EPOCHS, effective_batch_size=128, verbose=False)
 
     x_test = shifted(torch.from_numpy(x_test)).numpy()

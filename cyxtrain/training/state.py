@@ -65,6 +65,8 @@ class Position:
     """Batches read in the current pass: by all ranks together, or by each if each has its own."""
     order: int = 0
     """Identifies the order of the current epoch if a user's sampler makes it; 1 if each rank has its own batches."""
+    first_step: int = 0
+    """Optimizer steps when the latest call of `fit` began."""
     stopped: int = 0
     """1 if a callback, or the end of the data, ended the latest call of `fit`: it is complete."""
 
@@ -72,7 +74,7 @@ class Position:
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
         """Return the position stored in a checkpoint; raise CheckpointError if it is not one."""
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(values) != names or not is_position(values):
+        if set(values) | {"first_step"} != names or not is_position(values):
             raise CheckpointError(
                 f"Cannot load {source}: its position {brief(values)} is invalid, or that of another version."
             )
@@ -201,6 +203,7 @@ class TrainingState:
         # The rest of an epoch that an earlier fit did not complete is not trained.
         position.samples = position.epoch_steps = position.batches = position.order = 0
         position.first_epoch, position.fits = position.epoch, self.complete_fits + 1
+        position.first_step = position.step
         position.passes = position.epoch  # each pass has another order, as the epochs of arrays have
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
@@ -421,3 +424,46 @@ class TrainingState:
     def drop_callback_param_groups(self) -> None:
         """Remove the groups that callbacks added to the optimizer since the fit began."""
         drop_groups(self.optimizer, self.built_groups)
+
+
+class TrainerView:
+    """What a trainer shows of its training."""
+
+    _state: TrainingState
+
+    @property
+    def step_seconds(self) -> list[dict[str, float]]:
+        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
+
+        Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
+        communication over NCCL, how long the GPU waited.
+        """
+        return self._state.step_seconds
+
+    @property
+    def device_usage(self) -> dict[str, float]:
+        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
+
+        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
+        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
+        """
+        return self._state.device_usage
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
+        return self._state.metadata
+
+    @property
+    def history(self) -> TrainingHistory:
+        """The metrics of the latest fit, even of one that was stopped."""
+        return self._state.history
+
+    @property
+    def stop_training(self) -> bool:
+        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
+        return self._state.stop_training
+
+    @stop_training.setter
+    def stop_training(self, value: bool) -> None:
+        self._state.request_stop(bool(value))

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import Unpack, override
+from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, require_choice
+from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
@@ -30,10 +30,11 @@ from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
-from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
+from cyxtrain.training.evaluation import Evaluation, evaluate, predict
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
@@ -49,6 +50,7 @@ from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
+from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
 from cyxtrain.training.state import TrainingState
@@ -61,6 +63,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
+@names_checked
 class DistributedTrainer(BatchCalls):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
@@ -97,12 +100,13 @@ class DistributedTrainer(BatchCalls):
         optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
+        stop_evaluating: Set by a callback on any rank during a batch, ends `evaluate` or a validation after it.
+        stop_predicting: Likewise, of `predict`.
 
     Raises:
         ConfigError: A loss, an optimizer, a scheduler, a callback, a step or a device that cannot be used.
     """
 
-    @names_checked
     def __init__(
         self,
         model: nn.Module,
@@ -135,6 +139,7 @@ class DistributedTrainer(BatchCalls):
         self._scheduler_interval = scheduler_interval
         rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates, loss=loss)
+        self.stop_evaluating = self.stop_predicting = False
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
         super().__init__(train_step, test_step, predict_step)
@@ -154,7 +159,7 @@ class DistributedTrainer(BatchCalls):
             **vars(self),
             "_wrappers": [],
             "_fit": None,
-            "_batches": None,
+            "_batch_plan": None,
             "_state": replace(self._state, callbacks=Callbacks(), data=dict),
         }
 
@@ -195,43 +200,6 @@ class DistributedTrainer(BatchCalls):
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
         self._state.rates.set_checked(rates)
 
-    @property
-    def step_seconds(self) -> list[dict[str, float]]:
-        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
-
-        Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
-        communication over NCCL, how long the GPU waited.
-        """
-        return self._state.step_seconds
-
-    @property
-    def device_usage(self) -> dict[str, float]:
-        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
-
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
-        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
-        """
-        return self._state.device_usage
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
-        return self._state.metadata
-
-    @property
-    def history(self) -> TrainingHistory:
-        """The metrics of the latest fit, even of one that was stopped."""
-        return self._state.history
-
-    @property
-    def stop_training(self) -> bool:
-        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
-        return self._state.stop_training
-
-    @stop_training.setter
-    def stop_training(self, value: bool) -> None:
-        self._state.request_stop(bool(value))
-
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
         """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
 
@@ -254,6 +222,7 @@ class DistributedTrainer(BatchCalls):
         y_val: Data | None = None,
         config: DistributedTrainingConfig | None = None,
         validation_data: Data | None = None,
+        validation_groups: Any = None,
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
@@ -272,7 +241,10 @@ class DistributedTrainer(BatchCalls):
             X_val: Inputs to validate with.
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
-            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches.
+            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches; or several of
+                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is that of the first.
+            validation_groups: What each sample belongs to, such as a patient, shape (n,): `validation_split` then
+                keeps the samples of a group together, and `seed` draws the groups.
             sample_weight: How much the loss of each sample counts, shape (n,).
             class_weight: How much the samples of each class count, by class index.
             callbacks: For this fit, called after the trainer's own.
@@ -297,6 +269,7 @@ class DistributedTrainer(BatchCalls):
             "y_val": y_val,
             "config": config,
             "validation_data": validation_data,
+            "validation_groups": validation_groups,
             "sample_weight": sample_weight,
             "class_weight": class_weight,
             "callbacks": callbacks,
@@ -312,16 +285,16 @@ class DistributedTrainer(BatchCalls):
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
             self._fit = FitLoop(self._state, plan, ddp, checkpoint)
             stopped = self._fit.fit()
-        self._finish(plan, stopped)
-        return self._state.history
+        return self._finish(plan, stopped)
 
-    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> None:
+    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:
         """Record completion, or report why the fit stopped; exit or raise if that was requested."""
         if stopped is None:
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
         exit_for(stopped)
+        return self._state.history
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -330,18 +303,19 @@ class DistributedTrainer(BatchCalls):
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
         self._check_same_call("fit", works_alone=False)
-        self._close_batches()
         plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error():
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            trained = trained_with(self.model, self._state.loss, plan.data.call.step)
-            ddp = DistributedDataParallel(trained, self.ddp_config)
-        return plan, ddp, checkpoint, header_lines
+            return plan, self._wrapped(plan), checkpoint, header_lines
 
-    @override
+    def _wrapped(self, plan: FitPlan) -> DistributedDataParallel:
+        """Return the model, or a step of the user's own, so that backward averages gradients."""
+        trained = trained_with(self.model, self._state.loss, plan.data.call.step)
+        return DistributedDataParallel(trained, self.ddp_config)
+
     def _agreed_plan(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
     ) -> FitPlan:
@@ -354,7 +328,6 @@ class DistributedTrainer(BatchCalls):
             warn_of_data(facts_by_rank)
         return plan
 
-    @override
     def _begin_batch(self, call: str) -> None:
         """Join the world, and check that all ranks make the same call, outside a fit."""
         if self._fit is not None:
@@ -383,7 +356,6 @@ class DistributedTrainer(BatchCalls):
                 ddp.close()
                 self._state.trained.zero_grad()
 
-    @names_checked
     def evaluate(
         self,
         X: Data,  # noqa: N803
@@ -392,8 +364,11 @@ class DistributedTrainer(BatchCalls):
         batch_size: int | None = None,
         distributed: bool = True,
         sample_weight: Any = None,
-        verbose: object = 0,
-    ) -> Evaluation:
+        callbacks: Callback | Sequence[Callback] | None = None,
+        steps: int | None = None,
+        verbose: Verbosity = 0,
+        return_dict: bool = False,
+    ) -> Evaluation | Any:
         """Return loss and accuracy over all samples, each counted once; the same on any number of ranks.
 
         Args:
@@ -403,24 +378,26 @@ class DistributedTrainer(BatchCalls):
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
-            verbose: Keras's argument; nothing is printed either way.
+            callbacks: For this call; the trainer's own are not called. With `num_processes`, the call then runs in this
+                process alone.
+            steps: Number of batches over all ranks: the first ones. None: all.
+            verbose: 1 or "auto" shows a progress bar on rank 0 and then one line, 2 only the line, 0 nothing.
+            return_dict: Return a dictionary with each metric by name.
 
         Raises:
             ConfigError: The input is wrong: two samples of it are tried first.
             CollectiveMismatchError: Ranks make different calls.
         """
         given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
-        evaluation: Evaluation | None = delegated(self, "evaluate", (X, y), given)
-        if evaluation is not None:
-            return evaluation
-        distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
-        rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
-        with float32_products(self.config.float32_precision):
-            evaluation = evaluate_rows(self.model, rows, distributed=distributed)
-        assert evaluation is not None
-        return evaluation
+        given |= {"steps": steps, "verbose": verbose}
+        evaluation: Evaluation | None = None if callbacks else delegated(self, "evaluate", (X, y), given)
+        if evaluation is None:
+            distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
+            options = {"steps": steps, "callbacks": callbacks, "verbose": verbose}
+            rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed, **options)
+            evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed))
+        return evaluation.to_dict() if return_dict else evaluation
 
-    @names_checked
     def predict(
         self,
         X: Data,  # noqa: N803
@@ -428,7 +405,9 @@ class DistributedTrainer(BatchCalls):
         batch_size: int | None = None,
         distributed: bool = True,
         pad_value: float | None = None,
-        verbose: object = 0,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        steps: int | None = None,
+        verbose: Verbosity = 0,
     ) -> Any:
         """Return the model's output for all samples, in their order, on every rank.
 
@@ -438,6 +417,8 @@ class DistributedTrainer(BatchCalls):
             distributed: As in `evaluate`.
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.
+            callbacks: As in `evaluate`.
+            steps: As in `evaluate`: the rows of the first batches are returned.
             verbose: As in `evaluate`.
 
         Returns:
@@ -450,13 +431,14 @@ class DistributedTrainer(BatchCalls):
                 row per sample, or its forward requires the targets, which are not passed.
             CollectiveMismatchError: Ranks make different calls.
         """
-        given = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
-        if (output := delegated(self, "predict", (X,), given)) is not None:
+        given: dict[str, Any] = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
+        given |= {"steps": steps, "verbose": verbose}
+        if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, pad_value=pad_value)
-        with float32_products(self.config.float32_precision):
-            return predict_rows(self.model, rows, distributed=distributed, pad_value=pad_value)
+        options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
+        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
+        return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
@@ -464,20 +446,23 @@ class DistributedTrainer(BatchCalls):
         check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
         return agree_on(check)[0] if distributed else check()[0]
 
-    def summary(self, X: Any = None) -> str:  # noqa: N803
+    def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
 
         Args:
-            X: Rows, of which two are tried: then the shapes of outputs are shown, too.
+            X: Rows, of which two are tried: then the shapes of outputs are shown, too, such as (2, 10).
+            depth: How many levels of layers within layers to show, from 1; 0: the model alone; None: all.
 
         Raises:
-            ConfigError: The model cannot take them.
+            ConfigError: The model cannot take the rows, or depth is no whole number.
         """
+        if depth is not None:
+            require_integer("summary", "depth", depth, 0)
         shows = self.is_master()
         with contextlib.closing(OutputShapes(self.model)) as outputs:
             if X is not None:
                 self._rows((X,), None, distributed=False, predicting=True)
-        text = summary_of(self.model, outputs.shapes)
+        text = summary_of(self.model, outputs.shapes, depth)
         if shows:
             print(text)
         return text
@@ -563,7 +548,7 @@ class DistributedTrainer(BatchCalls):
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, plan.config, steps))
-        plan.callbacks.set_trainer(self, plan.params(first + plan.config.epochs))
+        plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             must_match |= value_facts(self._state.trained)

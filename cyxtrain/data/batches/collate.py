@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from cyxtrain.data.batches.rows import NAMES, Rows, as_rows
 from cyxtrain.data.batches.structure import Tree, fields_of
@@ -69,12 +70,7 @@ def target_name(given: Any) -> str | None:
 
 
 def as_given(rows: Rows, name: str | None) -> Any:
-    """Return rows as the data gave them: (x, y, sample_weight) as far as there are such, or a dictionary.
-
-    Args:
-        rows: Of a batch.
-        name: The `target_name` of the data's batches.
-    """
+    """Return rows as data gave them whose `target_name` is `name`: (x, y, sample_weight), or a dictionary."""
     if name is None or not isinstance(rows.inputs, dict):
         count = 3 if rows.weights is not None else 2 if rows.targets is not None else 1
         return tuple(rows)[:count]
@@ -98,14 +94,15 @@ def _named(given: Any) -> tuple[Any, Any, Any] | None:
         return None
     name = next((name for name in TARGET_NAMES if name in parts), None)
     inputs = {key: value for key, value in parts.items() if key not in (name, _WEIGHTS)}
-    if not isinstance(given, Mapping) and len(inputs) == 1:
-        [inputs] = inputs.values()
+    if not isinstance(given, Mapping):
+        inputs = {key: value for key, value in inputs.items() if value is not None}
+        inputs = next(iter(inputs.values())) if len(inputs) == 1 else inputs
     return inputs, None if name is None else parts[name], parts.get(_WEIGHTS)
 
 
 def _numbered(given: Any) -> tuple[Any, ...]:
     """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of rows."""
-    if not isinstance(given, (tuple, list)):
+    if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):
         return (given,)
     parts = [*given[:2], *(part for part in given[2:] if not _is_text(part))]
     if not 1 <= len(parts) <= 3:
