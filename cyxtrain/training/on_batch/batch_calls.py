@@ -15,6 +15,7 @@ from cyxtrain.data.feed import Place
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.data.sources.open import open_source, yields_batches
 from cyxtrain.data.sources.source import Source
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.modes import put_into_training
@@ -78,8 +79,8 @@ class BatchCalls(TrainerView, TrainerSteps):
         plan = self._batch_plan[1]
         with ending_group_on_error(), memory_explained():
             ddp = self._wrapped(plan)
-            with self._fit_context(plan, ddp):
-                return _returned(_step(self._state, plan, ddp, source), return_dict)
+            with self._fit_context(plan, ddp) as logged:
+                return _returned(_step(self._state, plan, ddp, source, logged), return_dict)
 
     def test_on_batch(self: Any, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """Return loss, accuracy and metrics of a batch, in evaluation mode: `evaluate` of a single batch.
@@ -122,7 +123,9 @@ def _opened(
     return (source, config, (form, config)), facts
 
 
-def _step(state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, source: Source) -> dict[str, float]:
+def _step(
+    state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, source: Source, logged: LoggedNumbers
+) -> dict[str, float]:
     """Take a step on a batch; return what was measured, over all ranks."""
     config, data, rank = plan.config, plan.data, runtime.get_rank()
     device = data.placement.device
@@ -134,10 +137,12 @@ def _step(state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, sou
         step = TrainingStep(ddp, state, data, guard)
         shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
         with contextlib.closing(shares):  # type: ignore[type-var]
-            step(next(shares))
+            share = next(shares)
+            logged.begin(share.rows, 0)
+            step(share)
         ddp.sync_buffers()
         state.position.count_step()
-        return step.totals.over_ranks(runtime.cpu_group())
+        return {**step.totals.over_ranks(runtime.cpu_group()), **logged.over_ranks()}
 
 
 def _rows_of(call: str, x: Any) -> int:

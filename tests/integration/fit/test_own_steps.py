@@ -236,7 +236,7 @@ def everything() -> dict[str, Any]:
 def test_a_model_without_forward_trains_evaluates_and_predicts_by_steps(world_size):
     for found in everywhere(world_size, everything):
         own = {"loss", "accuracy", "f1"}
-        assert {*found["names"]} == {*own, *(f"val_{name}" for name in own), "val_top"}
+        assert {*found["names"]} == {*own, *(f"val_{name}" for name in own), "val_top", "learning_rate"}
         assert found["difference"] < 1e-12
         for name, value in found["expected"].items():
             assert abs(found["evaluation"][name] - value) < 1e-12, name
