@@ -47,9 +47,10 @@ from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
-from cyxtrain.training.model.own_steps import StepLike, TrainerSteps, check_names
+from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
@@ -64,7 +65,7 @@ _numbers = itertools.count(1)
 
 
 @names_checked
-class DistributedTrainer(TrainerSteps, NumberLogger):
+class DistributedTrainer(BatchCalls, NumberLogger):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -160,6 +161,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             **vars(self),
             "_wrappers": [],
             "_fit": None,
+            "_batch_plan": None,
             "_state": replace(self._state, callbacks=Callbacks(), data=dict),
         }
 
@@ -200,43 +202,6 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
         self._state.rates.set_checked(rates)
-
-    @property
-    def step_seconds(self) -> list[dict[str, float]]:
-        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
-
-        Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
-        communication over NCCL, how long the GPU waited.
-        """
-        return self._state.step_seconds
-
-    @property
-    def device_usage(self) -> dict[str, float]:
-        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
-
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
-        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
-        """
-        return self._state.device_usage
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
-        return self._state.metadata
-
-    @property
-    def history(self) -> TrainingHistory:
-        """The metrics of the latest fit, even of one that was stopped."""
-        return self._state.history
-
-    @property
-    def stop_training(self) -> bool:
-        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
-        return self._state.stop_training
-
-    @stop_training.setter
-    def stop_training(self, value: bool) -> None:
-        self._state.request_stop(bool(value))
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
         """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
@@ -341,18 +306,36 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
         self._check_same_call("fit", works_alone=False)
-        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
-        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
-        plan = plan.merged_with(facts_by_rank)
+        plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error():
-            warn_of_data(facts_by_rank)
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            trained = trained_with(self.model, self._state.loss, plan.data.call.step)
-            ddp = DistributedDataParallel(trained, self.ddp_config)
-        return plan, ddp, checkpoint, header_lines
+            return plan, self._wrapped(plan), checkpoint, header_lines
+
+    def _wrapped(self, plan: FitPlan) -> DistributedDataParallel:
+        """Return the model, or a step of the user's own, so that backward averages gradients."""
+        trained = trained_with(self.model, self._state.loss, plan.data.call.step)
+        return DistributedDataParallel(trained, self.ddp_config)
+
+    def _agreed_plan(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
+    ) -> FitPlan:
+        """Return the plan of a fit; `has_all_rows`: whether no others will be trained on by it. All ranks call it."""
+        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
+        sources[0].is_whole &= has_all_rows
+        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
+        plan = plan.merged_with(facts_by_rank)
+        with ending_group_on_error():
+            warn_of_data(facts_by_rank)
+        return plan
+
+    def _begin_batch(self, call: str) -> None:
+        """Join the world, and check that all ranks make the same call, outside a fit."""
+        if self._fit is not None:
+            raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
+        self._check_same_call(call, works_alone=False)
 
     @contextlib.contextmanager
     def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:
