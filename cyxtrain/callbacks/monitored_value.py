@@ -32,28 +32,23 @@ class Monitoring(Callback):
         require_choice(owner, "mode", mode, ("auto", "min", "max"))
         require_float(owner, "min_delta", min_delta)
         self.monitor = monitor
+        self._is_of_validation = monitor.startswith("val_")
         self.mode = mode
         self.min_delta = abs(min_delta)
         self._sign = -1.0 if mode == "max" or (mode == "auto" and monitor.endswith("accuracy")) else 1.0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Compare the epoch, unless the metric is of validations."""
-        if not self.monitor.startswith("val_"):
+        if not self._is_of_validation:
             self._compare(epoch, logs)
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Compare the validation, if the metric is of validations."""
-        if self.monitor.startswith("val_"):
+        if self._is_of_validation:
             self._compare(epoch, logs)
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         """Compare the metric with the best one."""
-
-    @property
-    def _rounds(self) -> str:
-        """What is compared, in words: epochs, or validations if an epoch has several."""
-        rows = self.trainer.history.validations if self.monitor.startswith("val_") else []
-        return "validation" if len(rows) > len({row["epoch"] for row in rows}) else "epoch"
 
     @property
     def worst(self) -> float:
@@ -92,7 +87,7 @@ class Monitoring(Callback):
         """
         logs = logs or {}
         value = logs.get(self.monitor)
-        if value is None and not (self.monitor.startswith("val_") and "val_loss" not in logs):
+        if value is None and not (self._is_of_validation and "val_loss" not in logs):
             raise ConfigError(
                 f"{type(self).__name__} monitors {self.monitor!r}, which this fit does not measure (available: "
                 f"{', '.join(logs)})."
