@@ -37,7 +37,7 @@ class Display:
         """Show one line per fact, of (name, description)."""
 
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
-        """Start an epoch, or the rest of one after `done` steps; the number of steps may be unknown."""
+        """Start an epoch, or the rest of one after `done` steps; the last one may be unknown, 0, and its steps too."""
 
     def step(self, global_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
         """Count a step; `measured` returns this rank's numbers so far."""
@@ -71,7 +71,7 @@ class LiveDisplay(Display):
 
     @override
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
-        self._epoch, self._last_step = f"epoch {epoch}/{last_epoch}", steps
+        self._epoch, self._last_step = f"epoch {epoch}/{last_epoch}" if last_epoch else f"epoch {epoch}", steps
         self._rows, self._steps = 0, done
         self._began = self._drawn = self._clock()
         self._first_draw = None
