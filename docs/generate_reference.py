@@ -114,6 +114,13 @@ ENVIRONMENT = (
         "`full`: print all frames of an error that is otherwise [printed in short](faults.md#what-an-error-prints).",
     ),
     (
+        "CYXTRAIN_EXITED",
+        "path",
+        "set by the launcher",
+        "",
+        "File in which the launcher notes the ranks of this machine that have exited with code 0.",
+    ),
+    (
         "CYXTRAIN_BAR_COLUMNS",
         "integer",
         "set by the launcher",

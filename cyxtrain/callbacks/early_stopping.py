@@ -10,7 +10,7 @@ import torch
 from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
 from cyxtrain.checkpoint.format.names import load_plain_state, plain_state
-from cyxtrain.config.settings import names_checked, require_boolean
+from cyxtrain.config.settings import require_boolean
 from cyxtrain.errors import counted
 from cyxtrain.world import runtime
 
@@ -39,7 +39,6 @@ class EarlyStopping(Monitoring):
 
     _saved = ("wait", "stopped_epoch", "best", "best_epoch", "best_weights")
 
-    @names_checked
     def __init__(
         self,
         monitor: str = "val_loss",

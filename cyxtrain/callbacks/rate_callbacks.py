@@ -8,7 +8,7 @@ from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
-from cyxtrain.config.settings import names_checked, require, takes
+from cyxtrain.config.settings import require, takes
 from cyxtrain.errors import ConfigError
 from cyxtrain.optim.learning_rates import rates_of
 from cyxtrain.world import runtime
@@ -89,7 +89,6 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
 
     _saved = ("best", "wait", "cooldown_counter")
 
-    @names_checked
     def __init__(
         self,
         monitor: str = "val_loss",

@@ -22,10 +22,12 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "on_validation_end": "on_validation_epoch_end",
         "on_test_batch_begin": "on_validation_batch_start on_test_batch_start",
         "on_test_batch_end": "on_validation_batch_end on_prediction_step",
+        "on_predict_begin": "on_predict_start on_predict_epoch_start",
+        "on_predict_end": "on_predict_epoch_end on_predict",
+        "on_predict_batch_begin": "on_predict_batch_start",
         "There is no hook between forward and backward": "on_before_backward",
         "Return the state from state_dict(); load_state_dict() restores it": "on_save_checkpoint on_load_checkpoint",
         "Checkpoints are saved by fit(checkpoint_every_n_epochs=1), or by trainer.save_checkpoint(path)": "on_save",
-        "predict calls no hooks": "on_predict_begin on_predict_start on_predict_end on_predict_batch_end",
     },
     "loss": {
         "cross_entropy: It takes outputs without a softmax, and y as class indices, or as one-hot rows of floats.": (

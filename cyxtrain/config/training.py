@@ -7,7 +7,15 @@ import os
 from fractions import Fraction
 from typing import Literal
 
-from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
+from cyxtrain.config.settings import (
+    is_number,
+    names_checked,
+    require,
+    require_boolean,
+    require_choice,
+    require_integer,
+    settings,
+)
 
 _BOOLEANS = (
     *("shuffle", "verbose", "save_on_master_only", "channels_last", "sync_batchnorm", "drop_last"),
@@ -69,6 +77,7 @@ class AMPConfig:
             require(right, f"{owner}.{name} must be a number above {low:g} and below {high:g}, got {value!r}.")
 
 
+@names_checked
 def create_default_amp_config(
     use_dynamic_scaling: bool = True, dynamic_history_size: int = 2000, initial_scale: float = 2.0**15
 ) -> AMPConfig:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import names_checked, unknown_name
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.progress.history_views import history_as_html, plot_history
@@ -35,6 +35,7 @@ _FIRST_ROWS = 5
 _LAST_ROWS = 4
 
 
+@names_checked
 @dataclass(repr=False)
 class TrainingHistory:
     """The numbers of one call of `fit`: each list has one entry per epoch, or is empty."""

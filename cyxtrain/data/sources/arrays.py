@@ -13,7 +13,7 @@ import xxhash
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import Batch, on_device, share_of_batches
+from cyxtrain.data.batches.batch import Batch, BatchShare, on_device
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import (
     NAMES,
@@ -134,7 +134,7 @@ class ArraySource(Source):
         self._lengths = lengths_of(asked, len(self))
 
     @override
-    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
+    def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
         copier = make_copier(placement)
         own = functools.partial(copier.clone, memory_format=torch.contiguous_format)  # a model may change it
 
@@ -142,11 +142,11 @@ class ArraySource(Source):
             first = number * batch_size
             return self.example.mapped(lambda tensor: own(tensor[first : first + batch_size]))
 
-        numbers = share_of_batches(self.table_rows(batch_size), rank, world_size)
+        numbers = share.of(self.num_batches(batch_size))
         return on_device(((number, rows(number)) for number in numbers), copier)
 
     @override
-    def table_rows(self, batch_size: int) -> int:
+    def num_batches(self, batch_size: int) -> int:
         return -(-len(self) // batch_size)
 
     @override

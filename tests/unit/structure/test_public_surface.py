@@ -88,8 +88,9 @@ SIGNATURES = {
     "validation_data=None, validation_groups=None, sample_weight=None, class_weight=None, callbacks=None, "
     "initial_epoch=None, resume=None, **settings)",
     "DistributedTrainer.evaluate": "(self, X, y=None, *, batch_size=None, distributed=True, sample_weight=None, "
-    "verbose=0)",
-    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, pad_value=None, verbose=0)",
+    "callbacks=None, steps=None, verbose=0, return_dict=False)",
+    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, pad_value=None, callbacks=None, "
+    "steps=None, verbose=0)",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
     "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "
