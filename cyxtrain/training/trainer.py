@@ -253,7 +253,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             callbacks: For this fit, called after the trainer's own.
             initial_epoch: Number of epochs that count as completed; `epochs` is then the number of the last one.
             resume: "auto" (the newest intact checkpoint, if there is one) or the path of a checkpoint to continue from.
-            **settings: Fields of `DistributedTrainingConfig`.
+            **settings: Fields of `DistributedTrainingConfig`; and `group_by_length`, to train on samples of similar
+                length in each step: True, the lengths, shape (n,), or a function of a sample that returns its length.
 
         Returns:
             The numbers of each epoch, the same on every rank.

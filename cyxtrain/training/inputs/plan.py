@@ -143,6 +143,11 @@ class FitPlan:
         most, steps = self.config.max_steps, self.steps_per_epoch
         return self.config.epochs if most is None or not steps else min(self.config.epochs, -(-most // steps))
 
+    @property
+    def knows_epochs(self) -> bool:
+        """Whether the number of epochs is known, and not only that `max_steps` ends the fit before."""
+        return self.steps_per_epoch is not None or self.config.epochs != self.config.max_steps
+
     def steps_left(self, position: Position) -> int | None:
         """Return the steps until `max_steps`; None: it is not set."""
         most = self.config.max_steps
