@@ -342,10 +342,9 @@ def _wrapped(line: str, columns: int, indent: int) -> str:
 
 
 def numbers(measured: Mapping[str, float]) -> str:
-    """Return measured numbers as text, without those that are NaN, losses excepted."""
-    return "  ".join(
-        f"{name} {value:.4f}" for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)
-    )
+    """Return measured numbers as text, without those of single classes and those that are NaN, losses excepted."""
+    shown = {name: value for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)}
+    return "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if "_class_" not in name)
 
 
 def pace(seconds: float, steps: int, rows: int) -> str:
