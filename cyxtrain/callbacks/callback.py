@@ -33,9 +33,12 @@ class Trainer(Protocol):
     """What a callback may use of the `DistributedTrainer` that calls it; its docstrings tell what each is."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     stop_training: bool
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...  # noqa: D102
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...  # noqa: D102
     @property
     def trained(self) -> nn.Module: ...  # noqa: D102
     @property
@@ -46,6 +49,8 @@ class Trainer(Protocol):
     def config(self) -> DistributedTrainingConfig: ...  # noqa: D102
     @property
     def scheduler(self) -> LRScheduler | None: ...  # noqa: D102
+    @property
+    def schedulers(self) -> dict[str, LRScheduler | None]: ...  # noqa: D102
     @property
     def step_seconds(self) -> list[dict[str, float]]: ...  # noqa: D102
     @property

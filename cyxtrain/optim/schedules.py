@@ -54,6 +54,26 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     return _checked(scheduler(optimizer) if callable(scheduler) else scheduler, scheduler, optimizer)
 
 
+def make_schedulers(
+    scheduler: SchedulerLike,
+    schedulers: Mapping[str, SchedulerLike] | None,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> dict[str, LRScheduler | ScheduleMaker | None]:
+    """Return the scheduler of each optimizer by its name; `scheduler`: that of the only one."""
+    if scheduler is not None:
+        if len(optimizers) > 1 or schedulers is not None:
+            example = f"schedulers={{{next(iter(optimizers))!r}: ...}}"
+            raise ConfigError(f"scheduler is that of a single optimizer: give schedulers by name, as in {example}.")
+        schedulers = dict.fromkeys(optimizers, scheduler)
+    given = {} if schedulers is None else schedulers
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"schedulers must be a dictionary by the optimizers' names, got {brief(schedulers)}.")
+    for name in given:
+        if name not in optimizers:
+            raise unknown_name("the trainer", str(name), [*optimizers], "optimizer for the schedule")
+    return {name: make_scheduler(given.get(name), each) for name, each in optimizers.items()}
+
+
 def wants_total_steps(function: Callable[..., Any]) -> bool:
     """Return whether a function of the optimizer also needs the number of steps.
 
@@ -95,17 +115,17 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
     return made
 
 
-def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Return what must be equal on every rank."""
+def scheduler_facts(scheduler: LRScheduler | None, name: str) -> dict[str, Any]:
+    """Return what must be equal on every rank; `name`: what messages call it."""
     if scheduler is None:
-        return {"the scheduler": None}
+        return {f"the {name}": None}
     try:
         state = encode_tree(scheduler.state_dict(), "scheduler", {})
     except CheckpointError as error:
         raise ConfigError(
             f"the scheduler {type(scheduler).__name__} has a state that cannot be saved: {error}"
         ) from error
-    return {"the scheduler": type(scheduler).__name__, "the scheduler's state": state}
+    return {f"the {name}": type(scheduler).__name__, f"the {name}'s state": state}
 
 
 def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any]:

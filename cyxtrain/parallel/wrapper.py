@@ -289,11 +289,16 @@ class DistributedDataParallel(nn.Module):
         if self._latest.has_reports:
             return self.read_report(self.report([]))
         loss, self._latest.watched = self._latest.watched, None
+        self._latest.checked = loss
         if self._reducer is not None:
             return self._reducer.is_finite()
-        self._latest.checked = loss
         gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
+
+    @property
+    def checked_loss(self) -> Tensor | None:
+        """The sum of the losses that this rank watched in the latest synchronisation that was checked; None: none."""
+        return self._latest.checked
 
     def losses_are_finite(self) -> bool:
         """Return whether the losses that were watched on all ranks are finite."""

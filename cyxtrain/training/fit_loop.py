@@ -15,6 +15,7 @@ from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
 from cyxtrain.errors import is_on_all_ranks
+from cyxtrain.optim.learning_rates import rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.display import numbers, pace
@@ -154,7 +155,8 @@ class FitLoop:
             checkpoint, source = self._checkpoint
             self._state.load_values(checkpoint, source)
             self._state.load_trained(checkpoint)
-            self._state.rates.resume_from(self._plan.schedule_steps(self._state.rates.warmup_steps))
+            for rates in self._state.rates.values():
+                rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
             self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
             self._ddp.load_compression_state(self._state.compression)
             self._state.request_stop(self._state.stop_training or stop_requested_in(checkpoint))
@@ -164,8 +166,8 @@ class FitLoop:
         plan, state, position = self._plan, self._state, self._state.position
         if position.samples == 0:
             self._call("on_epoch_begin", position.epoch, {})
-        if plan.uses_fused_optimizer:
-            fuse(state.optimizer)
+        for name in plan.fused_optimizers:
+            fuse(state.optimizers[name])
         reset_peak_memory(self._device)
         # Displayed epochs start at 1; the sampling order is indexed from 0.
         plan.display.begin_epoch(position.epoch + 1, self._last_epoch, plan.steps_per_epoch, position.epoch_steps)
@@ -285,17 +287,18 @@ class FitLoop:
         Learning rates that callbacks set on any rank are set on all; the lowest such rank wins. Callbacks
         must freeze, unfreeze and add parameters to the optimizer alike on all ranks.
         """
-        rates, state = self._state.rates, self._state
-        before, trained = rates.now(), trained_facts(state.trained, state.optimizer)
+        state, optimizers = self._state, self._state.optimizers.values()
+        before, trained = rates_of(*optimizers), trained_facts(state.trained, optimizers)
         self._callbacks.call(hook, *arguments)
-        rates.follow_groups()
-        facts = trained_facts(state.trained, state.optimizer)
-        received, rank = self._requests.agree(flagged=rates.now() != before or facts != trained)
+        for rates in state.rates.values():
+            rates.follow_groups()
+        facts = trained_facts(state.trained, optimizers)
+        received, rank = self._requests.agree(flagged=rates_of(*optimizers) != before or facts != trained)
         if rank is not None:
             agree(facts)
-            found = torch.tensor(rates.now(), dtype=torch.float64, device="cpu")
+            found = torch.tensor(rates_of(*optimizers), dtype=torch.float64, device="cpu")
             dist.broadcast(found, rank, group=runtime.cpu_group())
-            rates.set_all(found.tolist())
+            set_rates(state.rates.values(), found.tolist())
         return received
 
     def _apply_end(self, received: Sequence[float]) -> None:
@@ -336,7 +339,7 @@ class FitLoop:
 
     def _warn_of_params_without_optimizer(self) -> None:
         """Warn once about each trained parameter that is not in the optimizer, also after a callback unfroze it."""
-        found = params_without_optimizer(self._state.trained, self._state.optimizer)
+        found = params_without_optimizer(self._state.trained, self._state.optimizers.values())
         if runtime.is_master() and (new := [name for name in found if name not in self._warned_params]):
             warn_of_params_without_optimizer(self._state.trained, new)
         self._warned_params.update(found)

@@ -27,7 +27,9 @@ from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
+from cyxtrain.optim.closure import Closure
 from cyxtrain.optim.optimizer_step import OptimizerStep
+from cyxtrain.optim.optimizers import needs_closure
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
@@ -68,9 +70,10 @@ class TrainingStep:
         self._loss = setup.loss
         self._setup = setup
         self.guard = guard
-        self._step_optimizer = OptimizerStep(state.optimizer)
-        self._rates = state.rates
-        self._clip = make_clip(state.config)
+        self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
+        self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
+        self._rates = [*state.rates.values()]
+        self._clip = make_clip(state.config, state.optimizers)
         self._scale, self._multiplier = state.loss_scale, 1.0
         self._before_update = state.callbacks.before_optimizer_step
         self._world_size = dist.get_world_size()
@@ -78,6 +81,7 @@ class TrainingStep:
         self._is_accelerator = is_accelerator(self._device)
         self._device_of_sums = runtime.device_of_sums(self._device)
         self._parameters = list(ddp.parameters())
+        self._factor: Number = 1.0  # of the gradients after backward
         self._choose_weighting()
         self.totals = MetricSums(1, self._device, setup.loss, setup.metrics)
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
@@ -149,28 +153,54 @@ class TrainingStep:
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
-            verdict, step = self._decide(share, results)
-            if step is not None:
+            verdict, steps = self._decide(share, results)
+            if steps:
                 if self._before_update is not None:
                     self._before_update(share.number)
                 if self._clip is not None:
                     self._clip(self._parameters)
-                step()
-                self._rates.step()
+                for step in steps:
+                    step()
+                for rates in self._rates:
+                    rates.step()
         return verdict
 
-    def _decide(self, share: Share, results: Sequence[Result]) -> tuple[Verdict, Callable[[], object] | None]:
-        """Return the verdict, and the function that steps the optimizer, or None."""
+    def _decide(self, share: Share, results: Sequence[Result]) -> tuple[Verdict, Sequence[Callable[[], object]]]:
+        """Return the verdict, and the functions that step the optimizers, if they are to step."""
         losses = [each.value for result in results for _, _, each in self._nonempty_losses(result.loss)]
         recompute = partial(self._recompute_locally, share)
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
-            return verdict, self._step_optimizer if verdict is Verdict.TAKEN else None
-        report = self.guard.report(share, losses, recompute, self._rates.undoable())
-        step = None if self._before_update is not None else self._step_optimizer.unless(report.bad)
-        if step is None and report.is_good():  # this call blocks
-            return Verdict.TAKEN, self._step_optimizer
-        return Verdict.TAKEN, step
+            return verdict, self._updates(share) if verdict is Verdict.TAKEN else ()
+        undos = [rates.undoable() for rates in self._rates]
+        report = self.guard.report(share, losses, recompute, partial(_call_each, undos))
+        late = [step.unless(report.bad) for step in self._steps] if self._before_update is None else [None]
+        if None not in late:
+            return Verdict.TAKEN, [step for step in late if step is not None]
+        return Verdict.TAKEN, self._updates(share) if report.is_good() else ()  # this call blocks
+
+    def _updates(self, share: Share) -> Sequence[Callable[[], object]]:
+        """Return what steps the optimizers once the host knows that the gradients are finite."""
+        if not self._with_closure:
+            return self._steps
+        (optimizer,) = self._with_closure
+        loss = self._averaged_loss()
+        return [partial(optimizer.step, Closure(optimizer, partial(self._evaluate, share), loss))]
+
+    def _evaluate(self, share: Share) -> Tensor:
+        """Return the loss of a share over all ranks, and set the gradients, once more."""
+        self._zero()
+        results = self._accumulate(share)
+        if self._normalizes_after_backward:
+            self._divide_by_weight(sum(result.loss.weight for result in results), share)
+        self._ddp.is_finite()  # a line search may leave the finite
+        return self._averaged_loss()
+
+    def _averaged_loss(self) -> Tensor:
+        """Return the loss over all ranks of which the gradients are, 0-dim, float64."""
+        own = self._ddp.checked_loss
+        (total,) = self._sum_over_ranks([0.0 if own is None else own], self.clock.backward)
+        return torch.as_tensor(total, dtype=torch.float64) * self._factor / self._world_size
 
     def _zero(self) -> None:
         for parameter in self._parameters:  # also those that the optimizer does not have, or they would add up
@@ -358,7 +388,8 @@ class TrainingStep:
         """Divide gradients by the weight over all ranks instead of by the number of samples."""
         with self.clock.backward:
             (total,) = self._sum_over_ranks([weight], self.clock.backward)
-        multiply_gradients(self._parameters, _quotient(share.global_rows, total))
+        self._factor = _quotient(share.global_rows, total)
+        multiply_gradients(self._parameters, self._factor)
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
         """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""
@@ -371,6 +402,11 @@ class TrainingStep:
             dist.all_reduce(totals, group=dist.group.WORLD if stays else runtime.cpu_group())
             self.clock.communicated(within, time.perf_counter() - began)
         return [*totals.unbind()] if stays else totals.tolist()
+
+
+def _call_each(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
 def _as_double(number: Number, device: torch.device) -> Tensor:

@@ -25,10 +25,10 @@ from cyxtrain.config.settings import names_checked, require_choice
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
-from cyxtrain.optim.learning_rates import LearningRates, check_rates
-from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
+from cyxtrain.optim.learning_rates import LearningRates, check_rates, set_rates
+from cyxtrain.optim.optimizers import OptimizerLike, described_name, fused, make_optimizers
 from cyxtrain.optim.precision import float32_products
-from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
+from cyxtrain.optim.schedules import SchedulerLike, make_schedulers, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
@@ -70,6 +70,7 @@ class DistributedTrainer:
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
             added, and the history has each.
         optimizer: From torch.optim, a factory, or a name.
+        optimizers: Instead of `optimizer`, several by name, each built of its own parameters.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
             returns; 1 for others.
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names ("top_5",
@@ -79,6 +80,7 @@ class DistributedTrainer:
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
             of `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
             `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
+        schedulers: Instead of `scheduler`, those of several optimizers, by the optimizer's name.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
         ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
@@ -88,7 +90,6 @@ class DistributedTrainer:
     Attributes:
         model: The unwrapped model.
         loss_fn, loss_weights: As given.
-        optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
 
@@ -103,9 +104,11 @@ class DistributedTrainer:
         loss_fn: LossLike = None,
         optimizer: OptimizerLike = "adam",
         *,
+        optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
         loss_weights: Mapping[str, float] | None = None,
         metrics: Any = None,
         scheduler: SchedulerLike = None,
+        schedulers: Mapping[str, SchedulerLike] | None = None,
         scheduler_interval: Literal["step", "epoch"] = "step",
         callbacks: Sequence[Callback] = (),
         ddp_config: DDPConfig | None = None,
@@ -117,15 +120,16 @@ class DistributedTrainer:
         self.loss_fn = loss_fn
         self.loss_weights = loss_weights
         loss = Loss(self._loss)
-        self.optimizer = make_optimizer(optimizer, trained_with(self.model, loss))
+        named = make_optimizers(optimizer, optimizers, trained_with(self.model, loss))
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
         self._metrics = metrics_by_name(metrics)
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
-        rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
-        self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates, loss=loss)
+        made = make_schedulers(scheduler, schedulers, named)
+        rates = {name: LearningRates(each, made[name]) for name, each in named.items()}
+        self._state = TrainingState(self.model, next(_numbers), rates, loss=loss)
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
 
@@ -134,7 +138,7 @@ class DistributedTrainer:
         parts = {
             "model": type(self.model).__name__,
             "loss": name_of_loss(self.loss_fn),
-            "optimizer": type(self.optimizer).__name__,
+            **{name: type(each).__name__ for name, each in self.optimizers.items()},
             "world": world,
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in parts.items())})"
@@ -153,7 +157,30 @@ class DistributedTrainer:
 
     @property
     def _arguments(self) -> TrainerArguments:
-        return TrainerArguments(self.model, self._loss, self.optimizer, self._device, self._metrics)
+        return TrainerArguments(self.model, self._loss, self.optimizers, self._device, self._metrics)
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by name; an only one is called "optimizer"."""
+        return self._state.optimizers
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The only optimizer.
+
+        Raises:
+            ConfigError: There are several: see `optimizers`.
+        """
+        return self._only_rates().optimizer
+
+    def _only_rates(self) -> LearningRates:
+        rates = self._state.rates
+        if len(rates) > 1:
+            raise ConfigError(
+                f"the trainer has the optimizers {', '.join(rates)}: take one, as in trainer.optimizers"
+                f"[{next(iter(rates))!r}]."
+            )
+        return next(iter(rates.values()))
 
     @property
     def trained(self) -> nn.Module:
@@ -178,11 +205,16 @@ class DistributedTrainer:
     @property
     def scheduler(self) -> LRScheduler | None:
         """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
-        return self._state.rates.scheduler
+        return self._only_rates().scheduler
+
+    @property
+    def schedulers(self) -> dict[str, LRScheduler | None]:
+        """The learning-rate schedule of each optimizer by its name; as `scheduler`."""
+        return {name: rates.scheduler for name, rates in self._state.rates.items()}
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
-        self._state.rates.set_checked(rates)
+        set_rates(self._state.rates.values(), rates)
 
     @property
     def step_seconds(self) -> list[dict[str, float]]:
@@ -338,8 +370,8 @@ class DistributedTrainer:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(float32_products(plan.config.float32_precision))
-            if plan.uses_fused_optimizer:
-                stack.enter_context(fused(self.optimizer))
+            for name in plan.fused_optimizers:
+                stack.enter_context(fused(self.optimizers[name]))
             stack.enter_context(recomputed(self._recomputed))
             stack.enter_context(compiled(self.model, plan.config.compile, by_layer=plan.compiles_layers))
             for wrapper in self._wrappers:
@@ -348,7 +380,8 @@ class DistributedTrainer:
                 yield
             finally:
                 self._fit = None
-                self._state.rates.note_rates()
+                for rates in self._state.rates.values():
+                    rates.note_rates()
                 plan.display.close()
                 ddp.close()
                 self._state.trained.zero_grad()
@@ -530,9 +563,9 @@ class DistributedTrainer:
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         with recomputed(self._recomputed):
             plan, facts = plan_fit(arguments, self._arguments, sources, first)
-        rates = self._state.rates
-        steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
-        facts |= scheduler_facts(check_rates(rates, plan.config, steps))
+        for name, rates in self._state.rates.items():
+            schedule = check_rates(rates, plan.config, plan.scheduled(rates))
+            facts |= scheduler_facts(schedule, described_name(name, "scheduler"))
         plan.callbacks.set_trainer(self, plan.params(first + plan.config.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
@@ -543,8 +576,11 @@ class DistributedTrainer:
 def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
     """Return what another process that runs the trainer's calls has as well: its layout is known to this module."""
     state = trainer._state
+    optimizers = {f"the {described_name(name)}": each for name, each in state.optimizers.items()}
+    rates = {described_name(name, "rates"): each for name, each in state.rates.items()}
     return TrainerParts(
-        owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
+        owners={"trainer": trainer, "its state": state, **optimizers, **rates},
+        of_fits=frozenset({*optimizers, *rates}),
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
         local=frozenset({"_fit", "_wrappers", "_state"}),
         given=trainer._arguments,
