@@ -177,6 +177,11 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.is_prepared = True
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a loss is watched that no backward has averaged the gradients of."""
+        return self._reducer is not None and self._reducer.loss is not None
+
     def backward_without_batch(self) -> None:
         """Take part in a step's last backward without samples: what has not accumulated is zero."""
         if self._reducer is not None:

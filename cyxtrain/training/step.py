@@ -28,6 +28,7 @@ from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
 from cyxtrain.optim.closure import Closure
+from cyxtrain.optim.factors import Number, as_double, quotient, times
 from cyxtrain.optim.optimizer_step import OptimizerStep
 from cyxtrain.optim.optimizers import needs_closure
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
@@ -37,7 +38,6 @@ from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 
-Number = Tensor | float
 Divisors = Sequence[Number] | None
 
 
@@ -320,7 +320,7 @@ class TrainingStep:
         value: Tensor | None = None
         for number, factor, each in self._nonempty_losses(loss):
             # Averaging divides by N, so multiply by N x this rank's fraction; exactly 1 for even batches.
-            term = _times(each.value, _quotient(factor * each.terms * self._world_size, divisors[number]))
+            term = times(each.value, quotient(factor * each.terms * self._world_size, divisors[number]))
             value = term if value is None else value + term
         if value is None:
             return None
@@ -377,7 +377,7 @@ class TrainingStep:
                 for number, (_, _, each) in enumerate(self._loss.terms(loss)):
                     weight = each.weight
                     stays = self._is_accelerator and isinstance(weight, Tensor)
-                    weights[number] += _as_double(weight, self._device)[0] if stays else float(weight)
+                    weights[number] += as_double(weight, self._device)[0] if stays else float(weight)
             for _ in range(max_micro_batches - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)
@@ -388,7 +388,7 @@ class TrainingStep:
         """Divide gradients by the weight over all ranks instead of by the number of samples."""
         with self.clock.backward:
             (total,) = self._sum_over_ranks([weight], self.clock.backward)
-        self._factor = _quotient(share.global_rows, total)
+        self._factor = quotient(share.global_rows, total)
         multiply_gradients(self._parameters, self._factor)
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
@@ -396,7 +396,7 @@ class TrainingStep:
         stays = self._device_of_sums.type != "cpu"
         if stays and self._world_size == 1 and not any(isinstance(each, Tensor) for each in weights):
             return list(weights)
-        totals = torch.cat([_as_double(each, self._device_of_sums) for each in weights])
+        totals = torch.cat([as_double(each, self._device_of_sums) for each in weights])
         if self._world_size > 1 or not stays:
             began = time.perf_counter()
             dist.all_reduce(totals, group=dist.group.WORLD if stays else runtime.cpu_group())
@@ -407,27 +407,3 @@ class TrainingStep:
 def _call_each(functions: Sequence[Callable[[], object]]) -> None:
     for function in functions:
         function()
-
-
-def _as_double(number: Number, device: torch.device) -> Tensor:
-    """Return a number as shape (1,), without a copy to an accelerator for which the host would wait."""
-    if isinstance(number, Tensor):
-        return number.detach().to(device, torch.float64, non_blocking=number.is_cpu).reshape(1)
-    return torch.full((1,), number, dtype=torch.float64, device=device)
-
-
-def _quotient(number: Number, divisor: Number) -> Number:
-    """Return number / divisor in float64, and 0 if the divisor is 0, without waiting for an accelerator."""
-    if not isinstance(divisor, Tensor):
-        return number / divisor if divisor else 0.0
-    # A Python number / tensor is number * (1 / divisor), which is rounded twice.
-    above = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
-    return torch.div(above.double(), divisor).masked_fill_(divisor == 0, 0.0)
-
-
-def _times(loss: Tensor, factor: Number) -> Tensor:
-    """Return loss * factor with the same bits for a float64 tensor as factor as for a number."""
-    if not isinstance(factor, Tensor):
-        return loss if factor == 1 else loss * factor
-    wide = loss.float() if loss.dtype.itemsize == 2 else loss
-    return (wide * factor.to(wide.dtype)).to(loss.dtype)
