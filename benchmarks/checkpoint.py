@@ -7,7 +7,7 @@
 which), each round in another order, after a first round that does not count. Each time what was saved is read and
 compared, bit for bit. The figures are medians over the rounds:
 
-- Stall: until training may go on. It contains what collects the state, such as `state_dict()`.
+- Stall: until training may continue. It contains what collects the state, such as `state_dict()`.
 - Times writer: that stall / our Writer's in the same round, its median and quartiles. Above 1 our Writer is shorter.
 - Lost: the stall, and what the steps until the files are complete take longer than those before it: who writes beside
   the training takes time from it. It is the noise of steps, and may be negative, where nothing is written for long.

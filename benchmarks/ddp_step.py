@@ -6,7 +6,7 @@
 
 A step is forward, backward with averaging of gradients, and SGD, with one thread per rank, of an MLP of 4.9 million
 parameters and of a convnet of 9 thousand. The wrappers have their default settings. Ways take turns, each launch in
-processes of its own; every launch checks that steps have changed the parameters, and that they are the same ones on
+new processes; every launch checks that steps have changed the parameters, and that they are the same ones on
 every rank, whose batches differ.
 
 - Time of a row in a launch: the median of its steps, on the slowest rank.

@@ -1,4 +1,4 @@
-"""Launches for benchmarks: ranks in processes of their own, ways that take turns, and ratios of neighbours in time.
+"""Launches for benchmarks: ranks in separate processes, ways that take turns, and ratios of neighbours in time.
 
 A program of ranks is a file beside this one. `launch` starts it once per rank; it asks `given()` what to do and
 gives what it found to `report()`. This module imports no torch, and nothing else that takes long.

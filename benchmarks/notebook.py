@@ -2,7 +2,7 @@
 
     python benchmarks/notebook.py [--launches 5] [--floors] [--json results.json]
 
-Each launch is a program of its own, which trains a small network on two workers twice, evaluates, predicts, then trains
+Each launch is a separate program, which trains a small network on two workers twice, evaluates, predicts, then trains
 on 400 MB of rows, and is killed in mid-epoch. Seconds are by the clock of the machine, from the call to the end of the
 first step on rank 0; medians, and the worst. Memory is what all processes together have more at the end of an epoch
 with 100,000 rows than with 10,000 of them (Pss without files: what they share counts once, and the system's cache not

@@ -5,7 +5,7 @@
         [--sizes 4 1024 ...] [--transports tcp auto] [--joins 20] [--json results.json]
 
 `fit` is the work of `fit_vs_peers.py`, a collective that of `ring_vs_gloo.py`; a join is `init`, a barrier and
-`finalize`, again and again. Each launch has processes of its own with one thread per rank. A pair is one launch of the
+`finalize`, again and again. Each launch has new processes with one thread per rank. A pair is one launch of the
 old code and one of the new, directly after each other and in alternating order, so that both meet the same machine.
 Printed is the median of old time / new time over the pairs, with its quartiles: 1.00 is as fast as before, 0.95 is five
 percent slower. Use a machine with nothing else to do.

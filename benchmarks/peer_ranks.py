@@ -226,7 +226,7 @@ def by_skorch(name: str, model: nn.Module, data: Data, epochs: int) -> None:
 
 
 def by_keras(name: str, model: nn.Module, data: Data, epochs: int) -> None:
-    """Keras has layers of its own; the weights that they begin with are those of the model."""
+    """Keras has its own layers; the weights that they begin with are those of the model."""
     import keras
 
     layers = {

@@ -3,9 +3,9 @@
     python benchmarks/ring_vs_gloo.py [--ranks 2 3 4] [--launches 7] [--operations all_reduce ...] [--sizes 4 1024 ...]
         [--transports tcp auto] [--seconds-per-size 0.1] [--floors] [--json results.json]
 
-Gloo, the ring on each transport, and a raw program (`limits.py` says what the limit is) take turns, each in processes
-of its own with one thread per rank. Every launch checks the result of every row, before the timed calls, and makes
-those of the first row for a while before they count: processes that have just started have not found their cores yet.
+Gloo, the ring on each transport, and a raw program (`limits.py` says what the limit is) take turns, each in new
+processes with one thread per rank. Every launch checks the result of every row, before the timed calls, and makes those
+of the first row for a while before they count: processes that have just started have not found their cores yet.
 
 - Time of a row in a launch: the median of its calls, on the rank where it is largest. The median, not a lower
   quartile: with more ranks than cores, waiting for a core is part of what a call costs; not the mean: one call that
@@ -46,7 +46,7 @@ _LAUNCH_SECONDS = 600.0
 def floor_of(operation: str, size: int, ranks: int, transport: str) -> float:
     """Returns how many times faster than Gloo a row must be, at least.
 
-    Three ranks have no floors of their own for all_reduce: never slower. The same holds for what is small on the same
+    Three ranks have no separate floors for all_reduce: never slower. The same holds for what is small on the same
     host in the other collectives. The floors of 4 ranks are meant for two cores.
     """
     tcp = transport == "tcp"

@@ -102,7 +102,7 @@ class Way(abc.ABC):
 
     @abc.abstractmethod
     def load(self) -> dict[str, Tensor]:
-        """Returns what was saved, as `Training.state` does, in memory of its own."""
+        """Returns what was saved, as `Training.state` does, in separate memory."""
 
 
 class _OurWriter(Way):

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import leaks
 import pytest
@@ -24,12 +25,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if f"{item.path.name}::{item.name}" in listed:
             item.add_marker(pytest.mark.nightly)
-        # What a module prepares, it prepares once; so do those that parse the package; faults have deadlines, so no two
-        # of them run at a time.
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in ("fault", "structure") else item.path.name))
     gc.collect()
     gc.freeze()  # what is imported stays: each full collection would go through all of PyTorch
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of a file to one worker (`--dist loadgroup` does nothing on pytest 9.2 with xdist 3.8)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    def group_of(nodeid: str) -> str:
+        # What a module prepares, it prepares once; so do those that parse the package. Faults have deadlines, so no two
+        # of them run at a time.
+        file = Path(nodeid.partition("::")[0])
+        return file.parent.name if file.parent.name in ("fault", "structure") else file.name
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = group_of
+    return scheduler
 
 
 @pytest.fixture(autouse=True)

@@ -132,6 +132,10 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "save_weights_only": "weights_only",
         "seed": "random_seed random_state",
         "steps_per_epoch": "limit_train_batches",
+        "test_step": "validation_step",
+        "train_step: It is a function of (trainer, batch), or a method of a subclass of DistributedTrainer.": (
+            "training_step"
+        ),
         "use_dynamic_scaling": "enabled",
         "validation_batch_size": "per_device_eval_batch_size eval_batch_size",
         "validation_data": (
@@ -163,9 +167,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "Call trainer.enable_gradient_checkpointing() before fit": "gradient_checkpointing",
         "A launcher sets it, as in cyxtrain launch --nnodes 2": "num_nodes num_machines",
         "Gradients are averaged over all ranks as in DDP; each rank holds the whole model": "strategy deepspeed fsdp",
-        "fit takes its steps from the model's forward and a loss; your own loop can use DistributedDataParallel": (
-            "training_step train_step configure_optimizers"
-        ),
+        "Pass optimizer= and scheduler= to the trainer": "configure_optimizers",
     },
     "option": {
         "-n: It counts the ranks on this machine.": "--nprocs --num-proc --num-processes --world-size",

@@ -30,6 +30,7 @@ _FIELDS: dict[str, list[str]] = {
     "DistributedTrainer": [
         *("loss_fn", "optimizer", "optimizers", "loss_weights", "metrics"),
         *("scheduler", "schedulers", "scheduler_interval", "ddp_config", "device"),
+        *("train_step", "test_step", "predict_step"),
     ],
     "fit": ["validation_data", "sample_weight", "class_weight", "callbacks", "initial_epoch", "resume"],
 }

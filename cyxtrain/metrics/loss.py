@@ -56,6 +56,7 @@ class Loss:
         loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns the
             mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
             name: the losses are added. `with_weights` gives any of these factors.
+        used: The loss that a step of the user's own may use; the step returns its loss as a model does.
 
     Attributes:
         by_output: The losses of a model with several outputs, by output name; empty for one loss.
@@ -73,7 +74,8 @@ class Loss:
         accuracy: What accuracy is, as the dry run found it; None if targets are not classes.
     """
 
-    def __init__(self, loss_fn: Any) -> None:
+    def __init__(self, loss_fn: Any, used: Loss | None = None) -> None:
+        self.used = used
         loss_fn, given = loss_fn if isinstance(loss_fn, WeightedLosses) else (loss_fn, {})
         several = loss_fn if isinstance(loss_fn, Mapping) else {}
         self.by_output = {str(name): Loss(each) for name, each in several.items()}
@@ -89,11 +91,14 @@ class Loss:
         self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
         if not self.by_output and self.function is not None:
             self.functions = [self.function]
+        if used is not None:
+            self.functions = used.functions
         self.modules = [*self.named_modules("").values()]
         kind = type(self.function)
         self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
-        self.is_binary = isinstance(self.function, _BINARY_LOSSES)
-        self.threshold = 0.0 if isinstance(self.function, nn.BCEWithLogitsLoss) else 0.5
+        seen = self.function if used is None else used.function
+        self.is_binary = isinstance(seen, _BINARY_LOSSES)
+        self.threshold = 0.0 if isinstance(seen, nn.BCEWithLogitsLoss) else 0.5
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
@@ -106,6 +111,8 @@ class Loss:
 
     def named_modules(self, name: str) -> dict[str, nn.Module]:
         """Return `modules` under a name; those of several losses as `name.output`."""
+        if self.used is not None:
+            return self.used.named_modules(name)
         if self.by_output:
             found = (each.named_modules(f"{name}.{output}") for output, each in self.by_output.items())
             return {name: module for each in found for name, module in each.items()}
@@ -176,6 +183,8 @@ class Loss:
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Return targets in the dtype that the loss needs: class indices, or the model's floats."""
+        if self.used is not None:
+            return self.used.prepare_target(target, dtype)
         if target.dtype is torch.int64 and isinstance(self.function, _CLASS_LOSSES):
             return target
         if target.is_floating_point():
@@ -194,6 +203,11 @@ class Loss:
             rows_have_weights: Whether sample_weight or class_weight is given.
         """
         function = self.function
+        if self.used is not None:
+            if self.used.function is not None:
+                self.used.inspect(targets, are_all=are_all, rows_have_weights=rows_have_weights)
+            self.ignored = self.used.ignored
+            return
         for name, each in self.by_output.items():
             own = targets[name] if isinstance(targets, dict) else None
             each.inspect(own, are_all=are_all, rows_have_weights=rows_have_weights)
@@ -392,10 +406,16 @@ class Loss:
                 "(sum, weight) for every batch, with weight 0 where nothing counts."
             )
 
+    def measured_part(self, output: Any) -> Any:
+        """Return what metrics compare with targets; of what a step of the user's own returns, "output", or None."""
+        if self.used is None:
+            return output
+        return output.get("output") if isinstance(output, Mapping) else None
+
     def without_own(self, output: Any) -> Any:
         """Return a model's output without the loss that it computed; in a dataclass it is None."""
         named = fields_of(output)
-        if self.function is not None or named is None or "loss" not in named:
+        if self.function is not None or self.used is not None or named is None or "loss" not in named:
             return output
         return with_fields(output, {name: part for name, part in named.items() if name != "loss"})
 

@@ -104,7 +104,7 @@ def loss_in_output(output: Any) -> tuple[Any, dict[str, Any]]:
     """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added."""
     scalars: dict[str, Any] = {}
     if isinstance(output, Mapping):
-        scalars = {str(name): value for name, value in output.items() if name != "loss" and _is_scalar(value)}
+        scalars = {str(name): value for name, value in output.items() if name != "loss" and is_scalar(value)}
         own = output.get("loss")
         if own is None and scalars and "loss" not in output:
             return None, scalars
@@ -114,15 +114,15 @@ def loss_in_output(output: Any) -> tuple[Any, dict[str, Any]]:
         own = getattr(output, "loss", None)
     if isinstance(own, Tensor) and own.numel() == 1:
         return own, scalars
-    if isinstance(own, tuple) and _is_scalar(own):
+    if isinstance(own, tuple) and is_scalar(own):
         return own, scalars
     raise ConfigError(NO_LOSS)
 
 
-def _is_scalar(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """Return whether a value is one number, or (sum, weight)."""
     if type(value) is tuple:
-        return len(value) == 2 and all(not isinstance(each, tuple) and _is_scalar(each) for each in value)
+        return len(value) == 2 and all(not isinstance(each, tuple) and is_scalar(each) for each in value)
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
     return is_number(value)

@@ -75,7 +75,7 @@ def _from_users_code(found: TracebackType | None) -> TracebackType | None:
 
 
 def raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
-    """Return a worker's error as an exception of its own class, with its traceback as the cause."""
+    """Return a worker's error as an exception of the same class, with its traceback as the cause."""
     try:
         kind, arguments, attributes = from_bytes(failed.error or b"")
         # A class's __init__ may take other arguments than it passes to Exception's.

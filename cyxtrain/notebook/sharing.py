@@ -242,7 +242,7 @@ def _named_object(name: str, kind: Any, *arguments: Any) -> Any:
 
 
 def _is_plain(obj: Any) -> bool:
-    """Return whether an object is a class and attributes, without pickling code of its own."""
+    """Return whether an object is a class and attributes, without its own pickling code."""
     kind = type(obj)
     ways: tuple[Any, ...] = (kind.__reduce_ex__, kind.__reduce__)
     if ways != (object.__reduce_ex__, object.__reduce__) or kind in copyreg.dispatch_table:

@@ -60,7 +60,7 @@ class LearningRates:
         vars(self).update(state)
         if self.scheduler is not None:
             with _groups_kept(self.optimizer):
-                LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and sets rates of its own
+                LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and sets its own rates
 
     @property
     def warmup_steps_left(self) -> int:

@@ -40,6 +40,10 @@ class Precision:
         """Return a context in which PyTorch autocasts."""
         return torch.autocast(self._device_type, self.dtype)
 
+    def suspended(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which PyTorch does not autocast, within `computing`."""
+        return contextlib.nullcontext() if self.is_full else torch.autocast(self._device_type, enabled=False)
+
     def widened(self, output: Any) -> Any:
         """Return a model's output with its 16-bit numbers as float32, for losses and metrics."""
         return map_output(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)

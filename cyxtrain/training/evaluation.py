@@ -114,7 +114,8 @@ def evaluate_rows(
         with torch.no_grad(), gathering_alone():
             output = rows.call.without_graph(model, batch)
             loss.check_shapes(output, batch.targets)
-            totals.add(batch.number, loss(output, batch), correct_of(output, batch.answers, loss))
+            found, output = loss(output, batch), loss.measured_part(output)
+            totals.add(batch.number, found, correct_of(output, batch.answers, loss))
             totals.metrics.add(output, batch.answers, batch.rows)
         hooks.on_test_batch_end(number, totals.lazy_values)
         shown.phase("validating", number + 1, own)

@@ -63,6 +63,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         ("device", plan.devices),
         *_precision(model, plan),
         ("model", _model(model, plan)),
+        *([("train_step", step)] if (step := plan.data.call.describe_step()) else []),
         *_flops(plan),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
         *_optimizers(state, plan, _scaling(plan.config, effective)),
@@ -77,6 +78,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         facts.append(("left out", f"parts of y that loss_fn has no loss for: {shortened(sorted(map(str, others)))}"))
     if loss.is_assumed_mean:
         whose, gives = ("the model's own", "the model") if loss.function is None else ("custom", "loss_fn")
+        whose, gives = (whose, gives) if loss.used is None else ("train_step's", "it")
         facts.append(("loss", f"{whose} loss: assumed to be a mean over samples; {gives} may return (sum, weight)"))
     return facts
 

@@ -292,7 +292,7 @@ class TrainingStep:
                 "return one loss as (sum, weight).",
             )
         # Detached: several micro-batches together would keep their graphs.
-        measures = bool(self.totals.metrics)
+        output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
         measured = (map_output(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
         return Result(loss, correct_of(output, batch.answers, self._loss), measured)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,24 @@ _LOSS = "loss_fn"
 
 
 class Trained(nn.Module):
-    """A model and its loss as one module, called as the model is.
+    """A model and its loss as one module, called as the model is, or as a step of the user's own.
 
     Names of the model's parts are those in the model; those of the loss begin with `loss_fn.`, or with `loss_fn_.` if
     the model has a part of that name.
     """
 
-    def __init__(self, model: nn.Module, losses: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, losses: Mapping[str, nn.Module], step: Callable[[Any], Any] | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        self._step = step
         self.losses = dict(losses)
         self._registered = nn.ModuleList(losses.values())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model."""
-        return self.model(*inputs, **named)
+        """Call the model, or the step."""
+        return (self._step or self.model)(*inputs, **named)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -45,13 +48,19 @@ class Trained(nn.Module):
             yield from module.named_modules(memo, f"{prefix}{'.' if prefix else ''}{name}", remove_duplicate)
 
 
-def trained_with(model: nn.Module, loss: Loss | None) -> nn.Module:
-    """Return the model and what is trained with it; the model itself if the loss has nothing to learn or keep."""
+def trained_with(model: nn.Module, loss: Loss | None, step: Callable[[Any], Any] | None = None) -> nn.Module:
+    """Return the model and what is trained with it; the model itself if the loss has nothing to learn or keep.
+
+    Args:
+        model: Not wrapped.
+        loss: Of the trainer.
+        step: What a call runs instead of the model's forward.
+    """
     parts = {id(part) for part in model.modules()}
     prefix = _LOSS + "_" * any(name == _LOSS for name, _ in model.named_children())
     found = {} if loss is None else loss.named_modules(prefix)
     losses = {name: each for name, each in found.items() if id(each) not in parts and _has_state(each)}
-    return Trained(model, losses) if losses else model
+    return Trained(model, losses, step) if losses or step is not None else model
 
 
 def _has_state(module: nn.Module) -> bool:

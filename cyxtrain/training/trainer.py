@@ -38,13 +38,14 @@ from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
-from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
+from cyxtrain.training.inputs.checks import checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.inputs.fit_keywords import Data, FitSettings
 from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
+from cyxtrain.training.model.own_steps import StepLike, TrainerSteps, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.resume.resume_diff import numerics_of
@@ -59,7 +60,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
-class DistributedTrainer:
+class DistributedTrainer(TrainerSteps):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -86,6 +87,10 @@ class DistributedTrainer:
         ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
         device: "auto": where the model is, if that is an accelerator; otherwise this rank's visible one, unless
             DISTRIBUTED_BACKEND=cpu asks for CPUs; otherwise the CPU. "cuda" is this rank's own GPU.
+        train_step: A function of (trainer, batch) that returns the loss, instead of the method `train_step`.
+        test_step: Likewise, for `evaluate` and validation; without it, model and loss_fn, or `train_step` if there is
+            no loss_fn.
+        predict_step: Likewise; it returns what `predict` gathers.
 
     Attributes:
         model: The unwrapped model.
@@ -94,7 +99,7 @@ class DistributedTrainer:
         callbacks: Called in each fit.
 
     Raises:
-        ConfigError: A loss, an optimizer, a scheduler, a callback or a device that cannot be used.
+        ConfigError: A loss, an optimizer, a scheduler, a callback, a step or a device that cannot be used.
     """
 
     @names_checked
@@ -113,6 +118,9 @@ class DistributedTrainer:
         callbacks: Sequence[Callback] = (),
         ddp_config: DDPConfig | None = None,
         device: str | torch.device = "auto",
+        train_step: StepLike = None,
+        test_step: StepLike = None,
+        predict_step: StepLike = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -132,6 +140,7 @@ class DistributedTrainer:
         self._state = TrainingState(self.model, next(_numbers), rates, loss=loss)
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
+        super().__init__(train_step, test_step, predict_step)
 
     def __repr__(self) -> str:
         world = counted(runtime.get_world_size(), "rank") if runtime.is_initialized() else "not joined yet"
@@ -157,7 +166,7 @@ class DistributedTrainer:
 
     @property
     def _arguments(self) -> TrainerArguments:
-        return TrainerArguments(self.model, self._loss, self.optimizers, self._device, self._metrics)
+        return TrainerArguments(self.model, self._loss, self.optimizers, self._device, self._metrics, self._own_steps)
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -360,7 +369,8 @@ class DistributedTrainer:
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
+            trained = trained_with(self.model, self._state.loss, plan.data.call.step)
+            ddp = DistributedDataParallel(trained, self.ddp_config)
         return plan, ddp, checkpoint, header_lines
 
     @contextlib.contextmanager
@@ -558,7 +568,7 @@ class DistributedTrainer:
 
     def _plan(self, arguments: FitArguments, sources: Sources) -> tuple[FitPlan, dict[str, Any]]:
         """Return this rank's plan, and what must be the same on every rank."""
-        check_own_steps(type(self), self.model)
+        check_names(type(self), self.model, self._own_steps)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         with recomputed(self._recomputed):

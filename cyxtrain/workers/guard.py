@@ -42,7 +42,7 @@ class Guard:
 
     def __enter__(self) -> Guard:
         if sys.platform != "win32":
-            # A session of its own keeps signals to the launcher's group away; no output, so that it never keeps a
+            # A separate session keeps signals to the launcher's group away; no output, so that it never keeps a
             # pipe open that somebody reads to the end; "/", so that it keeps no folder busy.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(self._grace_seconds)],

@@ -43,7 +43,7 @@ def gather_texts(text: str, group: Any) -> list[str]:
 def check_same_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
     """Check that all ranks are about to make the same call.
 
-    Where rank 0 is about to do what it can do alone, and the others wait elsewhere, they go on waiting meanwhile.
+    Where rank 0 is about to do what it can do alone, and the others wait elsewhere, they keep waiting meanwhile.
 
     Cost: as `gather_texts`.
     """

@@ -119,7 +119,7 @@ if rank == 0:
     print(f"test accuracy: {right.item() / len(x_test):.4f}")
 
 # --- Leave, and single-process mode ---------------------------------------------------------------------------------
-# One process is a world, too: it opens no port, and the same calls work. Here each rank is a world of its own.
+# One process is a world, too: it opens no port, and the same calls work. Here each rank is a separate world.
 
 cx.destroy_process_group()
 cx.init_process_group("cpu", world_size=1, rank=0)

@@ -55,13 +55,45 @@ def left_out(given: Any) -> list[str]:
     return [*found, *(["part 3"] if any(map(_is_text, beyond)) else [])]
 
 
-def _named(given: Any) -> tuple[Any, Any, Any] | None:
-    """Return (inputs, targets, weights) of a batch whose parts have names, otherwise None."""
+def batch_parts(given: Any) -> Rows:
+    """Return inputs, targets and weights of a batch of tensors, as they are."""
+    return Rows(*(*(_named(given) or _numbered(given)), None, None)[:3])
+
+
+def target_name(given: Any) -> str | None:
+    """Return under which name a batch has its targets: "" if other parts have names, None if none has one."""
+    parts, named = _parts_by_name(given), _named(given)
+    if parts is None or named is None or not isinstance(named[0], Mapping):
+        return None
+    return next((name for name in TARGET_NAMES if name in parts), "")
+
+
+def as_given(rows: Rows, name: str | None) -> Any:
+    """Return rows as the data gave them: (x, y, sample_weight) as far as there are such, or a dictionary.
+
+    Args:
+        rows: Of a batch.
+        name: The `target_name` of the data's batches.
+    """
+    if name is None or not isinstance(rows.inputs, dict):
+        count = 3 if rows.weights is not None else 2 if rows.targets is not None else 1
+        return tuple(rows)[:count]
+    others = {name: rows.targets, _WEIGHTS: rows.weights}
+    return {**rows.inputs, **{key: value for key, value in others.items() if value is not None}}
+
+
+def _parts_by_name(given: Any) -> Mapping[Any, Any] | None:
     parts = fields_of(given)
     if parts is None and isinstance(given, tuple):
         names: tuple[str, ...] = getattr(given, "_fields", ())
         usual = len(names) <= 3 and (len(names) < 2 or names[1] in TARGET_NAMES)  # x, y and the weights of rows
         parts = dict(zip(names, given, strict=True)) if not usual and {*TARGET_NAMES} & {*names} else None
+    return parts
+
+
+def _named(given: Any) -> tuple[Any, Any, Any] | None:
+    """Return (inputs, targets, weights) of a batch whose parts have names, otherwise None."""
+    parts = _parts_by_name(given)
     if parts is None:
         return None
     name = next((name for name in TARGET_NAMES if name in parts), None)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, on_device, share_of_batches
-from cyxtrain.data.batches.collate import as_batch, left_out
+from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.batches.structure import num_rows
@@ -49,7 +49,7 @@ class DatasetSource(Source):
         if type(batches) is BatchSampler:
             self.batch_size = batches.batch_size
         self.drop_last = type(batches) is BatchSampler and batches.drop_last
-        # An evaluation has a loader, and workers, of its own.
+        # An evaluation has its own loader and workers.
         self._to_train, self._to_evaluate = (RowLoader(dataset, loader, config.seed) for _ in range(2))
         self._try(config.batch_size)
 
@@ -61,7 +61,7 @@ class DatasetSource(Source):
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(order.indices))
         places = range(rows if order.ends is None else int(order.ends[0]))
         loaded = list(self._local_loader().load(_requests(order, [places, places], self._seed, _EVALUATION)))
-        self.left_out = left_out(loaded[0])
+        self.left_out, self.target_name = left_out(loaded[0]), target_name(loaded[0])
         self.example, again = (_with_length(as_batch(each), len(places)) for each in loaded)
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)

@@ -35,6 +35,7 @@ class Source(ABC):
     batch_size: int | None = None  # rows at once per rank, if the data decide it
     reads_once = False  # whether the rows can be read only once
     left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as texts
+    target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples
     _weigh: Callable[[Rows], Rows] | None = None
     _limit: int | None = None  # batches to evaluate; None: all
 
@@ -63,7 +64,7 @@ class Source(ABC):
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
         """Adapt to the summaries of all ranks; the example then looks like the batches that will come.
 
-        `sharded` is whether each rank has rows of its own; None: unknown. Raises ConfigError if the data differ.
+        `sharded` is whether each rank has its own rows; None: unknown. Raises ConfigError if the data differ.
         """
         if self._weigh is not None and self.example.weights is None:
             self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs), device="cpu"))

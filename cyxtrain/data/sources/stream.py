@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, Share, StreamShare, on_device
-from cyxtrain.data.batches.collate import as_batch, left_out
+from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
 from cyxtrain.data.batches.specs import dtypes_of, example_of, form_of
@@ -34,7 +34,7 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world import runtime
 
-_OWN = 1  # `Place.order` if each rank has data of its own
+_OWN = 1  # `Place.order` if each rank has its own data
 
 
 class Pass:
@@ -50,6 +50,7 @@ class Pass:
         self.num_read = 0  # batches with rows
         self.is_numpy = False
         self.left_out: list[str] = []
+        self.target_name: str | None = None
         self._peeked: Rows | None = None
         self._others = generators_of(parts)
         with generators_kept(others=self._others):
@@ -82,7 +83,8 @@ class Pass:
                 for given in self._batches:
                     rows = as_batch(given)
                     if num_rows(rows.inputs):
-                        self.left_out = self.left_out if self.num_read else left_out(given)
+                        if not self.num_read:
+                            self.left_out, self.target_name = left_out(given), target_name(given)
                         self.num_read += 1
                         self.is_numpy = not holds_tensors(given)
                         return rows.mapped(own)  # the data may give the same memory again, and a model may change it
@@ -122,6 +124,7 @@ class StreamSource(Source):
         self._begun: Pass | None = self._new_pass(number)
         self._first = self._begun.peek()
         self.is_numpy, self.left_out = self._begun.is_numpy, self._begun.left_out
+        self.target_name = self._begun.target_name
 
     def _new_pass(self, number: int) -> Pass:
         return Pass(self._make, self._parts, self._seed, number, self._rank)
@@ -141,11 +144,12 @@ class StreamSource(Source):
     @override
     def summary(self) -> dict[str, Any]:
         if self._first is None:
-            return {"kind": "batches", "form": None, "hash": None, "rows": 0, "numpy": False}
+            return {"kind": "batches", "form": None, "hash": None, "rows": 0, "numpy": False, "y": None}
         values = [sampled_hash(tensor) for tensor in self._first.tensors()]
         form = [form_of(part) for part in self._first]
         rows = num_rows(self._first.inputs)
-        return {"kind": "batches", "form": form, "hash": values, "rows": rows, "numpy": self.is_numpy}
+        own = {"rows": rows, "numpy": self.is_numpy, "y": self.target_name}
+        return {"kind": "batches", "form": form, "hash": values, **own}
 
     @override
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
@@ -153,6 +157,7 @@ class StreamSource(Source):
         if not forms:
             raise ConfigError(f"the {self._what} gives no batch: there is nothing to do.")
         known, form = next(iter(forms.items()))
+        self.target_name = summaries[known]["y"]
         for other, others in forms.items():
             if dtypes_of(others) != dtypes_of(form):
                 raise ConfigError(

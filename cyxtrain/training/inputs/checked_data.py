@@ -26,6 +26,7 @@ from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.trained import trained_with
 
@@ -34,13 +35,14 @@ LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[s
 
 
 class TrainerArguments(NamedTuple):
-    """What a trainer was given; `loss_fn` with the factors of several losses."""
+    """What a trainer was given; `loss_fn` with the factors of several losses, and steps of the user's own."""
 
     model: nn.Module
     loss_fn: Any
     optimizers: Mapping[str, torch.optim.Optimizer]
     device: str | torch.device
     metrics: Mapping[str, Any]
+    steps: OwnSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,12 @@ class CheckedData(ModelSetup):
     flops_per_row: float | None = None
     output: Any = None
 
+    @property
+    def measured(self) -> list[str]:
+        """Names of what is measured of it."""
+        accuracy = [] if self.loss.accuracy is None else ["accuracy"]
+        return [*dict.fromkeys(["loss", *accuracy, *self.loss.shown, *self.metrics.names])]
+
 
 def check_data(
     source: Source,
@@ -87,8 +95,10 @@ def check_data(
     is_of_fit: bool = True,
 ) -> CheckedData:
     """Return rows that passed a dry run; `trains_on`: a micro-batch of training."""
-    model, loss = trainer.model, Loss(trainer.loss_fn)
-    if not predicting:
+    model, used = trainer.model, Loss(trainer.loss_fn)
+    own = step_for(PREDICT if predicting else TEST if trains_on is None else TRAIN, trainer.steps, model, used)
+    loss = used if own is None else Loss(None, used)
+    if own is None and not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example
     loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
@@ -96,7 +106,7 @@ def check_data(
         placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
         for optimizer in trainer.optimizers.values():
             place_state(optimizer)
-    call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
+    call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
     asked, measures, output = {} if predicting else trainer.metrics, Metrics(), None
     dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
@@ -116,6 +126,16 @@ def check_data(
         flops_per_row=dry_run.flops_per_row,
         output=output,
     )
+
+
+def _make_call(
+    model: nn.Module, loss: Loss, own: OwnStep | None, source: Source, precision: Precision, device: torch.device
+) -> ModelCall:
+    """Return what calls the model, or a step of the user's own."""
+    if own is None or loss.used is None:
+        inputs, targets, _ = source.example
+        return ModelCall(model, precision, inputs, targets, loss)
+    return StepCall(own, BuiltIn(model, loss.used, precision), source.target_name, device)
 
 
 def check_rows(

@@ -72,19 +72,6 @@ def _check_closure(optimizer: torch.optim.Optimizer, config: DistributedTraining
         )
 
 
-def check_own_steps(trainer: type, model: nn.Module) -> None:
-    """Refuse a user's own training step, which `fit` does not call."""
-    own = [(trainer, name) for name in ("train_step", "training_step")] + [(type(model), "training_step")]
-    found = next(((kind, name) for kind, name in own if callable(getattr(kind, name, None))), None)
-    if found is not None:
-        kind, name = found
-        raise ConfigError(
-            f"{kind.__name__} has a {name}, and fit does not call it: your own train_step is not there yet. "
-            "fit takes its steps from the model's forward and a loss: compute the loss in forward, or give a loss_fn, "
-            f"and remove {name}. For a custom training loop, see DistributedAMPTrainer and DistributedDataParallel."
-        )
-
-
 def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
     """Return a valid config of gradients; for None the defaults, with unused parameters allowed."""
     found = DDPConfig(find_unused_parameters=True) if config is None else config

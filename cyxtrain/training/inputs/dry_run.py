@@ -173,8 +173,8 @@ class DryRun:
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
-        shape, call = _shapes(batch.inputs), self._call  # asked for now: a model may change its input
-        what = f"the model cannot take X, tried on shape {shape}{call.names_differ}"
+        call = self._call
+        what = call.describe_failure(_shapes(batch.inputs))  # asked for now: a model may change its input
         with _described_error(what, batch.inputs):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
@@ -224,19 +224,31 @@ class DryRun:
         torch.autograd.grad(value, self._trained, allow_unused=True)
 
     def _measuring(self, output: Any, batch: Batch, value: Tensor) -> Metrics:
-        own = self._metrics.get(ACCURACY)
+        own, output = self._metrics.get(ACCURACY), self._loss.measured_part(output)
+        if output is None and self._loss.used is not None:
+            return self._without_output()
         if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
             asked = own is not None
             self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
-        if self._loss.function is None:
+        if self._loss.function is None and self._loss.used is None:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_output(Tensor.detach, output)
             return make_metrics(self._metrics, self._loss, output, batch.targets, batch.rows)
 
+    def _without_output(self) -> Metrics:
+        """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""
+        missing = [name for name in self._metrics if name not in self._loss.shown]
+        if missing:
+            raise ConfigError(
+                f"the metrics {shortened(missing)} compare outputs with y, and the dictionary that the step returns "
+                'has no "output": add it, as in {"loss": loss, "output": scores}, or the metric itself, as a number.'
+            )
+        return Metrics()
+
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
-        owners = [self._model, *self._loss.functions, *self._metrics.values()]
+        owners = [self._model, *self._call.owners, *self._loss.functions, *self._metrics.values()]
         kept = snapshot(owners, self._placement.device, copies=self._is_of_fit)
         with kept, gathering_alone() as self._loss.gathers:
             yield

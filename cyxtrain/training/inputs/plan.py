@@ -104,9 +104,8 @@ class FitPlan:
     @property
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
-        accuracy = [] if self.data.loss.accuracy is None else ["accuracy"]
-        names = [*dict.fromkeys(["loss", *accuracy, *self.data.loss.shown, *self.data.metrics.names])]
-        return names + [f"val_{name}" for name in names if self.validation is not None]
+        validated = [] if self.validation is None else self.validation.measured
+        return self.data.measured + [f"val_{name}" for name in validated]
 
     @property
     def larger_is_better(self) -> dict[str, bool]:

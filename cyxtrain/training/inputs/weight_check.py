@@ -56,6 +56,8 @@ class WeightCheck:
     def find_items(self) -> str:
         """Find out whether the model divides by num_items_in_batch, and what it counts; return a warning, or ""."""
         loss, named = self._loss, names_items(self._model)
+        if loss.used is not None:  # a step of the user's own passes what it likes
+            return ""
         if loss.function is not None or loss.weightings or not may_take_items(self._model):
             return ""
         if loss.weighting is not Weighting.SAMPLES or not self._reacts():
@@ -129,7 +131,7 @@ class WeightCheck:
         where = 'in place of the loss (or as {"loss": (sum, weight)})' if own else "from loss_fn"
         others = (
             f", let forward divide the sum by an argument {ARGUMENT}, or give a loss_fn that does it from the outputs"
-            if own
+            if own and self._loss.used is None
             else ""
         )
         return (

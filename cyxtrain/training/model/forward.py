@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,16 @@ class ModelCall:
     A dictionary is passed by name if forward takes its keys, without those that it does not take, such as ids. A tuple
     or a list is passed positionally if forward takes that many arguments, otherwise as a single argument.
 
+    Attributes:
+        step: A step of the user's own that is called instead; None: there is none.
+        owners: The objects that such a step may change.
+
     Raises:
         ConfigError: The model computes its own loss, takes inputs by name, and has no name for the targets.
     """
+
+    step: Callable[[Any], Any] | None = None
+    owners: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -92,6 +99,14 @@ class ModelCall:
         if isinstance(inputs, Tensor) and self.precision.is_full:
             return model(inputs)
         return self._compute(model, inputs)
+
+    def describe_failure(self, shapes: str) -> str:
+        """Return what failed, for an error of the dry run."""
+        return f"the model cannot take X, tried on shape {shapes}{self.names_differ}"
+
+    def describe_step(self) -> str:
+        """Return the name of a step of the user's own, or ""."""
+        return ""
 
     def missing(self, model: nn.Module, inputs: Tree) -> list[str]:
         """Return names of arguments that forward requires besides the inputs, such as the targets."""

@@ -12,7 +12,7 @@ from cyxtrain.errors import CyxtrainError
 from cyxtrain.world import runtime
 
 _OF_THE_CPU = "can't allocate memory"
-"""PyTorch's words for it, in an error of no kind of its own."""
+"""PyTorch's words for it, in a plain RuntimeError."""
 _OF_LIBRARIES = ("out of memory", "_alloc_failed", "_allocation_failed", "failed to cuda")
 """Words of drivers, cuBLAS, cuDNN, cuSPARSE and NCCL, which take memory by themselves; in lower case."""
 _IN_PIECES = "PYTORCH_ALLOC_CONF=expandable_segments:True helps where free memory is in pieces."
@@ -22,9 +22,7 @@ _IN_TRAINING = (
     "trainer.enable_gradient_checkpointing()"
 )
 _IN_EVALUATION = " (in fit, validation_batch_size; a DataLoader has its own)"
-_ON_GPUS = (
-    "On a GPU, look at nvidia-smi: each rank needs one of its own (cyxtrain launch --gpus), and nobody else on it."
-)
+_ON_GPUS = "On a GPU, look at nvidia-smi: each rank needs its own (cyxtrain launch --gpus), and nobody else on it."
 
 
 @contextlib.contextmanager

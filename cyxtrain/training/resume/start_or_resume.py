@@ -103,7 +103,7 @@ def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointStat
 
 
 def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
-    """Return the folder that rank 0 reads: of its own checkpoints, if each rank writes some."""
+    """Return the folder that rank 0 reads: where its own checkpoints are, if each rank writes some."""
     return CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
 
 

@@ -493,8 +493,18 @@ class Lightning(nn.Sequential):
         raise AssertionError("nobody calls it")
 
 
-class Stepping(cx.DistributedTrainer):
+class KerasModel(nn.Sequential):
     def train_step(self, batch: Any) -> torch.Tensor:
+        raise AssertionError("nobody calls it")
+
+
+class Stepping(cx.DistributedTrainer):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        raise AssertionError("nobody calls it")
+
+
+class Validating(cx.DistributedTrainer):
+    def validation_step(self, batch: Any) -> torch.Tensor:
         raise AssertionError("nobody calls it")
 
 
@@ -502,7 +512,9 @@ def refused_steps() -> list[str]:
     said = []
     for trainer in (
         cx.DistributedTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), "cross_entropy", "sgd"),
+        cx.DistributedTrainer(KerasModel(nn.Linear(FEATURES, CLASSES)), "cross_entropy", "sgd"),
         Stepping(make_model(), "cross_entropy", "sgd"),
+        Validating(make_model(), "cross_entropy", "sgd"),
     ):
         try:
             trainer.fit(*make_rows(8), epochs=1, verbose=False)
@@ -514,9 +526,11 @@ def refused_steps() -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_steps_that_nobody_calls_are_refused_with_what_works_today(world_size):
+def test_steps_that_nobody_calls_are_refused_with_what_to_do(world_size):
     for said in everywhere(world_size, refused_steps):
-        for text, name in zip(said, ("Lightning has a training_step", "Stepping has a train_step"), strict=True):
-            assert text.startswith(f"{name}, and fit does not call it")
-            assert "your own train_step is not there yet" in text
-            assert "compute the loss in forward, or give a loss_fn" in text
+        lightning, keras, stepping, validating = said
+        for text, name in ((lightning, "Lightning has a training_step"), (keras, "KerasModel has a train_step")):
+            assert text.startswith(f"{name}, and fit does not call it: steps are the trainer's")
+            assert "move it to a subclass of DistributedTrainer" in text
+        assert stepping.endswith("rename it to train_step(self, batch).")
+        assert validating.endswith("rename it to test_step(self, batch).")

@@ -185,7 +185,13 @@ FIRST = "fit, evaluate and predict take arrays, a Dataset or a DataLoader as the
         ("A limit of steps is not there yet", "A limit of steps is not there yet", "max_steps"),
         ("cx.callbacks.TensorBoard(", "cx.callbacks.TensorBoard(", "logger report_to"),
         ("A DataLoader has it", "A DataLoader has it", "num_workers"),
-        ("fit takes its steps from", "fit takes its steps from", "training_step"),
+        (
+            "DistributedTrainer(train_step=...)? It is",
+            "Did you mean 'train_step'? It is",
+            "training_step",
+        ),
+        ("DistributedTrainer(test_step=...)?", "Did you mean 'test_step'?", "validation_step"),
+        ("Pass optimizer= and scheduler=", "Pass optimizer= and scheduler=", "configure_optimizers"),
     ],
 )
 def test_arguments_of_other_trainers_are_answered_by_fit_and_by_the_trainer(of_fit, of_trainer, names):

@@ -78,8 +78,12 @@ SIGNATURES = {
     "DistributedBatchIterator.next": "(self)",
     "DistributedBatchIterator.num_batches": "(self)",
     "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, loss_weights=None, metrics=None, "
-    "scheduler=None, scheduler_interval='step', callbacks=(), ddp_config=None, device='auto')",
+    "scheduler=None, scheduler_interval='step', callbacks=(), ddp_config=None, device='auto', train_step=None, "
+    "test_step=None, predict_step=None)",
     "count_steps": "(*data, **keywords)",
+    "DistributedTrainer.train_step": "(self, batch)",
+    "DistributedTrainer.test_step": "(self, batch)",
+    "DistributedTrainer.predict_step": "(self, batch)",
     "DistributedTrainer.fit": "(self, X=None, y=None, *more, X_val=None, y_val=None, config=None, "
     "validation_data=None, sample_weight=None, class_weight=None, callbacks=None, initial_epoch=None, resume=None, "
     "**settings)",

@@ -1,0 +1,349 @@
+"""Claims about steps of the user's own: `train_step`, `test_step` and `predict_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import CLASSES, FEATURES, everywhere, flat, make_model, make_rows, one_process
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+Trainer = cx.DistributedTrainer
+ROWS, EFFECTIVE = 21, 8  # batches of 8, 8 and 5: on 4 ranks, the last ones are uneven
+WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
+SETTINGS: dict[str, Any] = {"epochs": 2, "effective_batch_size": EFFECTIVE, "verbose": False}
+WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.nightly)]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    inputs, targets = make_rows(ROWS)
+    return inputs.double(), targets
+
+
+class Plain(Trainer):
+    """Computes what the built-in step does."""
+
+    def train_step(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return functional.cross_entropy(self.model(inputs), targets)
+
+
+class Pairs(Trainer):
+    """Computes what the built-in step does with `WEIGHTED`, as (sum, weight)."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        each = functional.cross_entropy(self.model(inputs), targets, weight=WEIGHTED.weight, reduction="none")
+        assert WEIGHTED.weight is not None
+        return {"loss": (each.sum(), WEIGHTED.weight[targets].sum()), "largest": each.max(), "labels": targets}
+
+
+class Penalized(Trainer):
+    """Adds to the loss of the built-in step."""
+
+    def train_step(self, batch: Any) -> Any:
+        result = super().train_step(batch)
+        output = result["output"]
+        penalty = (output["size"] if isinstance(output, dict) else output).square().mean()
+        if isinstance(result["loss"], tuple):
+            total, weight = result["loss"]
+            result["loss"] = total + 0.0 * penalty, weight
+        else:
+            result["loss"] = result["loss"] + 0.0 * penalty
+        return {**result, "penalty": penalty}
+
+
+def given_step(trainer: Trainer, batch: Any) -> Any:
+    """Is the built-in step, given as a function."""
+    return trainer.train_step(batch)
+
+
+STEPS: dict[str, tuple[type[Trainer], dict[str, Any], Any]] = {
+    "plain": (Plain, {}, "cross_entropy"),
+    "pairs": (Pairs, {}, WEIGHTED),
+    "super": (Penalized, {}, "cross_entropy"),
+    "super, weighted": (Penalized, {}, WEIGHTED),
+    "function": (Trainer, {"train_step": given_step}, "cross_entropy"),
+    "several": (Penalized, {}, {"scores": "cross_entropy", "size": "mse"}),
+}
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model("float64", CLASSES + 1)
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        output = self.body(inputs)
+        return {"scores": output[:, :CLASSES], "size": output[:, CLASSES]}
+
+
+def fitted(name: str, own: bool, **settings: Any) -> dict[str, Any]:
+    """Fit with a step of one's own, or with the built-in one."""
+    kind, options, loss = STEPS[name]
+    inputs, targets = data()
+    several = isinstance(loss, dict)
+    model = TwoOutputs() if several else make_model("float64")
+    given: Any = {"scores": targets, "size": inputs[:, 0]} if several else targets
+    make = kind if own else Trainer
+    trainer = make(model, loss, torch.optim.SGD(model.parameters(), 0.1), **(options if own else {}))
+    history = trainer.fit(inputs, given, validation_data=(inputs, given), **SETTINGS, **settings)
+    return {"parameters": flat(model.parameters()), "history": dict(history.history)}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_computes_the_same_trains_the_same_on_any_number_of_ranks(world_size, name):
+    with one_process():
+        expected = fitted(name, own=False)
+    for found in everywhere(world_size, fitted, name, True):
+        np.testing.assert_allclose(found["parameters"], expected["parameters"], rtol=1e-12)
+        shared = expected["history"].keys() - ({"accuracy"} if name in ("plain", "pairs") else set())
+        assert shared <= found["history"].keys()
+        for each in shared:
+            np.testing.assert_allclose(found["history"][each], expected["history"][each], rtol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 2}, {"precision": "bf16"}, {"precision": "fp16"}])
+def test_accumulation_and_precision_are_those_of_the_built_in_step(settings):
+    with one_process():
+        own, built_in = fitted("super", True, **settings), fitted("super", False, **settings)
+    np.testing.assert_allclose(own["parameters"], built_in["parameters"], rtol=1e-6)
+
+
+def weighted(own: bool) -> Any:
+    inputs, targets = data()
+    model = make_model("float64")
+    trainer = (Penalized if own else Trainer)(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+    trainer.fit(inputs, targets, sample_weight=torch.arange(ROWS), class_weight={0: 1, 1: 2, 2: 3}, **SETTINGS)
+    return flat(model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_of_rows_are_the_third_part_of_a_batch(world_size):
+    with one_process():
+        expected = weighted(False)
+    for found in everywhere(world_size, weighted, True):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+def seen_batches(given: Any, **keywords: Any) -> list[Any]:
+    """Return the batches that a step gets, as the names or types of their parts."""
+    seen = []
+
+    def step(trainer: Trainer, batch: Any) -> Tensor:
+        parts = batch if isinstance(batch, dict) else dict(enumerate(batch))
+        seen.append((type(batch).__name__, {name: tuple(part.shape) for name, part in parts.items()}))
+        first = next(iter(parts.values()))
+        output: Tensor = trainer.model(first)
+        return output.mean()
+
+    Trainer(make_model("float64"), train_step=step).fit(*given, epochs=1, batch_size=21, verbose=False, **keywords)
+    return seen[-1:]
+
+
+def test_a_batch_is_as_the_data_give_it():
+    inputs, targets = data()
+    rows = [{"words": row, "labels": target} for row, target in zip(inputs, targets, strict=True)]
+    unlabelled = [{"words": row} for row in inputs]
+    pairs = [*zip(inputs, targets, strict=True)]
+    weights = torch.ones(ROWS)
+    named = [("dict", {"words": (21, 4), "labels": (21,)})]
+    with one_process():
+        assert seen_batches((inputs,)) == [("tuple", {0: (21, 4)})]
+        assert seen_batches((inputs, targets)) == [("tuple", {0: (21, 4), 1: (21,)})]
+        assert seen_batches((inputs, targets), sample_weight=weights) == [("tuple", {0: (21, 4), 1: (21,), 2: (21,)})]
+        assert seen_batches((DataLoader(rows, 21),)) == named
+        assert seen_batches((lambda: iter([{"words": inputs, "labels": targets}]),)) == named
+        assert seen_batches((DataLoader(unlabelled, 21),)) == [("dict", {"words": (21, 4)})]
+        assert seen_batches((DataLoader(pairs, 21),)) == [("tuple", {0: (21, 4), 1: (21,)})]
+
+
+class Everything(Trainer):
+    """Has all three steps, for a model without a forward."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        scores = self.model["head"](self.model["body"](inputs))  # type: ignore[index]
+        return {"loss": functional.cross_entropy(scores, targets), "output": scores}
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        assert not torch.is_grad_enabled()
+        assert not self.model.training
+        result = self.train_step(batch)
+        return {**result, "top": result["output"].max(1).values.mean()}
+
+    def predict_step(self, batch: Any) -> Tensor:
+        (inputs,) = batch
+        scores: Tensor = self.model["head"](self.model["body"](inputs))  # type: ignore[index]
+        return scores.softmax(1)
+
+
+def parts(whole: nn.Sequential) -> nn.ModuleDict:
+    return nn.ModuleDict({"body": whole[:2], "head": whole[2]})
+
+
+def everything() -> dict[str, Any]:
+    inputs, targets = data()
+    whole = make_model("float64")
+    trainer = Everything(parts(whole), optimizer="sgd", metrics=["accuracy", "f1"])
+    history = trainer.fit(inputs, targets, validation_data=(inputs, targets), **SETTINGS)
+    evaluation = trainer.evaluate(inputs, targets, batch_size=4)
+    predicted = trainer.predict(inputs, batch_size=4)
+    with torch.no_grad():
+        scores = whole(inputs)
+    return {
+        "names": [*history.history],
+        "evaluation": dict(evaluation),
+        "expected": {
+            "loss": float(functional.cross_entropy(scores, targets)),
+            "accuracy": float((scores.argmax(1) == targets).double().mean()),
+            "top": float(scores.max(1).values.mean()),
+        },
+        "difference": float((predicted - scores.softmax(1)).abs().max()),
+    }
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_model_without_forward_trains_evaluates_and_predicts_by_steps(world_size):
+    for found in everywhere(world_size, everything):
+        own = {"loss", "accuracy", "f1"}
+        assert {*found["names"]} == {*own, *(f"val_{name}" for name in own), "val_top"}
+        assert found["difference"] < 1e-12
+        for name, value in found["expected"].items():
+            assert abs(found["evaluation"][name] - value) < 1e-12, name
+
+
+def test_without_test_step_the_loss_fn_evaluates_or_the_train_step():
+    inputs, targets = data()
+
+    def step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        mode = float(trainer.model.training or torch.is_grad_enabled())
+        return {"loss": 3 * functional.cross_entropy(trainer.model(batch[0]), batch[1]), "trains": mode}
+
+    with one_process():
+        with_loss = Trainer(make_model("float64"), "cross_entropy", "sgd", train_step=step)
+        without = Trainer(make_model("float64"), None, "sgd", train_step=step)
+        loss = with_loss.evaluate(inputs, targets).loss
+        assert dict(without.evaluate(inputs, targets)) == {"loss": pytest.approx(3 * loss), "trains": 0.0}
+        history = without.fit(inputs, targets, validation_data=(inputs, targets), **SETTINGS).history
+        assert history["trains"] == [1.0, 1.0]
+        assert history["val_trains"] == [0.0, 0.0]
+
+
+class Teaching(Trainer):
+    """Holds a teacher and a counter besides the model."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.teacher = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)).double()
+        self.calls = 0
+
+    def train_step(self, batch: Any) -> Any:
+        self.calls += 1
+        with torch.no_grad():
+            targets = self.teacher(batch[0])
+        return functional.mse_loss(self.model(batch[0]), targets)
+
+
+def test_the_dry_run_leaves_nothing_behind_in_the_trainer():
+    inputs, targets = data()
+    with one_process():
+        trainer = Teaching(make_model("float64"), optimizer="sgd")
+        trainer.fit(inputs, targets, epochs=1, batch_size=7, verbose=False)
+        assert trainer.calls == 3
+        assert int(trainer.teacher[1].num_batches_tracked) == 3
+
+
+def called_backward(trainer: Trainer, batch: Any) -> Any:
+    loss = functional.cross_entropy(trainer.model(batch[0]), batch[1])
+    loss.backward()
+    return loss
+
+
+def called_step(trainer: Trainer, batch: Any) -> Any:
+    loss = functional.cross_entropy(trainer.model(batch[0]), batch[1])
+    trainer.optimizer.step()
+    return loss
+
+
+def returned(make: Callable[[Tensor], Any]) -> Callable[[Trainer, Any], Any]:
+    return lambda trainer, batch: make(functional.cross_entropy(trainer.model(batch[0]), batch[1]))
+
+
+def failed(trainer: Trainer, batch: Any) -> Any:
+    inputs, targets, weights = batch
+    return trainer.model(inputs) * targets * weights
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (called_backward, r"train_step called backward\(\): return the loss"),
+        (called_step, r"train_step called an optimizer's step\(\): return the loss"),
+        (returned(lambda _: None), "train_step returned None, and no loss"),
+        (returned(lambda loss: loss.item()), r"train_step returned \d.*, and no loss: return a tensor"),
+        (returned(lambda loss: {"total": loss}), "a dictionary with total, and no loss"),
+        (returned(lambda loss: loss.expand(3)), r"a tensor of shape \[3\], and no loss"),
+        (returned(lambda loss: loss.detach()), "the loss does not depend on the model's parameters"),
+        (failed, r"train_step failed, tried on a batch of shape \[8, 4\]: ValueError: not enough values to unpack"),
+    ],
+)
+def test_steps_that_cannot_work_are_refused_by_name(step, words):
+    model = make_model("float64")
+    before = flat(model.parameters())
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        Trainer(model, None, "sgd", train_step=step).fit(*data(), **SETTINGS)
+    assert (flat(model.parameters()) == before).all()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_has_no_step_is_refused_by_name():
+    inputs, targets = data()
+    pieces = parts(make_model("float64"))
+    wrong: Any = "module:step"
+    with one_process():
+        with pytest.raises(cx.ConfigError, match="ModuleDict has no forward, and the trainer no train_step"):
+            Trainer(pieces, "cross_entropy").fit(inputs, targets, **SETTINGS)
+        with pytest.raises(cx.ConfigError, match="ModuleDict has no forward, and the trainer no predict_step"):
+            Trainer(pieces, train_step=given_step).predict(inputs)
+        with pytest.raises(cx.ConfigError, match=r"train_step must be a function of \(trainer, batch\)"):
+            Trainer(pieces, train_step=wrong)
+        with pytest.raises(cx.ConfigError, match="train_step is called by fit"):
+            Trainer(make_model()).train_step((inputs, targets))
+        with pytest.raises(cx.ConfigError, match=r"the metrics f1 compare outputs with y.*no \"output\""):
+            Plain(make_model("float64"), "cross_entropy", metrics=["f1"]).fit(inputs, targets, **SETTINGS)
+        with pytest.raises(cx.ConfigError, match=r"loss_fn is a sum \(reduction='sum'\)"):
+            Penalized(make_model("float64"), nn.CrossEntropyLoss(reduction="sum")).fit(inputs, targets, **SETTINGS)
+
+
+def resumed(folder: str) -> list[bool]:
+    """Return whether a fit from each checkpoint ends as the whole one."""
+    results = []
+    for path in (None, "step-00000002.ckpt", "epoch-0001.ckpt"):
+        trainer = Penalized(make_model("float64"), "cross_entropy", "adam")
+        resume = None if path is None else f"{folder}/{path}"
+        history = trainer.fit(
+            *data(), **SETTINGS, checkpoint_dir=folder, checkpoint_every_n_steps=2, checkpoint_every_n_epochs=1,
+            resume=resume,
+        )  # fmt: skip
+        results.append((flat(trainer.model.parameters()).tolist(), history.history))
+        if path is None:
+            assert cx.load_weights(make_model("float64"), f"{folder}/epoch-0002.ckpt") is None  # plain names
+    return [each == results[0] for each in results]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fit_with_a_step_resumes_bit_for_bit(world_size, tmp_path: Path):
+    assert everywhere(world_size, resumed, str(tmp_path)) == [[True] * 3] * world_size
