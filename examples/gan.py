@@ -59,7 +59,7 @@ def main() -> None:
     history = trainer.fit(torch.from_numpy(pictures), epochs=EPOCHS, effective_batch_size=64, verbose=False)
     if cx.is_master():
         for name in ("discriminator_loss", "generator_loss"):
-            print(name, *(f"{loss:.2f}" for loss in history[name][::8]))
+            print(name, *(f"{loss:.2f}" for loss in history.metrics[name][::8]))
         with torch.no_grad():
             new = model["generator"](torch.randn(200, NOISE))
         for row in new[:4].view(4, 8, 8).transpose(0, 1):

@@ -5,9 +5,9 @@ Run it alone, or on two ranks:
     python examples/sam.py
     cyxtrain launch -n 2 -- python examples/sam.py
 
-SAM moves the weights to where the loss is highest nearby, and takes the gradient there. `self.optimize` takes a function
-of the loss and passes it to the optimizer as its closure, with loss and gradients averaged over all ranks: the results
-are the same on any number of ranks. Expect a higher test accuracy than with SGD alone, from 100 labels.
+SAM moves the weights to where the loss is highest nearby, and takes the gradient there. `self.optimize` passes a
+function of the loss to the optimizer as its closure, with loss and gradients averaged over all ranks: the results are
+the same on any number of ranks. Expect a higher test accuracy than with SGD alone, from 100 labels.
 """
 
 from __future__ import annotations

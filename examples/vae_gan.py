@@ -5,7 +5,7 @@ Run it alone, or on two ranks:
     python examples/vae_gan.py
     cyxtrain launch -n 2 -- python examples/vae_gan.py
 
-A step updates encoder, decoder and discriminator, each by its own loss. The losses of the first two share a graph, which
+A step updates encoder, decoder and discriminator, each by its own loss. The first two losses share a graph, which
 `retain_graph=True` keeps. Each rank draws its own noise, so results on several ranks are similar, not equal. Expect
 three losses, then the squared error per pixel of reconstructions, far below that of the mean picture.
 """
@@ -69,7 +69,7 @@ def main() -> None:
     error = ((trainer.predict(torch.from_numpy(x_test)).numpy() - x_test) ** 2).mean()
     if cx.is_master():
         for part in parts:
-            print(f"{part}_loss", *(f"{loss:.2f}" for loss in history[f"{part}_loss"][::4]))
+            print(f"{part}_loss", *(f"{loss:.2f}" for loss in history.metrics[f"{part}_loss"][::4]))
         print(
             f"squared error per pixel: {error:.4f}, of the mean picture {((x_train.mean(0) - x_test) ** 2).mean():.4f}"
         )

@@ -29,12 +29,14 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.own_steps import StepCall
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
 from cyxtrain.training.trained import params_without_optimizer, warn_of_params_without_optimizer
+from cyxtrain.training.updates import Updates
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
@@ -75,6 +77,8 @@ class FitLoop:
             ddp.use_reports()
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device)
+        self._updates = Updates(state, plan, ddp) if isinstance(plan.data.call, StepCall) else None
+        self._exchange_signals = (self._updates or ddp).exchange_signals
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
     def fit(self) -> StopRequest | None:
@@ -110,7 +114,7 @@ class FitLoop:
     def _train_one_step(self, step: TrainingStep, share: Share) -> None:
         """Run a step; then the callbacks, checkpoints and requests of any rank that follow it."""
         self._callbacks.on_train_batch_begin(share.number)
-        received = self._ddp.exchange_signals(self._requests.local())
+        received = self._exchange_signals(self._requests.local())
         step(share)
         self._state.take_step(share.global_rows, self._plan.feed.position)
         requests = received()
@@ -127,6 +131,8 @@ class FitLoop:
         """Acquire the resources of a fit; release them however it ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._release_data)
+            if self._updates is not None:
+                stack.callback(self._updates.close)
             stack.enter_context(freed_memory_kept())
             stack.enter_context(contextlib.closing(self._manager))
             stack.enter_context(contextlib.closing(self._callbacks))
@@ -184,7 +190,7 @@ class FitLoop:
             ends_fit=plan.ends_on_nan,
             may_defer=may_defer,
         )
-        self._step = step = TrainingStep(self._ddp, state, plan.data, guard)
+        self._step = step = TrainingStep(self._ddp, state, plan.data, guard, self._updates)
         seed_generators(plan.config.seed, position.epoch, position.samples, runtime.get_rank(), self._device)
         if self._pending_restore is not None:
             restore_rank(*self._pending_restore, step.totals, self._device)

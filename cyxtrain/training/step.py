@@ -36,6 +36,7 @@ from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.updates import Updates
 from cyxtrain.world import runtime
 
 Divisors = Sequence[Number] | None
@@ -57,6 +58,7 @@ class TrainingStep:
         state: Of the training; the step changes its optimizer, rates and loss scale.
         setup: How batches reach the model, and what is computed of its output.
         guard: Decides whether a step is taken.
+        updates: What a train_step of the user's own may call; None: there is none.
 
     Attributes:
         totals: Sums of the epoch.
@@ -64,12 +66,18 @@ class TrainingStep:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, state: TrainingState, setup: ModelSetup, guard: FiniteGuard
+        self,
+        ddp: DistributedDataParallel,
+        state: TrainingState,
+        setup: ModelSetup,
+        guard: FiniteGuard,
+        updates: Updates | None = None,
     ) -> None:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
         self.guard = guard
+        self._own_updates = updates
         self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
         self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
         self._rates = [*state.rates.values()]
@@ -106,6 +114,8 @@ class TrainingStep:
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
         self.begin()
+        if self._own_updates is not None:
+            self._own_updates.begin(share, self.guard, self._multiplier)
         results = self._accumulate(share)
         if self.finish(share, results) is not Verdict.SKIPPED:
             for result in results:
@@ -131,7 +141,12 @@ class TrainingStep:
         """
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
             with self.clock.forward:
-                result = self._forward(batch)
+                if self._own_updates is None:
+                    result = self._forward(batch)
+                else:
+                    result = self._own_updates.run(partial(self._forward, batch), batch.rows, is_last=is_last)
+            if self._has_updated:
+                return result
             with self.clock.backward:
                 self._backward(result.loss, self._divisors_of(result.loss, share, divisors), is_last=is_last)
         return result
@@ -140,14 +155,26 @@ class TrainingStep:
         """Take part in averaging a step's gradients without a row on this rank."""
         with self.clock.backward:
             self._ddp.forward_without_batch()
+            if self._own_updates is not None:
+                self._own_updates.follow()
+            if self._has_updated:
+                return
             self._divisors_of(self._loss.without_rows(), share, divisors)
             self._ddp.backward_without_batch()
+
+    @property
+    def _has_updated(self) -> bool:
+        """Whether a step of the user's own has updated parameters itself."""
+        return self._own_updates is not None and self._own_updates.made
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
         """Unscale; check that gradients are finite, update the loss scale; clip; step the optimizer and the schedule.
 
         On accelerators the verdict on a step may come with the next one, which raises (`FiniteGuard.defers_verdicts`).
         """
+        if self._own_updates is not None and self._own_updates.made:
+            self.clock.communicated(self.clock.forward, self._own_updates.seconds_communicated())
+            return self._own_updates.finish()
         if self._normalizes_after_backward:
             self._divide_by_weight(sum(result.loss.weight for result in results), share)
         with self.clock.optimizer:
@@ -211,6 +238,11 @@ class TrainingStep:
         results: list[Result] = []
         if self._loss.gathers or self._setup.without_rows is not None:
             max_micro_batches, min_micro_batches = self._max_and_min_micro_batches(len(share))
+            require(
+                max_micro_batches == min_micro_batches or not self._setup.call.optimizes,
+                f"step {share.number + 1} has no rows for some rank, and its train_step needs those of all ranks at "
+                "once (SyncBatchNorm or gathered rows) and calls optimize: set drop_last=True.",
+            )
             if max_micro_batches != min_micro_batches:
                 return self._accumulate_unevenly(share, max_micro_batches)
         items, divisors = self._precompute_divisors(share)
@@ -308,12 +340,14 @@ class TrainingStep:
 
     def _backward(self, loss: BatchLoss, divisors: Sequence[Number], *, is_last: bool) -> None:
         value = self._scaled_loss(loss, divisors)
+        # Where updates have wrapped the parameters again, their hooks do not average for this wrapper.
+        is_wrapped_again = self._own_updates is not None and bool(self._own_updates.parts)
         if value is not None:
             value.backward()
-        elif is_last:
-            self._ddp.backward_without_batch()
-        else:
+        elif not is_last:
             self._ddp.skip_backward()
+        if is_last and (value is None or is_wrapped_again):
+            self._ddp.backward_without_batch()
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor | None:
         """Return what to call `backward` on, scaled; None: its weight is 0."""

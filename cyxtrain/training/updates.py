@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,12 @@ from cyxtrain.optim.optimizers import described_name, parameters_of
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.inputs.plan import FitPlan
-from cyxtrain.training.model.own_steps import StepCall, checked_loss
+from cyxtrain.training.model.own_steps import StepCall, accumulation_excludes, checked_loss, what_needs_all_rows
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 
+_Result = TypeVar("_Result")
 _END, _UPDATE, _EVALUATE = range(3)
 """What the first rank of a step broadcasts: the end; (an update, its optimizer's number, whether it has a closure);
 (an evaluation, whether its loss is (sum, weight))."""
@@ -80,7 +81,7 @@ class Updates:
         self._skipped = self._state.position.skipped
         self._leader = _leader(share)
 
-    def run(self, forward: Callable[[], Any], rows: int, *, is_last: bool) -> Any:
+    def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
         """Return what a forward returns that may make updates; `is_last`: of this rank in the step."""
         running = self._call.running
         self._rows, self._is_last, self._calls = rows, is_last, 0
@@ -147,8 +148,9 @@ class Updates:
     def _update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
         """Update the parameters of an optimizer; return the loss, detached."""
         has_closure, self._calls, self.made = callable(loss), self._calls + 1, True
-        if (self._plan.data.num_micro_batches or 1) > 1:
-            check_accumulates(self._calls, loss)
+        alone = what_needs_all_rows(self._calls, loss)
+        if alone and (self._plan.data.num_micro_batches or 1) > 1:
+            raise ConfigError(accumulation_excludes(alone))
         if has_closure and self._multiplier != 1:
             raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
         if self._is_last:
@@ -235,17 +237,6 @@ class Updates:
         totals = torch.cat([as_double(each, device) for each in numbers])
         dist.all_reduce(totals, group=runtime.cpu_group() if device.type == "cpu" else dist.group.WORLD)
         return totals.tolist() if device.type == "cpu" else totals.unbind()
-
-
-def check_accumulates(calls: int, loss: Any) -> None:
-    """Refuse updates that a step with several micro-batches cannot make."""
-    what = "more than one self.optimize in a train_step" if calls > 1 else ""
-    what = what or ("a closure" if callable(loss) else "(sum, weight)" if isinstance(loss, tuple) else "")
-    if what:
-        raise ConfigError(
-            f"accumulation_steps and {what} exclude each other: an update needs all rows of its step at once. Set "
-            "accumulation_steps=1, and a smaller batch_size."
-        )
 
 
 class _Owned(nn.Module):

@@ -32,6 +32,7 @@ from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.training_data import Sources, naming_validation
 from cyxtrain.training.model.compile import compiles_by_layer
+from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
     check_batch_norm,
     check_devices,
@@ -198,6 +199,8 @@ def plan_fit(
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
     data = check_data(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
+    if data.call.alone and feed.micro_batches > 1:
+        raise ConfigError(accumulation_excludes(data.call.alone))
     validation = None
     if validation_source is not None:
         with naming_validation("validation"):
