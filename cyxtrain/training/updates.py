@@ -97,6 +97,7 @@ class Updates:
     def follow(self) -> None:
         """Take part in the updates of a step without a row on this rank."""
         while (call := self._tell(_END))[0] != _END:
+            self.made = True
             self._step(self._part(self._names[call[1]]), None, retain_graph=False, has_closure=bool(call[2]))
 
     def finish(self) -> Verdict:
