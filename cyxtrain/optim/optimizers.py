@@ -132,9 +132,9 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 _ON_THE_CPU = ("step", "mu_product")
 
 
-def place_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move an optimizer's state to the devices of its parameters, which `model.to(device)` does not."""
-    for group in optimizer.param_groups:
+def place_state(*optimizers: torch.optim.Optimizer) -> None:
+    """Move the state of optimizers to the devices of their parameters, which `model.to(device)` does not."""
+    for optimizer, group in [(each, group) for each in optimizers for group in each.param_groups]:
         names = () if group.get("fused") or group.get("capturable") else _ON_THE_CPU
         for parameter in group["params"]:
             state, to_parameter = optimizer.state.get(parameter, {}), partial(torch.Tensor.to, device=parameter.device)

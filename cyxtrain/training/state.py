@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
@@ -30,9 +31,9 @@ from cyxtrain.checkpoint.validation import is_position, taking_over
 from cyxtrain.checkpoint.weights import fitting_state, load_model_state
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env
-from cyxtrain.errors import CheckpointError, brief, warn
+from cyxtrain.errors import CheckpointError, ConfigError, brief, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.optim.learning_rates import LearningRates, scaling_of
+from cyxtrain.optim.learning_rates import LearningRates, scaling_of, set_rates
 from cyxtrain.optim.optimizers import ONLY
 from cyxtrain.optim.precision import LossScale, make_loss_scale
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
@@ -469,3 +470,46 @@ class _SavedOptimizer(NamedTuple):
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
     rates: dict[str, Any]
+
+
+class TrainerOptimizers:
+    """The optimizers of a trainer, and their schedules and rates."""
+
+    _state: TrainingState
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by name; an only one is called "optimizer"."""
+        return self._state.optimizers
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The only optimizer.
+
+        Raises:
+            ConfigError: There are several: see `optimizers`.
+        """
+        return self._only_rates().optimizer
+
+    def _only_rates(self) -> LearningRates:
+        rates = self._state.rates
+        if len(rates) > 1:
+            raise ConfigError(
+                f"the trainer has the optimizers {', '.join(rates)}: take one, as in trainer.optimizers"
+                f"[{next(iter(rates))!r}]."
+            )
+        return next(iter(rates.values()))
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
+        return self._only_rates().scheduler
+
+    @property
+    def schedulers(self) -> dict[str, LRScheduler | None]:
+        """The learning-rate schedule of each optimizer by its name; as `scheduler`."""
+        return {name: rates.scheduler for name, rates in self._state.rates.items()}
+
+    def set_learning_rates(self, rates: Sequence[float]) -> None:
+        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
+        set_rates(self._state.rates.values(), rates)

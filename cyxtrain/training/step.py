@@ -227,7 +227,9 @@ class TrainingStep:
         """Return the loss over all ranks of which the gradients are, 0-dim, float64."""
         own = self._ddp.checked_loss
         (total,) = self._sum_over_ranks([0.0 if own is None else own], self.clock.backward)
-        return torch.as_tensor(total, dtype=torch.float64) * self._factor / self._world_size
+        return (
+            torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums) * self._factor / self._world_size
+        )
 
     def _zero(self) -> None:
         for parameter in self._parameters:  # also those that the optimizer does not have, or they would add up

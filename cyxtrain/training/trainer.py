@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
@@ -25,7 +24,7 @@ from cyxtrain.config.settings import names_checked, require_choice
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
-from cyxtrain.optim.learning_rates import LearningRates, check_rates, set_rates
+from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, described_name, fused, make_optimizers
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_schedulers, scheduler_facts
@@ -50,7 +49,7 @@ from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
-from cyxtrain.training.state import TrainingState
+from cyxtrain.training.state import TrainerOptimizers, TrainingState
 from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
@@ -60,7 +59,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
-class DistributedTrainer(TrainerSteps):
+class DistributedTrainer(TrainerOptimizers, TrainerSteps):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -140,7 +139,7 @@ class DistributedTrainer(TrainerSteps):
         self._state = TrainingState(self.model, next(_numbers), rates, loss=loss)
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
-        super().__init__(train_step, test_step, predict_step)
+        TrainerSteps.__init__(self, train_step, test_step, predict_step)
 
     def __repr__(self) -> str:
         world = counted(runtime.get_world_size(), "rank") if runtime.is_initialized() else "not joined yet"
@@ -169,29 +168,6 @@ class DistributedTrainer(TrainerSteps):
         return TrainerArguments(self.model, self._loss, self.optimizers, self._device, self._metrics, self._own_steps)
 
     @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers by name; an only one is called "optimizer"."""
-        return self._state.optimizers
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The only optimizer.
-
-        Raises:
-            ConfigError: There are several: see `optimizers`.
-        """
-        return self._only_rates().optimizer
-
-    def _only_rates(self) -> LearningRates:
-        rates = self._state.rates
-        if len(rates) > 1:
-            raise ConfigError(
-                f"the trainer has the optimizers {', '.join(rates)}: take one, as in trainer.optimizers"
-                f"[{next(iter(rates))!r}]."
-            )
-        return next(iter(rates.values()))
-
-    @property
     def trained(self) -> nn.Module:
         """The model and, as one module with it, a loss that has its own parameters or buffers."""
         return self._state.trained
@@ -210,20 +186,6 @@ class DistributedTrainer(TrainerSteps):
     def config(self) -> DistributedTrainingConfig:
         """Settings of the latest call of `fit`."""
         return self._state.config
-
-    @property
-    def scheduler(self) -> LRScheduler | None:
-        """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
-        return self._only_rates().scheduler
-
-    @property
-    def schedulers(self) -> dict[str, LRScheduler | None]:
-        """The learning-rate schedule of each optimizer by its name; as `scheduler`."""
-        return {name: rates.scheduler for name, rates in self._state.rates.items()}
-
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
-        set_rates(self._state.rates.values(), rates)
 
     @property
     def step_seconds(self) -> list[dict[str, float]]:

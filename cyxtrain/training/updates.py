@@ -218,7 +218,7 @@ class Updates:
             rows = 0.0 if value is None else float(self._rows)
             mine = (0.0, 0.0) if weight is None else (shown, weight)
             sums = self._over_ranks(mine if has_weight else (shown * rows, rows))
-            shown = torch.as_tensor(quotient(sums[0], sums[1]), dtype=torch.float64)
+            shown = torch.as_tensor(quotient(sums[0], sums[1]), dtype=torch.float64, device=self._device)
             factor = quotient(world_size, sums[1]) if has_weight else factor
         if value is not None and value.requires_grad:
             scaled = times(value, factor)

@@ -141,8 +141,7 @@ def _begin_or_resume(
         lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
         state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
         return plan, None, _describe_start(plan, state)
-    checkpoint, name = found
-    source = f"checkpoint {name}"
+    (checkpoint, name), source = found, f"checkpoint {found[1]}"
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
