@@ -27,7 +27,7 @@ LABELS, EPOCHS = 100, 60
 class SAM(torch.optim.SGD):
     """SGD with the gradient at the worst point within a distance `rho`."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.9, rho: float = 0.1) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.9, rho: float = 0.5) -> None:
         super().__init__(params, lr, momentum)
         self.rho = rho
 
