@@ -279,9 +279,10 @@ class FiniteGuard:
         has_data = any(facts.get("data") for facts in facts_by_rank)
         look = _LOOK if self._is_fit else _LOOK_IN_LOOP
         remedy = "Fix or drop those rows of the data" if has_data else look
-        kept = "its parameters are" if self._part else "the model is"
+        kept = "The step was not taken: the model is as before."
+        kept = "The update was not taken: its parameters are as before." if self._part else kept
         error = NonFiniteError(
-            f"{where} {in_a_row}The step was not taken: {kept} as before. {remedy}{advice}.{self._range()}",
+            f"{where} {in_a_row}{kept} {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
             during=f"step {position.step + 1}",
         )
