@@ -125,6 +125,21 @@ def test_a_gan_trains_alike_on_any_number_of_ranks(world_size):
     assert not np.allclose(free["parameters"], alone["parameters"])  # the limit was that of "d"
 
 
+def train_streamed() -> dict[str, Any]:
+    """Returns the outcome of a fit on batches of which the last step has one for rank 1 alone, of two."""
+    trainer, data = make_gan(), make_data()
+    own = data.split(3)[cx.get_rank() :: cx.get_world_size()] if cx.get_world_size() > 1 else data.split(6)
+    batches = [[each] for each in own]
+    if cx.get_world_size() > 1:  # the last batch goes to rank 1
+        batches = batches[:2] + ([[data[12:]]] if cx.get_rank() == 1 else [])
+    trainer.fit(lambda: iter(batches), epochs=1, sharded_data=True, verbose=False)
+    return outcome_of(trainer)
+
+
+def test_the_first_rank_with_rows_leads_where_rank_0_has_none():
+    assert_alike(run_world(2, train_streamed), run_alone(train_streamed))
+
+
 class SaveAt(cx.callbacks.Callback):
     """Saves a checkpoint after a step."""
 
