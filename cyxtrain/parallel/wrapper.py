@@ -250,7 +250,7 @@ class DistributedDataParallel(nn.Module):
         """Discard what was accumulated and watched since the latest synchronisation: the step is skipped."""
         self._latest.watched = None
         if self._reducer is not None:
-            self._reducer.loss, self._reducer.unsynced = None, False
+            self._reducer.loss, self._reducer.unsynced, self._reducer.is_prepared = None, False, False
 
     def use_reports(self) -> None:
         """Leave flags on the accelerator until `read_report`: backward does not wait.

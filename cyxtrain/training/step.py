@@ -342,13 +342,13 @@ class TrainingStep:
 
     def _backward(self, loss: BatchLoss, divisors: Sequence[Number], *, is_last: bool) -> None:
         value = self._scaled_loss(loss, divisors)
-        # Where updates have wrapped the parameters again, their hooks do not average for this wrapper.
-        is_wrapped_again = self._own_updates is not None and bool(self._own_updates.parts)
+        has_parts = self._own_updates is not None and bool(self._own_updates.parts)
         if value is not None:
-            value.backward()
+            with self._own_updates.suspended() if self._own_updates is not None else contextlib.nullcontext():
+                value.backward()
         elif not is_last:
             self._ddp.skip_backward()
-        if is_last and (value is None or is_wrapped_again):
+        if is_last and (value is None or has_parts):
             self._ddp.backward_without_batch()
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor | None:

@@ -10,8 +10,9 @@ only: each update, each evaluation of its loss, and the end. The ranks without r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,10 +77,12 @@ class Updates:
     def begin(self, share: Share, guard: FiniteGuard, multiplier: float) -> None:
         """Begin a step; `guard`: of the whole model; `multiplier`: of losses before backward."""
         self._share, self._guard, self._multiplier = share, guard, multiplier
-        self.made, self._calls = False, 0
+        self.made, self._rows, self._is_last = False, 0, True
         self._verdicts: dict[str, list[Verdict]] = {}
         self._skipped = self._state.position.skipped
-        self._leader = _leader(share)
+        # Where each rank has its own data, the ranks ask each other, if the step makes updates at all.
+        is_known = share.count_ranks is not None or not self._call.optimizes
+        self._leader = _leader_by_number(share) if is_known else _leader_by_asking(share)
 
     def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
         """Return what a forward returns that may make updates; `is_last`: of this rank in the step."""
@@ -112,6 +115,17 @@ class Updates:
                 rates.step()
         self._ddp.forget()
         return verdict
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the gradients of a loss that the step returns to the wrapper of the whole model.
+
+        That averages when it is asked to: hooks of a parameter run for the wrapper that was made last.
+        """
+        with contextlib.ExitStack() as stack:
+            for part in self.parts.values():
+                stack.enter_context(part.ddp.suspended())
+            yield
 
     def seconds_communicated(self) -> float:
         """Return how long this rank has averaged gradients in updates since the last call."""
@@ -152,7 +166,7 @@ class Updates:
         alone = what_needs_all_rows(self._calls, loss)
         if alone and (self._plan.data.num_micro_batches or 1) > 1:
             raise ConfigError(accumulation_excludes(alone))
-        if has_closure and self._multiplier != 1:
+        if has_closure and self._state.loss_scale is not None:
             raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
         if self._is_last:
             self._tell(_UPDATE, self._names.index(name), int(has_closure))
@@ -166,7 +180,7 @@ class Updates:
         evaluate = partial(self._evaluate, part, loss) if has_closure else None
         with self._call.precision.suspended():
             value = evaluate() if evaluate else self._backward(part, loss, retain_graph=retain_graph)
-            own = [value] if self._share.rows else []
+            own = [] if self._own is None else [self._own]
             self._state.position.restore({"skipped": self._skipped})
             try:
                 verdict = part.guard.verdict(self._share, own, partial(part.losses_again, own))
@@ -207,17 +221,16 @@ class Updates:
         """
         ddp, world_size = part.ddp, runtime.get_world_size()
         value, weight = (None, None) if loss is None else checked_loss(loss)
-        syncs = self._is_last or not self._share.rows
-        has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if syncs else False
+        self._own = None if value is None else value.detach()
+        has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
         ddp.forward_without_batch()
         ddp.expect_scale(self._multiplier)
         received = ddp.exchange_signals(self._signals)
         factor: Number = 0.0 if value is None else self._rows * world_size / self._share.global_rows
-        shown = torch.zeros((), dtype=torch.float64, device=self._device) if value is None else value.detach()
+        shown = torch.zeros((), dtype=torch.float64, device=self._device) if self._own is None else self._own
         if averages or has_weight:
-            rows = 0.0 if value is None else float(self._rows)
-            mine = (0.0, 0.0) if weight is None else (shown, weight)
-            sums = self._over_ranks(mine if has_weight else (shown * rows, rows))
+            mine = (shown, 0.0 if weight is None else weight) if has_weight else (shown * self._rows, self._rows)
+            sums = self._over_ranks(mine)
             shown = torch.as_tensor(quotient(sums[0], sums[1]), dtype=torch.float64, device=self._device)
             factor = quotient(world_size, sums[1]) if has_weight else factor
         if value is not None and value.requires_grad:
@@ -225,7 +238,7 @@ class Updates:
             ddp.watch(scaled)
             scaled = scaled if self._multiplier == 1 else scaled * self._multiplier
             scaled.backward(inputs=part.owned.trained, retain_graph=retain_graph)
-        if syncs:
+        if self._is_last:
             if ddp.awaits_backward or value is None or not value.requires_grad:
                 ddp.backward_without_batch()
             self._received = [*map(max, self._received or self._signals, received())]
@@ -294,12 +307,14 @@ class _Part:
         return losses
 
 
-def _leader(share: Share) -> int | None:
-    """Return the first rank with rows if some rank has none; otherwise None."""
-    world_size = runtime.get_world_size()
-    if share.count_ranks is not None:
-        return 0 if share.count_ranks() < world_size else None
-    rank = runtime.get_rank() if share.rows else world_size
+def _leader_by_number(share: Share) -> int | None:
+    """Return the first rank with rows if some rank has none, by arithmetic; otherwise, or if it is unknown, None."""
+    return 0 if share.count_ranks is not None and share.count_ranks() < runtime.get_world_size() else None
+
+
+def _leader_by_asking(share: Share) -> int | None:
+    """Return the same where each rank knows its own rows alone. All ranks call it."""
+    rank = runtime.get_rank() if share.rows else runtime.get_world_size()
     found = torch.tensor([rank, int(share.rows > 0)], device="cpu")
     dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.cpu_group())
     return None if found[1] else int(found[0])

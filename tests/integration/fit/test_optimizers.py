@@ -140,6 +140,40 @@ def test_the_first_rank_with_rows_leads_where_rank_0_has_none():
     assert_alike(run_world(2, train_streamed), run_alone(train_streamed))
 
 
+def train_with_buffers() -> dict[str, Any]:
+    """Returns the outcome of a fit with batch norm, in whose last step only rank 0 has rows."""
+    model = make_parts()
+    model["g"].insert(1, nn.BatchNorm1d(8).double())
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+    trainer = cx.DistributedTrainer(model, optimizers=optimizers, train_step=gan_step)
+    trainer.fit(make_data(14), epochs=3, **SETTINGS)
+    return outcome_of(trainer)
+
+
+def test_buffers_stay_alike_where_a_rank_has_no_rows():
+    first, second = run_world(2, train_with_buffers)
+    assert first["fingerprint"] == second["fingerprint"]
+    assert first["losses"] == second["losses"]
+
+
+def sometimes_step(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+    """A step that updates by itself in every other step, and returns its loss in the others."""
+    x, y = batch
+    loss = cross_entropy(trainer.model(x), y)
+    return loss if trainer.step % 2 else trainer.optimize(loss)
+
+
+def train_sometimes() -> dict[str, Any]:
+    model = make_model("float64")
+    trainer = cx.DistributedTrainer(model, None, adam(model), train_step=sometimes_step)
+    trainer.fit(*make_rows(ROWS), epochs=2, **SETTINGS)
+    return outcome_of(trainer)
+
+
+def test_a_step_may_update_by_itself_in_some_steps_alone():
+    assert_alike(run_world(2, train_sometimes), run_alone(train_sometimes))
+
+
 class SaveAt(cx.callbacks.Callback):
     """Saves a checkpoint after a step."""
 
