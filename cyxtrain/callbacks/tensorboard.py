@@ -50,6 +50,8 @@ class TensorBoard(Callback):
         ConfigError: An argument is invalid.
     """
 
+    runs_last = True
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str] = "logs",

@@ -72,11 +72,12 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "adam: fit uses PyTorch's fused kernel by itself.": "fused_adam",
         "adamw: fit uses PyTorch's fused kernel by itself.": "adamw_torch adamw_hf adamw_torch_fused adamw_apex_fused",
         "sgd: With momentum, pass torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9).": "momentum nesterov",
-        "Pass the class, as in optimizer=torch.optim.NAdam; or an object with its own settings": (
-            "adadelta adamax nadam radam asgd rprop adafactor muon sparse_adam"
-        ),
+        "Muon is for weight matrices of hidden layers, and PyTorch advises AdamW for the rest: pass optimizers="
+        '{"matrices": torch.optim.Muon(matrices), "others": torch.optim.AdamW(others)}': "muon",
         "Pass an optimizer of another package, built with model.parameters()": (
-            "lion lamb lars ftrl adamw_bnb_8bit adamw_8bit paged_adamw_8bit paged_adamw_32bit lion_8bit"
+            "lion lamb lars ftrl adamw_bnb_8bit adamw_8bit paged_adamw_8bit paged_adamw_32bit lion_8bit "
+            "adabelief adan adahessian adopt apollo d_adaptation galore novograd prodigy ranger schedule_free "
+            "schedule_free_adamw shampoo soap sophia"
         ),
         "LBFGS evaluates the loss several times per step, which fit does not do: use 'adam' or 'sgd'": "lbfgs",
         "That is a loss: the order is DistributedTrainer(model, loss_fn, optimizer)": "cross_entropy bce mse mae huber",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.optim.optimizers import parameters_of
 from cyxtrain.parallel.finite import values_of
 
-# changes the gradients of parameters in place
-Clip = Callable[[Sequence[nn.Parameter]], object]
+# changes the gradients of parameters in place; returns their norm before, if it computes that
+Clip = Callable[[Sequence[nn.Parameter]], Tensor | None]
 
 _LEAST_NORM = 1e-3
 
@@ -30,9 +31,10 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
     own = {name: limit for name, limit in limits.items() if name in optimizers}
     clips = [(_on_values(partial(function, **{argument: own[name]})), optimizers[name]) for name in own]
 
-    def clip_each(_: Sequence[nn.Parameter]) -> None:
+    def clip_each(_: Sequence[nn.Parameter]) -> Tensor | None:
         for clip, optimizer in clips:
             clip(parameters_of(optimizer))
+        return None
 
     return clip_each
 
@@ -40,8 +42,8 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
 def _on_values(clip: Clip) -> Clip:
     """Return a function that also clips the values of sparse gradients."""
 
-    def clip_values(parameters: Sequence[nn.Parameter]) -> None:
-        clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
+    def clip_values(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        return clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
 
     return clip_values
 
@@ -69,7 +71,7 @@ def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
             parameter.grad.mul_(torch.where(norms > limits, limits / norms, 1.0))  # exactly 1 within the limit
 
 
-_CLIPS: Mapping[str, tuple[Callable[..., object], str]] = {
+_CLIPS: Mapping[str, tuple[Callable[..., Any], str]] = {
     "clip_norm": (nn.utils.clip_grad_norm_, "max_norm"),
     "clip_value": (nn.utils.clip_grad_value_, "clip_value"),
     "clip_adaptive": (clip_adaptive, "factor"),

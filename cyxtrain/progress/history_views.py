@@ -61,6 +61,8 @@ def _panels(columns: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[str,
     """Return (label, values, color) of each curve, by measured number."""
     found: dict[str, list[tuple[str, Sequence[float], str]]] = {}
     for name, values in columns.items():
+        if name.startswith("learning_rate") and len(set(values)) == 1:
+            continue  # a constant rate
         own = name.removeprefix("val_")
         kind = ("training", values, _TRAIN) if own == name else ("validation", values, _VALIDATION)
         found.setdefault(own, []).append(kind)

@@ -19,6 +19,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import output_parts, with_parts
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
@@ -86,14 +87,15 @@ class Evaluation:
         return f"Evaluation({', '.join(f'{name}={value:.6g}' for name, value in self._metrics.items())})"
 
 
-def evaluate(call: Call) -> Evaluation:
-    """Return loss, accuracy and metrics of a call of `DistributedTrainer.evaluate`."""
-    model, distributed = call.trainer.model, call.distributed
+def evaluate(call: Call, logged: LoggedNumbers) -> Evaluation:
+    """Return loss, accuracy, metrics and what is logged in a call of `DistributedTrainer.evaluate`."""
+    rows, distributed, hooks = call.rows, call.distributed, call.callbacks
+    run = partial(evaluate_rows, call.trainer.model, rows, distributed=distributed, logged=logged, callbacks=hooks)
     with call.running() as measured:
-        evaluation = evaluate_rows(model, call.rows, distributed=distributed, callbacks=call.callbacks, display=call)
+        evaluation = run(display=call)
         assert evaluation is not None
         measured.update(evaluation.to_dict())
-    return evaluation
+    return Evaluation(**{**measured, **logged.values(distributed=distributed)})
 
 
 def evaluate_rows(
@@ -101,6 +103,7 @@ def evaluate_rows(
     rows: CheckedData,
     *,
     distributed: bool,
+    logged: LoggedNumbers,
     should_stop: Callable[[], bool] = lambda: False,
     callbacks: Callbacks | None = None,
     display: Display | None = None,
@@ -113,11 +116,13 @@ def evaluate_rows(
         model: Not wrapped.
         rows: All of them.
         distributed: Whether the ranks share the work; otherwise this one does it all.
+        logged: Collects numbers of the user's own, which are returned with the others.
         should_stop: Called after each batch; returns whether to skip the rest.
         callbacks: Called with each batch.
         display: Of a fit that validates, or of this call.
     """
     loss, device = rows.loss, rows.placement.device
+    logged.reserved |= {*loss.shown, *rows.metrics.names}
     batches = rows.source.num_batches(rows.batch_size)
     totals = MetricSums(batches or 1, device, loss, rows.metrics)
     run = BatchRun(model, rows, "test", callbacks, display, distributed=distributed)
@@ -132,9 +137,10 @@ def evaluate_rows(
             totals.metrics.add(output, batch.answers, batch.rows)
         run.end_batch(batch, totals.lazy_values, totals.cheap_values)
 
-    is_stopped = run.all_batches(evaluate_batch, should_stop)
+    is_stopped = run.all_batches(evaluate_batch, should_stop, begin=logged.begin)
+    logged.rows = 1
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
-    return None if is_stopped else Evaluation(**measured)
+    return None if is_stopped else Evaluation(**measured, **logged.values(distributed=distributed))
 
 
 def predict(call: Call, pad_value: float | None = None) -> Any:

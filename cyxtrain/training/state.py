@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
@@ -33,6 +32,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, brief, warn
 from cyxtrain.metrics.loss import Loss
+from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, scaling_of, set_rates
 from cyxtrain.optim.optimizers import ONLY
 from cyxtrain.optim.precision import LossScale, make_loss_scale
@@ -504,14 +504,14 @@ class TrainerOptimizers:
         return next(iter(rates.values()))
 
     @property
-    def scheduler(self) -> LRScheduler | None:
+    def scheduler(self) -> Any:
         """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
-        return self._only_rates().scheduler
+        return given_schedule(self._only_rates().scheduler)
 
     @property
-    def schedulers(self) -> dict[str, LRScheduler | None]:
+    def schedulers(self) -> dict[str, Any]:
         """The learning-rate schedule of each optimizer by its name; as `scheduler`."""
-        return {name: rates.scheduler for name, rates in self._state.rates.items()}
+        return {name: given_schedule(rates.scheduler) for name, rates in self._state.rates.items()}
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""

@@ -24,6 +24,7 @@ from cyxtrain.data.batches.batch import Batch, Share
 from cyxtrain.data.batches.structure import map_output
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
@@ -58,6 +59,7 @@ class TrainingStep:
         state: Of the training; the step changes its optimizer, rates and loss scale.
         setup: How batches reach the model, and what is computed of its output.
         guard: Decides whether a step is taken.
+        logged: Numbers of the user's own; None: they are not kept.
         updates: What a train_step of the user's own may call; None: there is none.
 
     Attributes:
@@ -71,6 +73,7 @@ class TrainingStep:
         state: TrainingState,
         setup: ModelSetup,
         guard: FiniteGuard,
+        logged: LoggedNumbers | None = None,
         updates: Updates | None = None,
     ) -> None:
         self._ddp = ddp
@@ -82,6 +85,7 @@ class TrainingStep:
         self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
         self._rates = [*state.rates.values()]
         self._clip = make_clip(state.config, state.optimizers)
+        self._logged = logged or LoggedNumbers()
         self._scale, self._multiplier = state.loss_scale, 1.0
         self._before_update = state.callbacks.before_optimizer_step
         self._world_size = dist.get_world_size()
@@ -184,8 +188,8 @@ class TrainingStep:
             if steps:
                 if self._before_update is not None:
                     self._before_update(share.number)
-                if self._clip is not None:
-                    self._clip(self._parameters)
+                if self._clip is not None and (norm := self._clip(self._parameters)) is not None:
+                    self._logged.add_norm(norm, may_be_skipped=self.guard.defers_verdicts)
                 for step in steps:
                     step()
                 for rates in self._rates:
@@ -314,6 +318,7 @@ class TrainingStep:
 
     def _forward(self, batch: Batch) -> Result:
         self._ddp.expect_rows(batch.rows)
+        self._logged.rows = batch.rows
         output = self._setup.call(self._ddp.forward, batch)
         if self._setup.num_micro_batches is None:
             self._loss.check_shapes(output, batch.targets)  # there was no dry run

@@ -22,6 +22,7 @@ from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
+from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
@@ -62,7 +63,7 @@ _numbers = itertools.count(1)
 
 
 @names_checked
-class DistributedTrainer(TrainerOptimizers, TrainerSteps):
+class DistributedTrainer(TrainerOptimizers, TrainerSteps, NumberLogger):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -81,8 +82,9 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
             "r2"), functions of (output, target) that return a number per sample or their mean, and torchmetrics'
             objects; or several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
-            of `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
-            `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
+            of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
+            returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
+            it steps the schedule.
         schedulers: Instead of `scheduler`, those of several optimizers, by the optimizer's name.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
@@ -170,7 +172,8 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
 
     @property
     def _arguments(self) -> TrainerArguments:
-        return TrainerArguments(self.model, self._loss, self.optimizers, self._device, self._metrics, self._own_steps)
+        given = (self.model, self._loss, self.optimizers, self._device, self._metrics, self._own_steps)
+        return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
     def trained(self) -> nn.Module:
@@ -310,9 +313,9 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
         if history is not None:
             return history
         plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
-        with self._fit_context(plan, ddp):
+        with self._fit_context(plan, ddp) as logged:
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-            self._fit = FitLoop(self._state, plan, ddp, checkpoint)
+            self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
             stopped = self._fit.fit()
         return self._finish(plan, stopped)
 
@@ -346,11 +349,12 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
         return plan, ddp, checkpoint, header_lines
 
     @contextlib.contextmanager
-    def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:
-        """Set modes, precision and kernels for a fit; restore them, and the wrappers, afterwards."""
+    def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:
+        """Set modes, precision and kernels for a fit, and collect numbers; restore them, and wrappers, afterwards."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
+            logged = stack.enter_context(self._logging())
             stack.enter_context(float32_products(plan.config.float32_precision))
             for name in plan.fused_optimizers:
                 stack.enter_context(fused(self.optimizers[name]))
@@ -359,7 +363,7 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
-                yield
+                yield logged
             finally:
                 self._fit = None
                 for rates in self._state.rates.values():
@@ -407,7 +411,8 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
             distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
             options = {"steps": steps, "callbacks": callbacks, "verbose": verbose}
             rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed, **options)
-            evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed))
+            with self._logging() as logged:
+                evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed), logged)
         return evaluation.to_dict() if return_dict else evaluation
 
     def predict(
@@ -450,13 +455,15 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
         options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
-        return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
+        with self._logging():
+            return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
         source = open_rows(data, batch_size, self.config, distributed=distributed)
-        check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
-        return agree_on(check)[0] if distributed else check()[0]
+        with self._logging():
+            check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
+            return agree_on(check)[0] if distributed else check()[0]
 
     def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
@@ -555,7 +562,7 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps):
         check_names(type(self), self.model, self._own_steps)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
-        with recomputed(self._recomputed):
+        with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments, sources, first)
         for name, rates in self._state.rates.items():
             schedule = check_rates(rates, plan.config, plan.scheduled(rates))
@@ -576,7 +583,7 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
         owners={"trainer": trainer, "its state": state, **optimizers, **rates},
         of_fits=frozenset({*optimizers, *rates}),
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
-        local=frozenset({"_fit", "_wrappers", "_state"}),
+        local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
         given=trainer._arguments,
         is_fitting=trainer._fit is not None,
     )

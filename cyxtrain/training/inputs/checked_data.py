@@ -17,6 +17,7 @@ from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import brief
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.optim.optimizers import place_state
@@ -36,7 +37,13 @@ LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[s
 
 
 class TrainerArguments(NamedTuple):
-    """What a trainer was given; `loss_fn` with the factors of several losses, and steps of the user's own."""
+    """What a trainer was given.
+
+    Attributes:
+        loss_fn: With the factors of several losses.
+        steps: Of the user's own.
+        logged: What the dry run logs.
+    """
 
     model: nn.Module
     loss_fn: Any
@@ -44,6 +51,7 @@ class TrainerArguments(NamedTuple):
     device: str | torch.device
     metrics: Mapping[str, Any]
     steps: OwnSteps
+    logged: LoggedNumbers
 
 
 @dataclass(frozen=True, kw_only=True)

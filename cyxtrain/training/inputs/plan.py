@@ -58,6 +58,7 @@ class FitPlan:
         defers_verdicts: Whether all ranks compute on accelerators, and the host need not wait for a step.
         attempt: How often a launcher has restarted the ranks, at most.
         devices: Those in use and those visible, in words.
+        may_log: Whether this rank may log numbers of the user's own: the dry run has, or a callback may.
     """
 
     config: DistributedTrainingConfig
@@ -74,6 +75,7 @@ class FitPlan:
     defers_verdicts: bool = False
     attempt: int = 0
     devices: str = ""
+    may_log: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,6 +104,7 @@ class FitPlan:
             "validation": bool(self.validation),
             "metrics": self.measured,
             "larger_is_better": self.larger_is_better,
+            "may_log": self.may_log,
         }
 
     @property
@@ -276,6 +279,7 @@ def plan_fit(
     fused = tuple(name for name, each in optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
     ways = (fused, compiles_by_layer(model, config.compile, data.placement.device, world_size))
     plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
+    plan = replace(plan, may_log=callbacks.may_log or trainer.logged.has_any)
     _check_best(plan)
     _check_validation(plan)
     if config.log_every_n_batches and runtime.is_master():
@@ -312,7 +316,7 @@ def _facts(arguments: FitArguments, opened: Sources, trained: nn.Module, device:
 
 def _check_best(plan: FitPlan) -> None:
     best = plan.config.keep_best
-    if best is None:
+    if best is None or (best not in plan.measured and plan.may_log):
         return
     if best in plan.measured:
         if best.removeprefix("val_") not in plan.larger_is_better:

@@ -154,7 +154,8 @@ def fit_measured(**more: Any) -> dict[str, list[float]]:
 def test_history_has_metrics_of_training_and_validation_the_same_on_any_number_of_ranks():
     [alone] = everywhere(1, fit_measured)
     names = ["loss", "accuracy", "f1", "auc", "top_2", "confidence"]
-    assert list(alone) == ["loss", "accuracy", "val_loss", "val_accuracy", *names[2:], *(f"val_{n}" for n in names[2:])]
+    validated = [f"val_{name}" for name in names[2:]]
+    assert list(alone) == ["loss", "accuracy", "val_loss", "val_accuracy", *names[2:], *validated, "learning_rate"]
     for world_size in (2, 4):
         for found in run_world(world_size, fit_measured):
             for name, values in alone.items():
@@ -167,7 +168,7 @@ def test_a_history_with_metrics_is_written_and_read():
     assert cx.TrainingHistory.from_json(history.to_json()) == history
     header, *lines = history.to_csv().splitlines()
     assert header.split(",")[5:7] == ["train_f1", "train_auc"]
-    assert header.endswith("val_confidence")
+    assert header.endswith("val_confidence,learning_rate")
     assert float(lines[1].split(",")[5]) == history.metrics["f1"][1]
     assert "val_auc" in repr(history)
     for wrong in ({"metrics": 3}, {"metrics": {"f1": ["x"]}}):
@@ -237,7 +238,7 @@ def test_lines_and_batch_logs_have_metrics(capsys):
     out = capsys.readouterr().out
     assert "batch 2/5  loss" in out
     assert "val_f1 0." in out
-    assert list(read[0]) == ["loss", "accuracy", "f1", "auc", "top_2", "confidence"]
+    assert list(read[0]) == ["loss", "accuracy", "f1", "auc", "top_2", "confidence", "learning_rate"]
 
 
 def test_what_a_user_computes_alone_is_of_all_rows():

@@ -262,6 +262,25 @@ def test_callbacks_come_back_with_what_they_have_noted():
     assert (len(ours.losses), len(of_fit.losses)) == (4, 2)
 
 
+class Logging(cx.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.trainer.log("rank", self.trainer.get_rank(), reduce="max")
+
+
+def test_numbers_of_the_callers_own_come_back():
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        trainer.log("own loss", loss)
+        return loss
+
+    trainer = cx.DistributedTrainer(make_model(), loss_fn, callbacks=[Logging()])
+    history = trainer.fit(X, Y, **SETTINGS).history
+    assert history["own loss"] == pytest.approx(history["loss"])
+    assert history["rank"] == [RANKS - 1] * 2
+    evaluated = trainer.evaluate(X, Y)
+    assert evaluated["own loss"] == pytest.approx(evaluated["loss"])
+
+
 class Counting(nn.Module):
     """Keeps what no state_dict has: attributes, and a buffer that is not to be saved."""
 

@@ -103,8 +103,10 @@ ANSWERS = {
     "optimizer": {
         "adamw_torch": "'adamw'",
         "adamw_torch_fused": "'adamw'? fit uses PyTorch's fused kernel",
-        "adamax": "Pass the class",
-        "NAdam": "Pass the class",
+        "sparse_adam": "'sparseadam'",
+        "n-adam": "'nadam'",
+        "Muon": "PyTorch advises AdamW for the rest",
+        "shampoo": "of another package",
         "lion": "of another package",
         "lbfgs": "use 'adam' or 'sgd'",
         "cross_entropy": "the order is DistributedTrainer(model, loss_fn, optimizer)",
