@@ -17,6 +17,7 @@ from cyxtrain.errors import CheckpointError, ConfigError, brief
 from cyxtrain.optim.given_schedule import GivenSchedule, Schedule, given_schedule, is_schedule
 from cyxtrain.optim.learning_rates import ScheduleMaker, schedules_in
 from cyxtrain.optim.named_schedules import SCHEDULERS
+from cyxtrain.optim.optimizers import described_name
 
 # where PyTorch stores the states of schedules within a schedule
 _PARTS = "_schedulers"
@@ -118,7 +119,8 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
 
 
 def scheduler_facts(scheduler: LRScheduler | None, name: str) -> dict[str, Any]:
-    """Return what must be equal on every rank; `name`: what messages call it."""
+    """Return what must be equal on every rank; `name`: of the optimizer."""
+    name = described_name(name, "scheduler")
     if scheduler is None:
         return {f"the {name}": None}
     try:

@@ -34,7 +34,7 @@ from cyxtrain.errors import CheckpointError, ConfigError, brief, warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, scaling_of, set_rates
-from cyxtrain.optim.optimizers import ONLY
+from cyxtrain.optim.optimizers import ONLY, described_name
 from cyxtrain.optim.precision import LossScale, make_loss_scale
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.progress.history import TrainingHistory
@@ -167,6 +167,12 @@ class TrainingState:
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers by name; none in a notebook's worker that only evaluates."""
         return {name: rates.optimizer for name, rates in self.rates.items() if rates is not None}
+
+    @property
+    def parts_of_fits(self) -> dict[str, Any]:
+        """What only fits need, by its name in messages: the optimizers and their rates."""
+        optimizers = {f"the {described_name(name)}": each for name, each in self.optimizers.items()}
+        return optimizers | {described_name(name, "rates"): each for name, each in self.rates.items()}
 
     @property
     def trained(self) -> nn.Module:

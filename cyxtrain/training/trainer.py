@@ -26,7 +26,7 @@ from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
-from cyxtrain.optim.optimizers import OptimizerLike, described_name, fused, make_optimizers
+from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizers
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_schedulers, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
@@ -570,8 +570,7 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps, NumberLogger):
         with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments, sources, first)
         for name, rates in self._state.rates.items():
-            schedule = check_rates(rates, plan.config, plan.scheduled(rates))
-            facts |= scheduler_facts(schedule, described_name(name, "scheduler"))
+            facts |= scheduler_facts(check_rates(rates, plan.config, plan.scheduled(rates)), name)
         plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
@@ -582,11 +581,9 @@ class DistributedTrainer(TrainerOptimizers, TrainerSteps, NumberLogger):
 def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
     """Return what another process that runs the trainer's calls has as well: its layout is known to this module."""
     state = trainer._state
-    optimizers = {f"the {described_name(name)}": each for name, each in state.optimizers.items()}
-    rates = {described_name(name, "rates"): each for name, each in state.rates.items()}
     return TrainerParts(
-        owners={"trainer": trainer, "its state": state, **optimizers, **rates},
-        of_fits=frozenset({*optimizers, *rates}),
+        owners={"trainer": trainer, "its state": state, **state.parts_of_fits},
+        of_fits=frozenset(state.parts_of_fits),
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
         local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
         given=trainer._arguments,
