@@ -111,7 +111,7 @@ def _opened(
     """Return a batch, its settings and its form, and what must be the same on every rank."""
     rows, kept = _rows_of("train_on_batch", x), {name: getattr(state.config, name) for name in _KEPT}
     require(
-        not state.rates.ends_with_fit,
+        not any(rates.ends_with_fit for rates in state.rates.values()),
         "the schedule of this trainer ends with a fit, which train_on_batch has not: pass a scheduler of "
         "torch.optim.lr_scheduler, or set the rate with trainer.set_learning_rates.",
     )
