@@ -56,6 +56,8 @@ class Trainer(Protocol):
     @property
     def device_usage(self) -> dict[str, float]: ...  # noqa: D102
     @property
+    def metrics(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
     def metadata(self) -> dict[str, Any]: ...  # noqa: D102
     @property
     def history(self) -> TrainingHistory: ...  # noqa: D102

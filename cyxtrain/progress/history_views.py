@@ -20,7 +20,7 @@ _TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
 def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], path: Any = None) -> Figure:
     """Return a figure with a panel for each number, with training and validation; write it to `path` if given."""
     try:
-        from cyxtrain.progress.picture import Picture
+        from cyxtrain.environment.picture import Picture
     except ImportError as error:
         raise ConfigError("plot() needs matplotlib, which is not installed: pip install 'cyxtrain[plot]'.") from error
     panels = _panels(columns)

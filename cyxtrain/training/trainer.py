@@ -77,10 +77,10 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         optimizer: From torch.optim, a factory, or a name.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
             returns; 1 for others.
-        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names ("top_5",
-            "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse", "rmse",
-            "r2"), functions of (output, target) that return a number per sample or their mean, and torchmetrics'
-            objects; or several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
+        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
+            "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
+            sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
+            several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
             of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
             returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
@@ -176,6 +176,11 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
     def trained(self) -> nn.Module:
         """The model and, as one module with it, a loss that has its own parameters or buffers."""
         return self._state.trained
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics that the trainer was given, by name."""
+        return dict(self._metrics)
 
     @property
     def epoch(self) -> int:

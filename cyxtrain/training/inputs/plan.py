@@ -109,8 +109,8 @@ class FitPlan:
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
         sets = self.validation.items()
-        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
-        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
+        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.validated]
+        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.validated]
         return self.data.measured + first + named
 
     def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
@@ -123,7 +123,7 @@ class FitPlan:
     def larger_is_better(self) -> dict[str, bool]:
         """Which numbers of the history are better if larger, by name without val_; unknown ones are left out."""
         losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
-        found = {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
+        found = {**losses, "accuracy": True, **next(iter(self.validation.values()), self.data).metrics.larger_is_better}
         named = {f"{each}_{name}": better for each in self.validation for name, better in found.items()}
         return {**named, **found}
 
@@ -260,7 +260,7 @@ def plan_fit(
         **_facts(arguments, opened, trained, data.placement.device),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizer, trained),
-        "the metrics": data.metrics.names,
+        "the metrics": [*trainer.metrics],
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
         "_attempt": process_env.launched_run()[1],

@@ -212,6 +212,22 @@ def test_rows_of_different_lengths_and_dataclasses_come_back():
     torch.testing.assert_close(padded.scores, nn.utils.rnn.pad_sequence(expected, True, 7.0))
 
 
+def count_rows(outputs: Any, targets: Any) -> dict[str, float]:
+    return {"rows": len(targets), "ranks": cx.get_world_size(), "right": float((outputs.argmax(1) == targets).mean())}
+
+
+def test_workers_compute_metrics_over_whole_sets(tmp_path):
+    matrix = cx.metrics.ConfusionMatrix(tmp_path / "matrix.png")
+    trainer = trainer_of(metrics=[cx.metrics.WholeSet(count_rows), matrix, "f1_per_class"])
+    history = trainer.fit(X, Y, validation_data=(X, Y), **{**SETTINGS, "epochs": 1})
+    assert history.metrics["val_rows"] == [50]
+    assert history.metrics["val_ranks"] == [RANKS]
+    assert history.metrics["val_right"] == history.val_accuracies
+    assert "val_f1_class_2" in history.metrics
+    assert trainer.evaluate(X, Y)["rows"] == 50
+    assert (tmp_path / "matrix.png").exists()
+
+
 class Noting(cx.callbacks.Callback):
     """Keeps what it sees, as its user reads it afterwards."""
 

@@ -97,7 +97,9 @@ ANSWERS = {
         "mean_absolute_error": "'mae'",
         "root_mean_squared_error": "'rmse'",
         "r2_score": "'r2'",
-        "balanced_accuracy": "'recall'? It is the mean over classes",
+        "balanced_accuracy": "'recall_macro'? It is the mean over classes",
+        "bleu": "Pass a function of all outputs and targets, as in metrics={'mine': cx.metrics.WholeSet(function)}.",
+        "classification_report": "Pass metrics=[cx.metrics.ConfusionMatrix()], which draws it.",
         "mcc": "'matthews'",
     },
     "optimizer": {
