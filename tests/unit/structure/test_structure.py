@@ -89,7 +89,7 @@ INSIDE = {
         "updates",
         "step",
         "stopping checkpoint_manager resume evaluation header delegation",
-        "fit_loop",
+        "fit_loop on_batch",
         "trainer amp_trainer",
     ],
 }
