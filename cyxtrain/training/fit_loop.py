@@ -31,14 +31,13 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.own_steps import StepCall
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
 from cyxtrain.training.trained import params_without_optimizer, warn_of_params_without_optimizer
-from cyxtrain.training.updates import Updates
+from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
@@ -91,7 +90,7 @@ class FitLoop:
             ddp.use_reports()
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device)
-        self._updates = Updates(state, plan, ddp) if isinstance(plan.data.call, StepCall) else None
+        self._updates = make_updates(state, plan, ddp)
         self._exchange_signals = (self._updates or ddp).exchange_signals
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
@@ -152,7 +151,7 @@ class FitLoop:
         with contextlib.ExitStack() as stack:
             stack.callback(self._release_data)
             if self._updates is not None:
-                stack.callback(self._updates.close)
+                stack.enter_context(self._updates)
             stack.enter_context(freed_memory_kept())
             stack.enter_context(contextlib.closing(self._manager))
             stack.enter_context(contextlib.closing(self._callbacks))

@@ -30,6 +30,7 @@ from cyxtrain.optim.factors import Number, as_double, quotient, times
 from cyxtrain.optim.optimizer_step import OptimizerStep
 from cyxtrain.optim.optimizers import described_name, parameters_of
 from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.own_steps import StepCall, accumulation_excludes, checked_loss, what_needs_all_rows
@@ -63,7 +64,7 @@ class Updates:
         self._names, self._device = [*state.rates], plan.data.placement.device
         self.parts: dict[str, _Part] = {}
         self.made = False
-        self._signals: Sequence[float] = ()
+        self._signals: Sequence[float] = [0.0] * NUM_SIGNALS
         self._received: list[float] | None = None
         for name in self._names if self._call.optimizes else ():
             self._part(name)
@@ -131,7 +132,10 @@ class Updates:
         """Return how long this rank has averaged gradients in updates since the last call."""
         return sum(part.ddp.seconds_communicated() for part in self.parts.values())
 
-    def close(self) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         """Remove the hooks from the parameters."""
         for part in self.parts.values():
             part.ddp.close()
@@ -251,6 +255,11 @@ class Updates:
         totals = torch.cat([as_double(each, device) for each in numbers])
         dist.all_reduce(totals, group=runtime.cpu_group() if device.type == "cpu" else dist.group.WORLD)
         return totals.tolist() if device.type == "cpu" else totals.unbind()
+
+
+def make_updates(state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> Updates | None:
+    """Return what the steps of the user's own may call; None: there are none."""
+    return Updates(state, plan, ddp) if isinstance(plan.data.call, StepCall) else None
 
 
 class _Owned(nn.Module):

@@ -25,6 +25,7 @@ from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
 from cyxtrain.training.state import TrainerView, TrainingState
 from cyxtrain.training.step import TrainingStep
+from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
 
@@ -134,9 +135,10 @@ def _step(
         seed_generators(config.seed, 0, state.position.step, rank, device)
         put_into_training(state.model, *data.loss.modules)
         guard = FiniteGuard(ddp, config.on_nonfinite, state.position, device, state.loss_scale)
-        step = TrainingStep(ddp, state, data, guard)
+        updates = make_updates(state, plan, ddp)
+        step = TrainingStep(ddp, state, data, guard, updates=updates)
         shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
-        with contextlib.closing(shares):  # type: ignore[type-var]
+        with contextlib.closing(shares), updates or contextlib.nullcontext():  # type: ignore[type-var]
             share = next(shares)
             logged.begin(share.rows, 0)
             step(share)
