@@ -271,11 +271,7 @@ class Callbacks:
         self._callbacks = list(callbacks)
         self.stop_reason = ""
         """Why the latest one to set `stop_training` did so; "": none has."""
-        self._batch_begin = [each for each in self._callbacks if _overrides(each, "on_train_batch_begin")]
-        self._before_step = [each for each in self._callbacks if _overrides(each, "on_before_optimizer_step")]
-        self._batch_end = [each for each in self._callbacks if _overrides(each, "on_train_batch_end")]
-        hooks = [f"on_{kind}_batch_{when}" for kind in _FLAGS for when in ("begin", "end")]
-        self._outside_fit = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in hooks}
+        self._overriding = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in _HOOKS}
 
     def set_trainer(self, trainer: Trainer, params: dict[str, Any]) -> None:
         """Set the trainer and the parameters of each."""
@@ -295,11 +291,6 @@ class Callbacks:
         kinds = {type(callback) for callback in self._callbacks}
         return any(kind is LambdaCallback or not kind.__module__.startswith("cyxtrain.") for kind in kinds)
 
-    def on_train_batch_begin(self, batch: int) -> None:
-        """Call the hook of those that override it."""
-        for callback in self._batch_begin:
-            callback.on_train_batch_begin(batch, {})
-
     @property
     def on_all_ranks(self) -> list[str]:
         """The names of those that every rank must have."""
@@ -313,11 +304,10 @@ class Callbacks:
     @property
     def before_optimizer_step(self) -> Callable[[int], None] | None:
         """Calls the hook of those that override it; None: none does."""
-        return self.on_before_optimizer_step if self._before_step else None
+        return self._on_before_optimizer_step if self._overriding["on_before_optimizer_step"] else None
 
-    def on_before_optimizer_step(self, batch: int) -> None:
-        """Call the hook of those that override it."""
-        for callback in self._before_step:
+    def _on_before_optimizer_step(self, batch: int) -> None:
+        for callback in self._overriding["on_before_optimizer_step"]:
             callback.on_before_optimizer_step(batch, {})
 
     def on_exception(self, exception: BaseException) -> None:
@@ -326,16 +316,9 @@ class Callbacks:
             with contextlib.suppress(Exception):
                 callback.on_exception(exception)
 
-    def on_train_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
-        """Call the hook of those that override it, with logs of `look`."""
-        if self._batch_end:
-            with contextlib.closing(BatchLogs(look)) as logs:
-                for callback in self._batch_end:
-                    self._run(callback, "on_train_batch_end", batch, logs)
-
     def sees_batches(self, kind: str) -> bool:
         """Return whether any overrides a hook of the batches of a "test" or of "predict"."""
-        return any(self._outside_fit[f"on_{kind}_batch_{when}"] for when in ("begin", "end"))
+        return any(self._overriding[f"on_{kind}_batch_{when}"] for when in ("begin", "end"))
 
     def begin_batches(self, kind: str) -> None:
         """Withdraw earlier requests to end a "test" or "predict"."""
@@ -350,16 +333,16 @@ class Callbacks:
         )
 
     def on_batch_begin(self, kind: str, batch: int) -> None:
-        """Call the hook of those that override it."""
-        for callback in self._outside_fit[f"on_{kind}_batch_begin"]:
-            getattr(callback, f"on_{kind}_batch_begin")(batch, {})
+        """Call the hook of a batch of a "train", "test" or "predict" of those that override it."""
+        for callback in self._overriding[f"on_{kind}_batch_begin"]:
+            self._run(callback, f"on_{kind}_batch_begin", batch, {})
 
     def on_batch_end(self, kind: str, batch: int, look: Callable[[], dict[str, Callable[[], Any]]]) -> None:
         """Call the hook of those that override it, with logs of `look`."""
-        if callbacks := self._outside_fit[f"on_{kind}_batch_end"]:
+        if callbacks := self._overriding[f"on_{kind}_batch_end"]:
             with contextlib.closing(BatchLogs(look)) as logs:
                 for callback in callbacks:
-                    getattr(callback, f"on_{kind}_batch_end")(batch, logs)
+                    self._run(callback, f"on_{kind}_batch_end", batch, logs)
 
     def close(self) -> None:
         """Close each."""
