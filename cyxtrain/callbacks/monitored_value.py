@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.config.settings import require, require_choice, require_integer, unknown_name
+from cyxtrain.config.settings import is_number, require, require_choice, require_integer, unknown_name
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.world import runtime
 
@@ -127,10 +127,7 @@ class Monitoring(Callback):
 
 def require_float(owner: str, name: str, value: object) -> None:
     """Raise a ConfigError unless a value is a number."""
-    require(
-        isinstance(value, (int, float)) and not isinstance(value, bool),
-        f"{owner}.{name} must be a number, got {value!r}.",
-    )
+    require(is_number(value), f"{owner}.{name} must be a number, got {value!r}.")
 
 
 def require_count(owner: str, **values: object) -> None:

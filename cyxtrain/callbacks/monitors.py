@@ -141,8 +141,7 @@ class ThroughputMonitor(_Recording):
 
     def __init__(self, every_n_steps: int = 50) -> None:
         super().__init__(every_n_steps)
-        self._since = 0.0
-        self._steps = 0
+        self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Reset."""

@@ -111,16 +111,13 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         self.verbose = verbose
         self.cooldown = cooldown
         self.min_lr = min_lr
-        self._reset()
-
-    def _reset(self) -> None:
-        self.best = self.worst
-        self.wait = 0
-        self.cooldown_counter = 0
+        self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Reset."""
-        self._reset()
+        self.best = self.worst
+        self.wait = 0
+        self.cooldown_counter = 0
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         value = self.value_in(logs)

@@ -102,7 +102,11 @@ class MetricSums:
 
     def over_ranks(self, group: Any) -> dict[str, float]:
         """Return loss, accuracy and metrics over all ranks; collective."""
-        return _measured(self.sums_over_ranks(group), self._loss) | self.metrics.over_ranks()
+        # The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
+        # rank, the result has the same bits on any number of ranks.
+        table = self.table.clone()
+        dist.all_reduce(table, group=group)
+        return _measured(exact_sums(table), self._loss) | self.metrics.over_ranks()
 
     def local_values(self) -> dict[str, float]:
         """Return loss, accuracy and metrics of this rank."""
@@ -135,16 +139,6 @@ class MetricSums:
     def _cheap(self, tables: Mapping[str, Tensor]) -> dict[str, float]:
         own, *means = tables.items()
         return _measured(exact_sums(own[1]), self._loss) | {name: mean_of(sums) for name, sums in means}
-
-    def sums_over_ranks(self, group: Any) -> list[float]:
-        """Return the sums over all rows and ranks; collective.
-
-        The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
-        rank, the result has the same bits on any number of ranks.
-        """
-        table = self.table.clone()
-        dist.all_reduce(table, group=group)
-        return exact_sums(table)
 
 
 def _copied(values: Iterable[Any]) -> tuple[Any, ...]:
