@@ -397,11 +397,7 @@ class Callbacks:
 
 
 def checked_callbacks(callbacks: Any) -> list[Callback]:
-    """Return the callbacks that a user passed: one, several, or None.
-
-    Raises:
-        ConfigError: One is not a callback, or has a method `on_...` that is no hook.
-    """
+    """Return the callbacks that a user passed: one, several, or None."""
     found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
     for callback in found:
         if not isinstance(callback, Callback):

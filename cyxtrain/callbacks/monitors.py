@@ -206,12 +206,7 @@ class SlowRankMonitor(Callback):
 
 
 def slow_rank(ranks: Sequence[dict[str, float]], threshold: float) -> tuple[int | None, str]:
-    """Return (slow rank, "data" or "compute"), (None, "communication") or (None, "").
-
-    Args:
-        ranks: Seconds of each part of a step, by rank; two or more.
-        threshold: As in `SlowRankMonitor`.
-    """
+    """Return (slow rank, "data" or "compute"), (None, "communication") or (None, "")."""
     own = [_own(parts) for parts in ranks]
     rank = max(range(len(ranks)), key=own.__getitem__)
     if own[rank] > threshold * _others_mean(own, rank):

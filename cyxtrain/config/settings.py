@@ -72,11 +72,7 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
 def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[str, str] = {}) -> str:
     """Return a sentence with what a name means, with the known name that is spelled alike, or with all of them.
 
-    Args:
-        name: Not one of `known`.
-        known: Our names.
-        what: Their kind, as for `meanings`.
-        places: How to set arguments of other calls, by name.
+    `what` is their kind, as for `meanings`; `places` tells how to set arguments of other calls.
     """
     if not known:
         return "It has none."

@@ -122,11 +122,7 @@ def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype) 
 
 
 class HostCopy:
-    """An asynchronous copy of numbers to the host.
-
-    Args:
-        tensor: Dense and contiguous. On the CPU it is taken as it is.
-    """
+    """An asynchronous copy of a dense and contiguous tensor to the host; on the CPU the tensor itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()
@@ -173,11 +169,7 @@ def _module_of(device: torch.device) -> Any:
 
 
 class Stopwatch:
-    """Measures how long the current stream of a device spends in a context, without stopping the host.
-
-    Args:
-        device: An accelerator, with its number.
-    """
+    """Measures how long an accelerator's current stream spends in a context, without stopping the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

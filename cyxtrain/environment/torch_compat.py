@@ -147,12 +147,7 @@ def has_fused_kernels(device_type: str) -> bool:
 
 
 def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
-    """Return whether hooks, or a method other than the class's original `step`, see each step.
-
-    Args:
-        optimizer: Its hooks, and the hooks of all optimizers, count.
-        method: The class's `step` when the optimizer was first looked at.
-    """
+    """Return whether hooks, or a method other than `method`, the class's original `step`, see each step."""
     own = vars(optimizer).get("step", method)
     if getattr(own, "_wrapped_by_lr_sched", False):  # PyTorch's schedules only record the call
         own = own.__wrapped__

@@ -156,10 +156,8 @@ class Loss:
 
         A loss of torch.nn gives a sum, which is 0 then. Gathered rows have gradients in each backward: other ranks
         wait for them.
-
-        Args:
-            is_accelerator: Reading weights would wait for the device: then losses of 0, and not 0 / 0, add zeros.
         """
+        # Reading weights would wait for an accelerator: there, losses of 0, and not 0 / 0, add zeros.
         may_be_empty = self.counts_terms and not self.is_known and not self.gathers
         known = [is_accelerator and each.is_known for each in self.by_output.values()]
         gives_sums = self.uses_num_items or (self.used is not None and self.used.is_known and self.used.counts_terms)
@@ -196,12 +194,9 @@ class Loss:
         return target.to(dtype if wants_floats else torch.int64)
 
     def inspect(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
-        """Set the weighting by the data, which is of the same kind on every rank.
+        """Set the weighting by the targets, of the same kind on every rank.
 
-        Args:
-            targets: Of all rows, or of some.
-            are_all: Whether there are no other rows, which may have a class number that does not count.
-            rows_have_weights: Whether sample_weight or class_weight is given.
+        Unless these `are_all`, other rows may have a class number that does not count.
         """
         function = self.function
         if self.used is not None:

@@ -209,11 +209,7 @@ class TerminalDisplay(PlainDisplay):
 
 
 class LauncherDisplay(PlainDisplay):
-    """A bar that `cyxtrain launch` keeps below the lines of all ranks: text that ends with a carriage return.
-
-    Args:
-        columns: How many characters the launcher shows.
-    """
+    """A bar that `cyxtrain launch` keeps below the lines of all ranks: text that ends with a carriage return."""
 
     def __init__(self, columns: int, clock: Clock = time.perf_counter) -> None:
         super().__init__(clock)

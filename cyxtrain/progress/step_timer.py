@@ -63,12 +63,7 @@ class SeenPart(Part):
 
 
 class StepTimer:
-    """The parts of an epoch's steps.
-
-    Args:
-        device: That computes.
-        profiles: Whether the parts appear in a trace; a GPU is then waited for after each part.
-    """
+    """The parts of an epoch's steps; if it profiles, they are in the trace, and a GPU is waited for after each."""
 
     def __init__(self, device: torch.device, *, profiles: bool) -> None:
         parts = [SeenPart(name, device) if profiles else Part(name) for name in PARTS]
