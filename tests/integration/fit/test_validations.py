@@ -133,7 +133,9 @@ class StopsAt(cx.callbacks.Callback):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-@pytest.mark.parametrize("freq", [{"validate_every_n_steps": 4}, {"validation_freq": 0.4}])
+@pytest.mark.parametrize(
+    "freq", [{"validate_every_n_steps": 4}, pytest.param({"validation_freq": 0.4}, marks=pytest.mark.nightly)]
+)
 def test_a_fit_resumes_between_and_within_validations(freq, tmp_path):
     early = {"monitor": "val_f1", "patience": 9, "restore_best_weights": True}
 
