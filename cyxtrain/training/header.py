@@ -63,7 +63,6 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         ("device", plan.devices),
         *_precision(model, plan),
         ("model", _model(model, plan)),
-        *([("train_step", step)] if (step := plan.data.call.describe_step()) else []),
         *_flops(plan),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
         ("optimizer", _optimizer(state, plan)),

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
@@ -23,8 +22,10 @@ from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
+from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
+from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
@@ -46,9 +47,10 @@ from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
-from cyxtrain.training.model.own_steps import StepLike, TrainerSteps, check_names
+from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
@@ -63,7 +65,7 @@ _numbers = itertools.count(1)
 
 
 @names_checked
-class DistributedTrainer(TrainerSteps):
+class DistributedTrainer(BatchCalls, NumberLogger):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -76,13 +78,14 @@ class DistributedTrainer(TrainerSteps):
         optimizer: From torch.optim, a factory, or a name.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
             returns; 1 for others.
-        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names ("top_5",
-            "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse", "rmse",
-            "r2"), functions of (output, target) that return a number per sample or their mean, and torchmetrics'
-            objects; or several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
+        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
+            "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
+            sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
+            several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
-            of `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
-            `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
+            of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
+            returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
+            it steps the schedule.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
         ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
@@ -95,7 +98,7 @@ class DistributedTrainer(TrainerSteps):
 
     Attributes:
         model: The unwrapped model.
-        loss_fn, loss_weights: As given.
+        loss_fn, loss_weights, metrics: As given; metrics by name.
         optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
@@ -133,7 +136,7 @@ class DistributedTrainer(TrainerSteps):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self._metrics = metrics_by_name(metrics)
+        self.metrics = metrics_by_name(metrics)
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
@@ -158,6 +161,7 @@ class DistributedTrainer(TrainerSteps):
             **vars(self),
             "_wrappers": [],
             "_fit": None,
+            "_batch_plan": None,
             "_state": replace(self._state, callbacks=Callbacks(), data=dict),
         }
 
@@ -167,7 +171,8 @@ class DistributedTrainer(TrainerSteps):
 
     @property
     def _arguments(self) -> TrainerArguments:
-        return TrainerArguments(self.model, self._loss, self.optimizer, self._device, self._metrics, self._own_steps)
+        given = (self.model, self._loss, self.optimizer, self._device, self.metrics, self._own_steps)
+        return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
     def trained(self) -> nn.Module:
@@ -190,50 +195,13 @@ class DistributedTrainer(TrainerSteps):
         return self._state.config
 
     @property
-    def scheduler(self) -> LRScheduler | None:
+    def scheduler(self) -> Any:
         """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
-        return self._state.rates.scheduler
+        return given_schedule(self._state.rates.scheduler)
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
         self._state.rates.set_checked(rates)
-
-    @property
-    def step_seconds(self) -> list[dict[str, float]]:
-        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
-
-        Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
-        communication over NCCL, how long the GPU waited.
-        """
-        return self._state.step_seconds
-
-    @property
-    def device_usage(self) -> dict[str, float]:
-        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
-
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
-        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
-        """
-        return self._state.device_usage
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
-        return self._state.metadata
-
-    @property
-    def history(self) -> TrainingHistory:
-        """The metrics of the latest fit, even of one that was stopped."""
-        return self._state.history
-
-    @property
-    def stop_training(self) -> bool:
-        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
-        return self._state.stop_training
-
-    @stop_training.setter
-    def stop_training(self, value: bool) -> None:
-        self._state.request_stop(bool(value))
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
         """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
@@ -317,9 +285,9 @@ class DistributedTrainer(TrainerSteps):
         if history is not None:
             return history
         plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
-        with self._fit_context(plan, ddp):
+        with self._fit_context(plan, ddp) as logged:
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-            self._fit = FitLoop(self._state, plan, ddp, checkpoint)
+            self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
             stopped = self._fit.fit()
         return self._finish(plan, stopped)
 
@@ -339,25 +307,44 @@ class DistributedTrainer(TrainerSteps):
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
         self._check_same_call("fit", works_alone=False)
-        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
-        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
-        plan = plan.merged_with(facts_by_rank)
+        plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error():
-            warn_of_data(facts_by_rank)
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            trained = trained_with(self.model, self._state.loss, plan.data.call.step)
-            ddp = DistributedDataParallel(trained, self.ddp_config)
-        return plan, ddp, checkpoint, header_lines
+            return plan, self._wrapped(plan), checkpoint, header_lines
+
+    def _wrapped(self, plan: FitPlan) -> DistributedDataParallel:
+        """Return the model, or a step of the user's own, so that backward averages gradients."""
+        trained = trained_with(self.model, self._state.loss, plan.data.call.step)
+        return DistributedDataParallel(trained, self.ddp_config)
+
+    def _agreed_plan(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
+    ) -> FitPlan:
+        """Return the plan of a fit; `has_all_rows`: whether no others will be trained on by it. All ranks call it."""
+        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
+        sources[0].is_whole &= has_all_rows
+        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
+        plan = plan.merged_with(facts_by_rank)
+        with ending_group_on_error():
+            warn_of_data(facts_by_rank)
+        return plan
+
+    def _begin_batch(self, call: str) -> None:
+        """Join the world, and check that all ranks make the same call, outside a fit."""
+        if self._fit is not None:
+            raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
+        self._check_same_call(call, works_alone=False)
 
     @contextlib.contextmanager
-    def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:
-        """Set modes, precision and kernels for a fit; restore them, and the wrappers, afterwards."""
+    def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:
+        """Set modes, precision and kernels for a fit, and collect numbers; restore them, and wrappers, afterwards."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
+            logged = stack.enter_context(self._logging())
             stack.enter_context(float32_products(plan.config.float32_precision))
             if plan.uses_fused_optimizer:
                 stack.enter_context(fused(self.optimizer))
@@ -366,7 +353,7 @@ class DistributedTrainer(TrainerSteps):
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
-                yield
+                yield logged
             finally:
                 self._fit = None
                 self._state.rates.note_rates()
@@ -413,7 +400,8 @@ class DistributedTrainer(TrainerSteps):
             distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
             options = {"steps": steps, "callbacks": callbacks, "verbose": verbose}
             rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed, **options)
-            evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed))
+            with self._logging() as logged:
+                evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed), logged)
         return evaluation.to_dict() if return_dict else evaluation
 
     def predict(
@@ -456,13 +444,15 @@ class DistributedTrainer(TrainerSteps):
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
         options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
-        return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
+        with self._logging():
+            return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
         source = open_rows(data, batch_size, self.config, distributed=distributed)
-        check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
-        return agree_on(check)[0] if distributed else check()[0]
+        with self._logging():
+            check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
+            return agree_on(check)[0] if distributed else check()[0]
 
     def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
@@ -561,7 +551,7 @@ class DistributedTrainer(TrainerSteps):
         check_names(type(self), self.model, self._own_steps)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
-        with recomputed(self._recomputed):
+        with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments, sources, first)
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
@@ -579,7 +569,7 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
     return TrainerParts(
         owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
-        local=frozenset({"_fit", "_wrappers", "_state"}),
+        local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
         given=trainer._arguments,
         is_fitting=trainer._fit is not None,
     )

@@ -21,6 +21,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
 from cyxtrain.training.inputs.plan import FitPlan, place_of
@@ -55,7 +56,9 @@ def stop_requested_in(checkpoint: CheckpointState) -> bool:
     return any(each.get("stop") is True for each in checkpoint.ranks)
 
 
-def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, device: torch.device) -> None:
+def restore_rank(
+    checkpoint: CheckpointState, source: str, totals: MetricSums, logged: LoggedNumbers, device: torch.device
+) -> None:
     """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch.
 
     Raises:
@@ -70,8 +73,10 @@ def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, d
             set_generators(ranks[rank]["generators"], device)
             totals.restore(tables[rank])
             totals.metrics.merge([ranks[rank].get("metrics", {})])
+            logged.restore([ranks[rank].get("logged", {})])
             return
         totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
+        logged.restore([each.get("logged", {}) for each in ranks[rank::world_size]])
         if rank == 0:
             # Added up once: which rank has counted what changes only the last bits of the result.
             totals.restore([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
@@ -134,7 +139,7 @@ def _begin_or_resume(
     found = find_checkpoint(plan, state)
     data = plan.digests()
     if found is None:
-        plan = _with_batch_norm_checked(state, plan)
+        plan = with_batch_norm_checked(state, plan)
         scheduled = plan.schedule_steps(plan.warmup_steps if state.rates.warms_up_first else 0)
         _check_schedule(plan, state.rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
         _warn_of_warmup(plan)
@@ -203,10 +208,10 @@ def _resume_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointStat
     plan.feed.check_world(checkpoint.world_size, place_of(state.position))
     plan.feed.resume_from(state.position.effective_batch_size)
     plan.feed.load_state_dict(checkpoint.others.get("data", {}))
-    return _with_batch_norm_checked(state, plan)
+    return with_batch_norm_checked(state, plan)
 
 
-def _with_batch_norm_checked(state: TrainingState, plan: FitPlan) -> FitPlan:
+def with_batch_norm_checked(state: TrainingState, plan: FitPlan) -> FitPlan:
     """Refuse rows that batch norm cannot train on, now that each rank's rows of a step are known."""
     check_single_rows(state.model, plan)
     empty, micro_batches = part_without_rows(state.model, plan), plan.feed.micro_batches
