@@ -348,12 +348,8 @@ class FitLoop:
         self._logged.reset()
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
         best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
-        if (
-            runtime.is_master()
-            and best
-            and is_first
-            and best not in (*self._plan.measured, *self._state.history.history)
-        ):
+        is_missing = best and best not in (*self._plan.measured, *self._state.history.history)
+        if is_first and is_missing and runtime.is_master():
             warn(
                 f"keep_best={best!r}: the first epoch has no such number (available: {', '.join(self._logs())}). No "
                 "checkpoint is the best one until it is logged."
