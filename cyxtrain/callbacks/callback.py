@@ -36,11 +36,14 @@ class Trainer(Protocol):
     """What a callback may use of the `DistributedTrainer` that calls it; its docstrings tell what each is."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...  # noqa: D102
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...  # noqa: D102
     @property
     def trained(self) -> nn.Module: ...  # noqa: D102
     @property
@@ -51,6 +54,8 @@ class Trainer(Protocol):
     def config(self) -> DistributedTrainingConfig: ...  # noqa: D102
     @property
     def scheduler(self) -> Any: ...  # noqa: D102
+    @property
+    def schedulers(self) -> dict[str, Any]: ...  # noqa: D102
     @property
     def step_seconds(self) -> list[dict[str, float]]: ...  # noqa: D102
     @property
