@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -68,15 +68,8 @@ class Trainer(Protocol):
     def history(self) -> TrainingHistory: ...  # noqa: D102
 
     def set_learning_rates(self, rates: Sequence[float]) -> None: ...  # noqa: D102
-    def log(  # noqa: D102
-        self,
-        name: str,
-        value: Any,
-        *,
-        reduce: Literal["mean", "sum", "max", "min", "last"] = "mean",
-        weight: Any = None,
-        larger_is_better: bool | None = None,
-    ) -> None: ...
+    @property
+    def log(self) -> Callable[..., None]: ...  # noqa: D102
     def evaluate(  # noqa: D102
         self,
         X: Any,  # noqa: N803

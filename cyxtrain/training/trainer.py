@@ -24,6 +24,7 @@ from cyxtrain.config.settings import names_checked, require_choice, require_inte
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
+from cyxtrain.metrics.named_losses import name_of_loss
 from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizers
@@ -568,12 +569,3 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
         given=trainer._arguments,
         is_fitting=trainer._fit is not None,
     )
-
-
-def name_of_loss(loss_fn: Any) -> str:
-    """Return a loss as a name."""
-    if isinstance(loss_fn, Mapping):
-        return ", ".join(f"{name}: {name_of_loss(each)}" for name, each in loss_fn.items()).join("{}")
-    if loss_fn is None or isinstance(loss_fn, str):
-        return loss_fn or "the model's own"
-    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
