@@ -34,7 +34,7 @@ from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
-from cyxtrain.training.evaluation import Evaluation, evaluate, predict
+from cyxtrain.training.evaluation import Evaluation, evaluate, predict, predict_to_folder
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
@@ -418,6 +418,7 @@ class DistributedTrainer(TrainerSteps):
         *,
         batch_size: int | None = None,
         distributed: bool = True,
+        output_dir: str | os.PathLike[str] | None = None,
         pad_value: float | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         steps: int | None = None,
@@ -429,6 +430,8 @@ class DistributedTrainer(TrainerSteps):
             X: Rows, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
             distributed: As in `evaluate`.
+            output_dir: A folder, which all ranks see: each rank writes the rows that it predicts there, shard by shard,
+                and the result is what `cyxtrain.open_predictions` returns. If it was killed, the same call continues.
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.
             callbacks: As in `evaluate`.
@@ -446,13 +449,15 @@ class DistributedTrainer(TrainerSteps):
             CollectiveMismatchError: Ranks make different calls.
         """
         given: dict[str, Any] = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
-        given |= {"steps": steps, "verbose": verbose}
+        given |= {"steps": steps, "verbose": verbose, "output_dir": output_dir}
         if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
+        options: dict[str, Any] = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
+        options["output_dir"] = output_dir
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
-        return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
+        call = Call("predict", self, rows, callbacks, verbose, distributed=distributed)
+        return predict(call, pad_value) if output_dir is None else predict_to_folder(call, output_dir, pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""

@@ -66,14 +66,7 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
 
 def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each tensor as Python reaches it, such as "X['image']" or "y[0]", and the tensor."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, dict):
-        for key, part in tree.items():
-            yield from leaves(part, f"{name}[{key!r}]")
-    elif tree is not None:
-        for number, part in enumerate(tree):
-            yield from leaves(part, f"{name}[{number}]")
+    return output_parts(tree, name)
 
 
 def tensors(tree: Tree | None) -> list[Tensor]:

@@ -45,10 +45,10 @@ class BatchRun:
         kind: str,
         callbacks: Callbacks | None,
         display: Display | None,
-        *,
-        distributed: bool,
         group: int = 0,
         done: frozenset[int] = frozenset(),
+        *,
+        distributed: bool,
     ) -> None:
         self._model, self._rows, self._kind, self._distributed = model, rows, kind, distributed
         self._callbacks, self._display = callbacks or Callbacks(), display or Display()
