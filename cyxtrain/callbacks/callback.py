@@ -3,9 +3,11 @@
 on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
                   on_train_batch_end
                -> on_test_begin -> for each batch: on_test_batch_begin, on_test_batch_end -> on_test_end (validation)
-               -> on_epoch_end -> ... -> on_train_end
+               -> on_validation_end -> on_epoch_end -> ... -> on_train_end
 evaluate:         on_test_begin -> ... -> on_test_end
 predict:          on_predict_begin -> for each batch: on_predict_batch_begin, on_predict_batch_end -> on_predict_end
+
+A validation within an epoch follows the on_train_batch_end of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import names_checked, unknown_name
 from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
@@ -115,6 +117,11 @@ class Callback:
     stop_reason = ""
     """Why it stops the fit, for the line that rank 0 prints; "": its class name."""
 
+    def __init_subclass__(cls) -> None:
+        """Let our own constructors answer unknown arguments as `fit` does."""
+        if cls.__module__.startswith(f"{__package__}."):
+            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
+
     @property
     def model(self) -> nn.Module:
         """The model that is trained, not wrapped."""
@@ -175,6 +182,12 @@ class Callback:
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
         """It is done."""
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """A validation is complete, within an epoch or at its end; logs have "val_loss" and others.
+
+        It is the last row of `trainer.history.validations`. `stop_training` stops the fit after this step.
+        """
 
     def close(self) -> None:
         """Close files: the fit has ended, in whatever way."""

@@ -51,6 +51,7 @@ class Relay(Callback):
     on_epoch_end = _forwarding("on_epoch_end")
     on_test_begin = _forwarding("on_test_begin")
     on_test_end = _forwarding("on_test_end")
+    on_validation_end = _forwarding("on_validation_end")
 
 
 class ReportingDisplay(LiveDisplay):

@@ -322,10 +322,10 @@ def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:<11}{description}" for name, description in facts]
 
 
-def numbers(measured: Mapping[str, float], prefix: str = "") -> str:
-    """Return measured numbers as text, without those that are NaN, the loss excepted."""
+def numbers(measured: Mapping[str, float]) -> str:
+    """Return measured numbers as text, without those that are NaN, losses excepted."""
     return "  ".join(
-        f"{prefix}{name} {value:.4f}" for name, value in measured.items() if name == "loss" or not math.isnan(value)
+        f"{name} {value:.4f}" for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)
     )
 
 

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, require_choice
+from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
@@ -62,6 +62,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
+@names_checked
 class DistributedTrainer(TrainerSteps):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
@@ -105,7 +106,6 @@ class DistributedTrainer(TrainerSteps):
         ConfigError: A loss, an optimizer, a scheduler, a callback, a step or a device that cannot be used.
     """
 
-    @names_checked
     def __init__(
         self,
         model: nn.Module,
@@ -257,6 +257,7 @@ class DistributedTrainer(TrainerSteps):
         y_val: Data | None = None,
         config: DistributedTrainingConfig | None = None,
         validation_data: Data | None = None,
+        validation_groups: Any = None,
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
@@ -275,7 +276,10 @@ class DistributedTrainer(TrainerSteps):
             X_val: Inputs to validate with.
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
-            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches.
+            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches; or several of
+                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is that of the first.
+            validation_groups: What each sample belongs to, such as a patient, shape (n,): `validation_split` then
+                keeps the samples of a group together, and `seed` draws the groups.
             sample_weight: How much the loss of each sample counts, shape (n,).
             class_weight: How much the samples of each class count, by class index.
             callbacks: For this fit, called after the trainer's own.
@@ -300,6 +304,7 @@ class DistributedTrainer(TrainerSteps):
             "y_val": y_val,
             "config": config,
             "validation_data": validation_data,
+            "validation_groups": validation_groups,
             "sample_weight": sample_weight,
             "class_weight": class_weight,
             "callbacks": callbacks,
@@ -315,16 +320,16 @@ class DistributedTrainer(TrainerSteps):
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
             self._fit = FitLoop(self._state, plan, ddp, checkpoint)
             stopped = self._fit.fit()
-        self._finish(plan, stopped)
-        return self._state.history
+        return self._finish(plan, stopped)
 
-    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> None:
+    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:
         """Record completion, or report why the fit stopped; exit or raise if that was requested."""
         if stopped is None:
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
         exit_for(stopped)
+        return self._state.history
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -368,7 +373,6 @@ class DistributedTrainer(TrainerSteps):
                 ddp.close()
                 self._state.trained.zero_grad()
 
-    @names_checked
     def evaluate(
         self,
         X: Data,  # noqa: N803
@@ -411,7 +415,6 @@ class DistributedTrainer(TrainerSteps):
             evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed))
         return evaluation.to_dict() if return_dict else evaluation
 
-    @names_checked
     def predict(
         self,
         X: Data,  # noqa: N803
@@ -465,20 +468,23 @@ class DistributedTrainer(TrainerSteps):
         check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
         return agree_on(check)[0] if distributed else check()[0]
 
-    def summary(self, X: Any = None) -> str:  # noqa: N803
+    def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
 
         Args:
-            X: Rows, of which two are tried: then the shapes of outputs are shown, too.
+            X: Rows, of which two are tried: then the shapes of outputs are shown, too, such as (2, 10).
+            depth: How many levels of layers within layers to show, from 1; 0: the model alone; None: all.
 
         Raises:
-            ConfigError: The model cannot take them.
+            ConfigError: The model cannot take the rows, or depth is no whole number.
         """
+        if depth is not None:
+            require_integer("summary", "depth", depth, 0)
         shows = self.is_master()
         with contextlib.closing(OutputShapes(self.model)) as outputs:
             if X is not None:
                 self._rows((X,), None, distributed=False, predicting=True)
-        text = summary_of(self.model, outputs.shapes)
+        text = summary_of(self.model, outputs.shapes, depth)
         if shows:
             print(text)
         return text
@@ -564,7 +570,7 @@ class DistributedTrainer(TrainerSteps):
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, plan.config, steps))
-        plan.callbacks.set_trainer(self, plan.params(first + plan.config.epochs))
+        plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             must_match |= value_facts(self._state.trained)

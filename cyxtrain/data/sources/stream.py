@@ -234,10 +234,13 @@ class StreamFeed(Feed):
     """
 
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
-        if source.reads_once and config.epochs > 1 and config.steps_per_epoch is None and not config.fast_dev_run:
+        ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
+        ends_early = config.steps_per_epoch is not None or ends_by_steps or config.fast_dev_run
+        if source.reads_once and config.epochs > 1 and not ends_early:
             raise ConfigError(
                 f"X gives its batches once, and epochs={config.epochs}: pass the function that makes it, without "
-                "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or set steps_per_epoch."
+                "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or set steps_per_epoch "
+                "or max_steps."
             )
         if config.effective_batch_size is not None:
             raise ConfigError(
@@ -252,6 +255,7 @@ class StreamFeed(Feed):
         self._source = source
         self._rank, self._world_size = rank, world_size
         self._endless = config.steps_per_epoch is not None
+        self._ends_once = source.reads_once and (self._endless or ends_by_steps)
         self.rows_at_once = source.batch_size or 1
         self._batches_per_step = config.accumulation_steps * world_size
         self.effective_batch_size = self.rows_at_once * self._batches_per_step
@@ -327,7 +331,7 @@ class StreamFeed(Feed):
         """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""
         was_empty, self._is_empty = self._is_empty, True
         self._pass, self._next = None, (self._next[0] + 1, 0)
-        if self._source.reads_once and (self._endless or not steps):
+        if self._ends_once or (self._source.reads_once and not steps):
             self.is_over = True
             if runtime.is_master():
                 where = f"after {counted(steps, 'step')} of epoch {epoch + 1}"
