@@ -36,11 +36,8 @@ def as_tensor(value: Any) -> Tensor:
 
 def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     """Return a model's output, with the result of a function for each tensor; unknown types unchanged."""
-    if isinstance(output, Tensor):
-        return function(output)
-    if type(output) in (tuple, list):
-        return type(output)(map_output(function, part) for part in output)
-    return {name: map_output(function, part) for name, part in output.items()} if type(output) is dict else output
+    parts = output_parts(output)
+    return with_parts(output, {name: function(part) if isinstance(part, Tensor) else part for name, part in parts})
 
 
 def output_parts(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:

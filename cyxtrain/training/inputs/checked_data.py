@@ -170,10 +170,9 @@ def check_rows(
     require_integer(call, "batch_size", batch_size, 1)
     checked_callbacks(callbacks)
     require(verbose in (0, 1, 2, "auto"), f"{call}.verbose must be 0, 1, 2 or 'auto', got {brief(verbose)}.")
-    if output_dir is not None:
-        is_path = isinstance(output_dir, (str, os.PathLike)) and os.fspath(output_dir)
-        require(bool(is_path), f"predict.output_dir must be the path of a folder, got {brief(output_dir)}.")
-        require(source.is_shared, f"output_dir needs rows that all ranks share, {_OWN_ROWS}")
+    is_path = output_dir is None or (isinstance(output_dir, (str, os.PathLike)) and os.fspath(output_dir) != "")
+    require(is_path, f"predict.output_dir must be the path of a folder, got {brief(output_dir)}.")
+    require(output_dir is None or source.is_shared, f"output_dir needs rows that all ranks share, {_OWN_ROWS}")
     if steps is not None:
         require_integer(call, "steps", steps, 1)
         source = source.shortened(steps, batch_size)

@@ -91,8 +91,9 @@ class Predictions:
             flat = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.empty(0)
             values = torch.from_numpy(flat).to(getattr(torch, part.dtype))
             joined = joined_rows(values, shapes, None, self._pad_value, part.longest)
-            joined = joined[0] if single else joined
-            if isinstance(joined, Tensor) and part.rows_second and not single:
+            if single:
+                joined = joined[0]
+            elif isinstance(joined, Tensor) and part.rows_second:
                 joined = joined.transpose(0, 1)
             found.append(finished(joined, as_array=self._is_numpy))
         names = [name for name, _ in output_parts(self._example)]
@@ -180,15 +181,11 @@ def joined_rows(
 
 
 def as_numpy(tensor: Tensor) -> Any:
-    """Return a tensor as a NumPy array; types that NumPy does not have, such as bfloat16, become float32."""
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return tensor.float().numpy()
+    """Return a tensor as a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def finished(rows: Tensor | list[Tensor], *, as_array: bool) -> Any:
     """Return rows as NumPy arrays, or as they are."""
-    if not as_array:
-        return rows
-    return as_numpy(rows) if isinstance(rows, Tensor) else list(map(as_numpy, rows))
+    finish: Any = as_numpy if as_array else (lambda row: row)
+    return finish(rows) if isinstance(rows, Tensor) else list(map(finish, rows))
