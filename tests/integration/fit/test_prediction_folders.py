@@ -211,6 +211,7 @@ def refuse(folder: str) -> dict[str, str]:
     Path(f"{folder}/other").mkdir(exist_ok=True)
     Path(f"{folder}/other/notes.txt").touch()
     trainer_of().predict(rows, output_dir=place)
+    trainer_of().predict(lambda: iter(rows.split(3)), output_dir=f"{folder}/steps", steps=2)
     other = make_model()
     with torch.no_grad():
         other[0].bias[1] += 1e-6
@@ -222,6 +223,7 @@ def refuse(folder: str) -> dict[str, str]:
         "batches": lambda: trainer_of().predict(rows, output_dir=place, batch_size=3),
         "files": lambda: trainer_of().predict(rows, output_dir=f"{folder}/other"),
         "no path": lambda: trainer_of().predict(rows, output_dir=3),  # type: ignore[arg-type]
+        "steps": lambda: trainer_of().predict(lambda: iter(rows.split(3)), output_dir=f"{folder}/steps"),
         "own folders": lambda: trainer_of().predict(rows, output_dir=own),
         "own rows": lambda: trainer_of().predict(lambda: iter(loader), output_dir=f"{folder}/new"),
         "one rank": lambda: trainer_of().predict(rows, output_dir=place if cx.get_rank() else None),
@@ -251,6 +253,7 @@ def test_other_predictions_and_folders_that_ranks_do_not_share_are_refused_by_na
         assert found["own folders"].startswith("ConfigError: rank 1 differs from rank 0 in the folder output_dir (")
         assert "output_dir needs rows that all ranks share, and each has its own" in found["own rows"]
         assert "rank 1 differs from rank 0 in whether output_dir is given: True on rank 1" in found["one rank"]
+        assert "the first batch was " in found["steps"]
         assert found["alone"] == "True"
 
 
