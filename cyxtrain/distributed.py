@@ -2,7 +2,7 @@
 
 from torch.distributed import ReduceOp
 
-from cyxtrain import callbacks, datasets
+from cyxtrain import callbacks, datasets, metrics
 from cyxtrain.checkpoint.weights import load_weights, save_weights
 from cyxtrain.config import (
     AMPConfig,
@@ -100,6 +100,7 @@ __all__ = [  # noqa: RUF022
     "count_steps",
     "open_predictions",
     "callbacks",
+    "metrics",
     "TrainingHistory",
     "DistributedTrainingHistory",
     "Config",

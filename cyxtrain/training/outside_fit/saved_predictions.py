@@ -26,6 +26,7 @@ from cyxtrain.data.batches.specs import example_of
 from cyxtrain.data.batches.structure import output_parts, with_parts
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, counted
+from cyxtrain.metrics.whole_set import as_numpy
 
 Shapes: TypeAlias = list[list[int]]
 INDEX, FORMAT = "index.json", "cyxtrain predictions 1"
@@ -178,11 +179,6 @@ def joined_rows(
         corner = (places, *map(slice, batch.shape[1:]))
         padded[corner] = batch
     return padded
-
-
-def as_numpy(tensor: Tensor) -> Any:
-    """Return a tensor as a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def finished(rows: Tensor | list[Tensor], *, as_array: bool) -> Any:

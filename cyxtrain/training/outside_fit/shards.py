@@ -25,9 +25,10 @@ from cyxtrain.data.batches.specs import form_of
 from cyxtrain.data.batches.structure import fields_of, output_parts, same_sequence
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief
+from cyxtrain.metrics.whole_set import as_numpy
 from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.training.outside_fit.saved_predictions import FORMAT, INDEX, Predictions, as_numpy, file_of, read_index
+from cyxtrain.training.outside_fit.saved_predictions import FORMAT, INDEX, Predictions, file_of, read_index
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, on_master
 
