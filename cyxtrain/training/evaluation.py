@@ -149,7 +149,8 @@ def evaluate_rows(
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
     for each, kept in whole:
         measured |= _over_whole_set(each, kept, rows.source, complete=not is_stopped, distributed=distributed)
-    return None if is_stopped else Evaluation(**measured, **logged.values(distributed=distributed))
+    measured |= logged.values(distributed=distributed)
+    return None if is_stopped else Evaluation(**measured)
 
 
 def _over_whole_set(

@@ -24,6 +24,7 @@ from cyxtrain.config.settings import names_checked, require_choice, require_inte
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
+from cyxtrain.metrics.named_losses import name_of_loss
 from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
@@ -404,8 +405,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
-            callbacks: For this call; the trainer's own are not called. With `num_processes`, the call then runs in this
-                process alone.
+            callbacks: For this call, without the trainer's own; with `num_processes`, it then runs here alone.
             steps: Number of batches over all ranks: the first ones. None: all.
             verbose: 1 or "auto" shows a progress bar on rank 0 and then one line, 2 only the line, 0 nothing.
             return_dict: Return a dictionary with each metric by name.
@@ -461,13 +461,12 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
                 row per sample, or its forward requires the targets, which are not passed.
             CollectiveMismatchError: Ranks make different calls.
         """
-        given: dict[str, Any] = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
-        given |= {"steps": steps, "verbose": verbose, "output_dir": output_dir}
+        options: dict[str, Any] = {"steps": steps, "verbose": verbose, "pad_value": pad_value, "output_dir": output_dir}
+        given = {"batch_size": batch_size, "distributed": distributed, **options}
         if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        options: dict[str, Any] = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
-        options["output_dir"] = output_dir
+        options["callbacks"] = callbacks
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
         call = Call("predict", self, rows, callbacks, verbose, distributed=distributed)
         with self._logging():
@@ -599,12 +598,3 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
         given=trainer._arguments,
         is_fitting=trainer._fit is not None,
     )
-
-
-def name_of_loss(loss_fn: Any) -> str:
-    """Return a loss as a name."""
-    if isinstance(loss_fn, Mapping):
-        return ", ".join(f"{name}: {name_of_loss(each)}" for name, each in loss_fn.items()).join("{}")
-    if loss_fn is None or isinstance(loss_fn, str):
-        return loss_fn or "the model's own"
-    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
