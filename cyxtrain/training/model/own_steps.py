@@ -193,8 +193,7 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
     Without a test_step the built-in one evaluates, if there is a loss_fn; otherwise the train_step, which knows the
     loss. Raises ConfigError if the model has no forward and there is no step.
     """
-    found = steps.get(kind)
-    has_forward = getattr(model.forward, "__func__", None) is not nn.Module.forward  # it may be the object's own
+    found, has_forward = steps.get(kind), getattr(model.forward, "__func__", None) is not nn.Module.forward
     if found is None and kind == TEST and not (has_forward and loss.function is not None):
         found = steps.get(TRAIN)
     if found is None and not has_forward:
