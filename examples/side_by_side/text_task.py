@@ -1,4 +1,4 @@
-"""The text classifier that four libraries train: model and data, for examples/side_by_side/text_cyxtrain.py and others.
+"""The text classifier that four libraries train: examples/side_by_side/text_task.py has model and data.
 
 Expect nothing from running it: the programs beside it import it. A review is a few words, one of them good or bad;
 "not" in front of it reverses its meaning. Reviews have different lengths, and are padded with 0.
