@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fitting import everywhere
+from fitting import everywhere, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -41,6 +41,7 @@ class Ported(NamedTuple):
 
 
 TOLERANCE = 1e-6
+SECONDS = 250.0
 NUMBER = r"(\d+\.\d+)"
 PROGRAMS = {
     "forecaster": Ported(
@@ -111,7 +112,7 @@ def test_it_has_the_losses_of_one_rank_on_several(name, world_size):
         pytest.importorskip(package)
     [(alone, last)] = everywhere(1, run_program, str(program.path))
     check_ending(program, last)
-    first, *others = everywhere(world_size, run_program, str(program.path))
+    first, *others = run_world(world_size, run_program, str(program.path), seconds=SECONDS)
     check_ending(program, first[1])
     assert all(line == "" for _, line in others)
     for history, _ in (first, *others):
