@@ -36,7 +36,7 @@ _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
 _SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 200
 _ON_ALL_RANKS = "_cyxtrain_on_all_ranks"
 _before_raising: list[Callable[[], None]] = []
-"""Called for each ConfigError and each error on all ranks."""
+"""Called for each error of this package and each error on all ranks."""
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -52,6 +52,7 @@ class CyxtrainError(RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.during = during
+        _prepare_to_raise()
 
     def to_facts(self) -> dict[str, Any]:
         """Return the error as JSON types, to send to other ranks."""
@@ -68,10 +69,6 @@ class NotInitializedError(CyxtrainError):
 
 class ConfigError(CyxtrainError, ValueError):
     """A setting, an argument or the data is wrong; nothing has started."""
-
-    def __init__(self, message: str, *, rank: int | None = None, during: str | None = None) -> None:
-        super().__init__(message, rank=rank, during=during)
-        _prepare_to_raise()
 
 
 class BackendUnavailableError(CyxtrainError):
@@ -237,7 +234,7 @@ def is_on_all_ranks(error: BaseException) -> bool:
 
 
 def before_raising(function: Callable[[], None]) -> None:
-    """Let a function be called for each ConfigError and each error on all ranks, before it is raised."""
+    """Let a function be called for each error of this package, and each on all ranks, before it is raised."""
     _before_raising[:] = [function]
 
 

@@ -33,7 +33,7 @@ UNITS = {
     r"epochs$|^validation_freq$": "epochs",
     r"n_batches$|^validation_steps$": "batches",
     r"^accumulation_steps$": "micro-batches",
-    r"n_steps$|^warmup_steps$|^steps_per_epoch$|^dynamic_history_size$|^fast_dev_run$": "steps",
+    r"n_steps$|^max_steps$|^warmup_steps$|^steps_per_epoch$|^dynamic_history_size$|^fast_dev_run$": "steps",
     r"^num_processes$|^world_size$": "processes",
     r"^keep_last$": "checkpoints",
     r"^validation_split$": "fraction",
@@ -112,6 +112,13 @@ ENVIRONMENT = (
         "`short`",
         "",
         "`full`: print all frames of an error that is otherwise [printed in short](faults.md#what-an-error-prints).",
+    ),
+    (
+        "CYXTRAIN_EXITED",
+        "path",
+        "set by the launcher",
+        "",
+        "File in which the launcher notes the ranks of this machine that have exited with code 0.",
     ),
     (
         "CYXTRAIN_BAR_COLUMNS",

@@ -3,7 +3,11 @@
 on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
                   on_train_batch_end
                -> on_test_begin -> for each batch: on_test_batch_begin, on_test_batch_end -> on_test_end (validation)
-               -> on_epoch_end -> ... -> on_train_end
+               -> on_validation_end -> on_epoch_end -> ... -> on_train_end
+evaluate:         on_test_begin -> ... -> on_test_end
+predict:          on_predict_begin -> for each batch: on_predict_batch_begin, on_predict_batch_end -> on_predict_end
+
+A validation within an epoch follows the on_train_batch_end of a step.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import names_checked, unknown_name
 from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
@@ -35,6 +39,8 @@ class Trainer(Protocol):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     stop_training: bool
+    stop_evaluating: bool
+    stop_predicting: bool
 
     @property
     def trained(self) -> nn.Module: ...  # noqa: D102
@@ -84,6 +90,9 @@ class Callback:
     On an accelerator `on_train_batch_end` may run before the loss and gradients of the step are known to be finite; if
     they are not, the step was skipped (docs/exactness.md).
 
+    `self.trainer.stop_evaluating` and `self.trainer.stop_predicting`, set on any rank during a batch, end an evaluation
+    or a prediction after it, or after the batches that the other ranks compute at the same time.
+
     Epochs and batches count from 0, as in Keras; a second fit continues the count. Logs of an epoch hold "loss",
     "accuracy" (for class targets) and, with validation, "val_loss" and "val_accuracy", over all ranks and the same on
     each. Logs of a batch are means over this rank's part of the epoch so far, computed only when you read them.
@@ -107,6 +116,11 @@ class Callback:
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
     stop_reason = ""
     """Why it stops the fit, for the line that rank 0 prints; "": its class name."""
+
+    def __init_subclass__(cls) -> None:
+        """Let our own constructors answer unknown arguments as `fit` does."""
+        if cls.__module__.startswith(f"{__package__}."):
+            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def model(self) -> nn.Module:
@@ -146,16 +160,34 @@ class Callback:
         """An error or a second Ctrl-C ends the fit on this rank."""
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Validation starts."""
+        """A validation, or `evaluate`, starts."""
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of the validation starts, from 0; the number of batches may differ between ranks."""
+        """A batch of it starts, from 0; the number of batches may differ between ranks."""
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of the validation is done; logs are means over this rank's batches so far."""
+        """A batch of it is done; logs are means over this rank's batches so far."""
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Validation is done; logs hold its "loss", "accuracy" and metrics, or nothing if the fit stopped in it."""
+        """It is done; logs hold its "loss", "accuracy" and metrics, or nothing if the fit stopped in it."""
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """`predict` starts."""
+
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A batch of it starts, from 0; the number of batches may differ between ranks."""
+
+    def on_predict_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """A batch of it is done; logs hold its "outputs", as the model returned them."""
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """It is done."""
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """A validation is complete, within an epoch or at its end; logs have "val_loss" and others.
+
+        It is the last row of `trainer.history.validations`. `stop_training` stops the fit after this step.
+        """
 
     def close(self) -> None:
         """Close files: the fit has ended, in whatever way."""
@@ -223,8 +255,8 @@ class Callbacks:
         self._batch_begin = [each for each in self._callbacks if _overrides(each, "on_train_batch_begin")]
         self._before_step = [each for each in self._callbacks if _overrides(each, "on_before_optimizer_step")]
         self._batch_end = [each for each in self._callbacks if _overrides(each, "on_train_batch_end")]
-        self._test_begin = [each for each in self._callbacks if _overrides(each, "on_test_batch_begin")]
-        self._test_end = [each for each in self._callbacks if _overrides(each, "on_test_batch_end")]
+        hooks = [f"on_{kind}_batch_{when}" for kind in _FLAGS for when in ("begin", "end")]
+        self._outside_fit = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in hooks}
 
     def set_trainer(self, trainer: Trainer, params: dict[str, Any]) -> None:
         """Set the trainer and the parameters of each."""
@@ -275,17 +307,33 @@ class Callbacks:
                 for callback in self._batch_end:
                     self._run(callback, "on_train_batch_end", batch, logs)
 
-    def on_test_batch_begin(self, batch: int) -> None:
-        """Call the hook of those that override it."""
-        for callback in self._test_begin:
-            callback.on_test_batch_begin(batch, {})
+    def sees_batches(self, kind: str) -> bool:
+        """Return whether any overrides a hook of the batches of a "test" or of "predict"."""
+        return any(self._outside_fit[f"on_{kind}_batch_{when}"] for when in ("begin", "end"))
 
-    def on_test_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
+    def begin_batches(self, kind: str) -> None:
+        """Withdraw earlier requests to end a "test" or "predict"."""
+        for callback in self._callbacks[:1]:
+            setattr(callback.trainer, _FLAGS[kind], False)
+
+    def wants_end(self, kind: str) -> bool:
+        """Return whether one asks to end a "test" or "predict", also by Keras's `self.model.stop_evaluating = True`."""
+        flag = _FLAGS[kind]
+        return any(
+            vars(each.model).pop(flag, False) or getattr(each.trainer, flag, False) for each in self._callbacks[:1]
+        )
+
+    def on_batch_begin(self, kind: str, batch: int) -> None:
+        """Call the hook of those that override it."""
+        for callback in self._outside_fit[f"on_{kind}_batch_begin"]:
+            getattr(callback, f"on_{kind}_batch_begin")(batch, {})
+
+    def on_batch_end(self, kind: str, batch: int, look: Callable[[], dict[str, Callable[[], Any]]]) -> None:
         """Call the hook of those that override it, with logs of `look`."""
-        if self._test_end:
+        if callbacks := self._outside_fit[f"on_{kind}_batch_end"]:
             with contextlib.closing(BatchLogs(look)) as logs:
-                for callback in self._test_end:
-                    callback.on_test_batch_end(batch, logs)
+                for callback in callbacks:
+                    getattr(callback, f"on_{kind}_batch_end")(batch, logs)
 
     def close(self) -> None:
         """Close each."""
@@ -361,6 +409,8 @@ def _refuse_late_reading() -> NoReturn:
 
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+_FLAGS = {"test": "stop_evaluating", "predict": "stop_predicting"}
+"""The attribute of the trainer by which a callback ends an evaluation or a prediction."""
 
 
 class LambdaCallback(Callback):

@@ -76,13 +76,29 @@ class CSVLogger(Callback):
         if not self._lines:
             names = [name for name in self.params["metrics"] if name in logs or name.startswith("val_")]
             self._lines = [["epoch", *names]]
+        if "step" in self._lines[0]:
+            logs = {"step": self.trainer.step, **logs}
+            before = dict(zip(self._lines[0], self._lines[-1], strict=False))
+            if (before["epoch"], before["step"], before.get("loss")) == (str(epoch), str(logs["step"]), ""):
+                self._lines.pop()  # the validation of the epoch's last step
+        self._write(epoch, logs)
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Write a line for a validation within an epoch, with its step."""
+        if runtime.is_master() and epoch == self.trainer.epoch:  # the epoch is not complete
+            self._lines = self._lines or [["epoch", "step", *self.params["metrics"]]]
+            self._write(epoch, {"step": self.trainer.step, **(logs or {})})
+
+    def _write(self, epoch: int, logs: Logs) -> None:
+        """Write a line, and new columns that it needs."""
         header = self._lines[0]
         new_names = [name for name in logs if name not in header]
         if new_names:
             width = len(header)
             lines = ([*line, *[""] * (width - len(line) + len(new_names))] for line in self._lines[1:])
             self._lines = [[*header, *new_names], *lines]
-        self._lines.append([str(epoch), *(repr(float(logs[n])) if n in logs else "" for n in self._lines[0][1:])])
+        values = {name: value if isinstance(value, int) else float(value) for name, value in logs.items()}
+        self._lines.append([str(epoch), *(repr(values[n]) if n in values else "" for n in self._lines[0][1:])])
         new = f"{self.filename}.new"  # replaced at once, so that readers never see a part
         with open(new, "w", newline="", encoding="utf-8", opener=regular_opener) as file:
             csv.writer(file, delimiter=self.separator, lineterminator="\n").writerows(self._lines)

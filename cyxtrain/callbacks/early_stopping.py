@@ -10,25 +10,26 @@ import torch
 from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
 from cyxtrain.checkpoint.format.names import load_plain_state, plain_state
-from cyxtrain.config.settings import names_checked, require_boolean
+from cyxtrain.config.settings import require_boolean
 from cyxtrain.errors import counted
 from cyxtrain.world import runtime
 
 
 class EarlyStopping(Monitoring):
-    """Stop the fit when a metric has not improved for some epochs; Keras's arguments.
+    """Stop the fit when a metric has not improved for some epochs or validations; Keras's arguments.
 
     All ranks see the same values and decide the same. Its state is in the checkpoint: a resumed run stops where the
     uninterrupted one does, with the same weights.
 
     Args:
-        monitor: "loss", "accuracy" or another metric; "val_loss", "val_accuracy" and so on are those of the validation.
+        monitor: "loss", "accuracy" or another metric; "val_loss", "val_accuracy" and so on are those of the validation,
+            and compared after each, also within an epoch.
         min_delta: The smallest change that counts as an improvement.
-        patience: Epochs without an improvement before the fit stops.
+        patience: Epochs, or validations, without an improvement before the fit stops.
         verbose: 1: rank 0 prints when it stops and which weights it restores.
         mode: "min", "max", or "auto": as the metric declares.
         baseline: A value that the metric must also improve on to reset the patience.
-        restore_best_weights: Restore the weights and buffers of the best epoch at the end. Cost: a copy of the model,
+        restore_best_weights: Restore the weights and buffers of the best one at the end. Cost: a copy of the model,
             in memory and in each checkpoint.
         start_from_epoch: Ignore epochs before this one, from 0.
 
@@ -38,7 +39,6 @@ class EarlyStopping(Monitoring):
 
     _saved = ("wait", "stopped_epoch", "best", "best_epoch", "best_weights")
 
-    @names_checked
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -73,12 +73,7 @@ class EarlyStopping(Monitoring):
         """Reset."""
         self._reset()
 
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Compare the epoch with the best one.
-
-        Raises:
-            ConfigError: This fit does not measure the metric.
-        """
+    def _compare(self, epoch: int, logs: Logs | None) -> None:
         value = self.value_in(logs)
         if value is None or epoch < self.start_from_epoch:
             return
@@ -88,11 +83,11 @@ class EarlyStopping(Monitoring):
         self.best = value if improved else self.best
         counts = improved and (self.baseline is None or self.is_better(value, self.baseline))
         self.wait = 0 if counts else self.wait + 1
-        if not improved and self.wait >= self.patience and epoch > 0:
+        if not improved and self.wait >= self.patience and (epoch > 0 or self._rounds == "validation"):
             self.stopped_epoch = epoch
             is_finite = math.isfinite(self.best)
             best = f"best {self.best:.4g} at epoch {self.best_epoch + 1}" if is_finite else "never finite"
-            self.stop_reason = f"{self.monitor} has not improved for {counted(self.wait, 'epoch')}; {best}"
+            self.stop_reason = f"{self.monitor} has not improved for {counted(self.wait, self._rounds)}; {best}"
             self.trainer.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:

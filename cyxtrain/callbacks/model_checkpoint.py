@@ -9,7 +9,7 @@ from typing import Any
 from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_float
 from cyxtrain.checkpoint.weights import save_weights
-from cyxtrain.config.settings import names_checked, require, require_boolean, require_integer
+from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.errors import ConfigError
 from cyxtrain.world import runtime
 
@@ -36,7 +36,6 @@ class ModelCheckpoint(Monitoring):
         ConfigError: An argument is invalid.
     """
 
-    @names_checked
     def __init__(
         self,
         filepath: str | os.PathLike[str],

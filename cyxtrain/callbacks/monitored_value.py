@@ -11,7 +11,9 @@ from cyxtrain.errors import ConfigError
 
 
 class Monitoring(Callback):
-    """Monitors one metric after each epoch, the same on all ranks; fields named in `_saved` are in checkpoints.
+    """Monitors one metric after each epoch, or each validation if that measures it; the same on all ranks.
+
+    Fields named in `_saved` are in checkpoints.
 
     Args:
         monitor: "loss", "accuracy" or another metric; with the prefix "val_", of the validation.
@@ -33,6 +35,25 @@ class Monitoring(Callback):
         self.mode = mode
         self.min_delta = abs(min_delta)
         self._sign = -1.0 if mode == "max" or (mode == "auto" and monitor.endswith("accuracy")) else 1.0
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Compare the epoch, unless the metric is of validations."""
+        if not self.monitor.startswith("val_"):
+            self._compare(epoch, logs)
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Compare the validation, if the metric is of validations."""
+        if self.monitor.startswith("val_"):
+            self._compare(epoch, logs)
+
+    def _compare(self, epoch: int, logs: Logs | None) -> None:
+        """Compare the metric with the best one."""
+
+    @property
+    def _rounds(self) -> str:
+        """What is compared, in words: epochs, or validations if an epoch has several."""
+        rows = self.trainer.history.validations if self.monitor.startswith("val_") else []
+        return "validation" if len(rows) > len({row["epoch"] for row in rows}) else "epoch"
 
     @property
     def worst(self) -> float:

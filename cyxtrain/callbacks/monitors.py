@@ -27,6 +27,9 @@ class TerminateOnNaN(Callback):
 
     ends_on_nonfinite = True
 
+    def __init__(self) -> None:
+        super().__init__()
+
 
 class Timer(Callback):
     """Measure time and stop training at a time limit.

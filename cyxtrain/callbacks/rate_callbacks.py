@@ -8,7 +8,7 @@ from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
-from cyxtrain.config.settings import names_checked, require, takes
+from cyxtrain.config.settings import require, takes
 from cyxtrain.errors import ConfigError
 from cyxtrain.optim.learning_rates import rates_of
 from cyxtrain.world import runtime
@@ -71,16 +71,16 @@ class LearningRateScheduler(_SettingRates):
 
 
 class ReduceLROnPlateau(_SettingRates, Monitoring):
-    """Reduce the learning rate when a metric has not improved for some epochs; Keras's arguments.
+    """Reduce the learning rate when a metric has not improved for some epochs or validations; Keras's arguments.
 
     Args:
         monitor: As in `EarlyStopping`.
         factor: The rate is multiplied by it; between 0 and 1.
-        patience: Epochs without an improvement before the rate is reduced.
+        patience: Epochs, or validations, without an improvement before the rate is reduced.
         verbose: 1: rank 0 prints the new rate.
         mode: "min", "max", or "auto": as the metric declares.
         min_delta: The smallest change that counts as an improvement.
-        cooldown: Epochs after a reduction that do not count.
+        cooldown: Epochs, or validations, after a reduction that do not count.
         min_lr: The lowest rate.
 
     Raises:
@@ -89,7 +89,6 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
 
     _saved = ("best", "wait", "cooldown_counter")
 
-    @names_checked
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -123,8 +122,7 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         """Reset."""
         self._reset()
 
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Compare the epoch with the best one."""
+    def _compare(self, epoch: int, logs: Logs | None) -> None:
         value = self.value_in(logs)
         if value is None:
             return

@@ -6,10 +6,12 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.config.settings import require, require_integer
+from cyxtrain.callbacks.tensorboard_model import GraphWriter, profiler_of, steps_to_profile, write_weights
+from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.optim.clipping import gradient_norm
 from cyxtrain.optim.learning_rates import rates_of
 from cyxtrain.world import runtime
@@ -37,13 +39,36 @@ class TensorBoard(Callback):
         log_dir: Folder; use one per training. As in Keras it gets the folders "train" and "validation".
         update_freq: "epoch", "batch" or a number of steps: how often to write the learning rate, the gradient norm and
             this rank's loss so far.
+        histogram_freq: Write a histogram of each parameter after every so many epochs; 0: none.
+        write_graph: Write the model's graph, traced with the inputs of rank 0's first step.
+        write_images: Write parameters as images, too, whenever there are histograms: outputs by inputs, and the
+            kernels of convolutions beside each other; at most 1,024 rows and columns.
+        profile_batch: Steps of this fit that rank 0 profiles, from 1: a number, two as in (10, 20), or "10,20"; 0:
+            none. TensorBoard shows them with the plugin torch-tb-profiler.
 
     Raises:
         ConfigError: An argument is invalid.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        update_freq: str | int = "epoch",
+        *,
+        histogram_freq: int = 0,
+        write_graph: bool = False,
+        write_images: bool = False,
+        profile_batch: int | str | tuple[int, int] = 0,
+    ) -> None:
         owner = "TensorBoard"
+        require_integer(owner, "histogram_freq", histogram_freq, 0)
+        require_boolean(owner, "write_graph", write_graph)
+        require_boolean(owner, "write_images", write_images)
+        require(histogram_freq > 0 or not write_images, f"{owner}.write_images needs histogram_freq=1 or more.")
+        self.histogram_freq, self.write_images, self.write_graph = histogram_freq, write_images, write_graph
+        self.profile_batch = steps_to_profile(profile_batch)
+        self._graph: GraphWriter | None = None
+        self._profiler: torch.profiler.profile | None = None
         require(isinstance(log_dir, (str, os.PathLike)), f"{owner}.log_dir must be a path, got {log_dir!r}.")
         if update_freq not in ("epoch", "batch"):
             require_integer(owner, "update_freq", update_freq, 1)
@@ -56,17 +81,25 @@ class TensorBoard(Callback):
         self._norm: Tensor | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Write the settings."""
+        """Write the settings; prepare the graph and the profile."""
+        require(
+            not (self.profile_batch and self.trainer.config.profile),
+            "TensorBoard(profile_batch=...) and fit(profile=...) both profile steps: choose one.",
+        )
         if runtime.is_master():
             self._writer = self._open("train")
             settings = dataclasses.asdict(self.trainer.config) | {"optimizer": type(self.trainer.optimizer).__name__}
             rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
+            if self.write_graph:
+                self._graph = GraphWriter(self.model)
+            if self.profile_batch:
+                self._profiler = profiler_of(*self.profile_batch, os.path.join(self.log_dir, "train"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the checkpoint: later points are hidden."""
-        if runtime.is_master():
-            self.close()
+        if self._writer is not None:
+            self._writer.close()
             self._purge_step = state["step"] + 1
             self._writer = self._open("train")
 
@@ -83,6 +116,10 @@ class TensorBoard(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Write the values of a step."""
         step = self.trainer.step
+        if self._profiler is not None:
+            self._profiler.step()
+        if self._graph is not None and self._writer is not None and self._graph.write(self._writer):
+            self._graph = None
         if self._writer is not None and self._every and step % self._every == 0:
             self._writer.add_scalar("step/loss so far", (logs or {})["loss"], step)
             self._write_step(step)
@@ -95,17 +132,23 @@ class TensorBoard(Callback):
         for name, value in (logs or {}).items():
             if not name.startswith("val_"):
                 self._writer.add_scalar(f"epoch/{name}", value, step)
-                continue
-            self._validation = self._validation or self._open("validation")
-            self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, step)
         self._writer.add_scalar("epoch/samples per second", self.trainer.history.samples_per_second, step)
         for name, value in self.trainer.device_usage.items():
             shown, unit = _USAGE[name]
             self._writer.add_scalar(f"epoch/{shown}", value / unit, step)
         if not self._every:
             self._write_step(step)
+        if self.histogram_freq and (epoch + 1) % self.histogram_freq == 0:
+            write_weights(self._writer, self.model, step, images=self.write_images)
         for writer in filter(None, (self._writer, self._validation)):
             writer.flush()
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Write the metrics of a validation."""
+        if self._writer is not None:
+            self._validation = self._validation or self._open("validation")
+            for name, value in (logs or {}).items():
+                self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, self.trainer.step)
 
     def _write_step(self, step: int) -> None:
         assert self._writer is not None
@@ -117,6 +160,11 @@ class TensorBoard(Callback):
 
     def close(self) -> None:
         """Close the files."""
+        if self._graph is not None:
+            self._graph.close()
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._graph = self._profiler = None
         for writer in filter(None, (self._writer, self._validation)):
             writer.close()
         self._writer = self._validation = self._purge_step = None

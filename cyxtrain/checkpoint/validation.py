@@ -163,6 +163,7 @@ HISTORY = {
     **dict.fromkeys(("effective_batch_size", "world_size"), _is_count),
     "epochs": _list_of(_is_count),
     "metrics": _dict_of(_NUMBERS),
+    "validations": _list_of(_dict_of(_is_number)),
 }
 """The fields of `TrainingHistory`."""
 # A user's own optimizer may keep something else than a number under that name.

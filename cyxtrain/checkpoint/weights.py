@@ -18,6 +18,7 @@ from cyxtrain.checkpoint.format.archive import look_at_archive
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.names import load_plain_state, plain_name, plain_state
 from cyxtrain.checkpoint.format.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
+from cyxtrain.config.settings import names_checked
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 
 # The key in the metadata of what a plain safetensors file cannot express.
@@ -26,6 +27,7 @@ _FIRST_BYTES = 512  # contain the first entry's name of torch.save's zip
 _HEADER_LIMIT_BYTES = 100_000_000  # safetensors' limit
 
 
+@names_checked
 def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model's `state_dict` as one safetensors file, atomically: a failed write keeps the old file.
 
@@ -55,6 +57,7 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
         file.write(content)
 
 
+@names_checked
 def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     """Load a safetensors file into a model, strictly: nothing is copied before all names and shapes match.
 

@@ -18,13 +18,16 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "on_before_optimizer_step": "on_pre_optimizer_step on_after_backward",
         "on_train_batch_end": "on_batch_end on_step_end on_optimizer_step",
         "on_test_begin": "on_validation_start on_validation_epoch_start on_test_start on_test_epoch_start",
-        "on_test_end": "on_validation_end on_validation_epoch_end on_test_epoch_end on_evaluate",
+        "on_test_end": "on_test_epoch_end on_evaluate",
+        "on_validation_end": "on_validation_epoch_end",
         "on_test_batch_begin": "on_validation_batch_start on_test_batch_start",
         "on_test_batch_end": "on_validation_batch_end on_prediction_step",
+        "on_predict_begin": "on_predict_start on_predict_epoch_start",
+        "on_predict_end": "on_predict_epoch_end on_predict",
+        "on_predict_batch_begin": "on_predict_batch_start",
         "There is no hook between forward and backward": "on_before_backward",
         "Return the state from state_dict(); load_state_dict() restores it": "on_save_checkpoint on_load_checkpoint",
         "Checkpoints are saved by fit(checkpoint_every_n_epochs=1), or by trainer.save_checkpoint(path)": "on_save",
-        "predict calls no hooks": "on_predict_begin on_predict_start on_predict_end on_predict_batch_end",
     },
     "loss": {
         "cross_entropy: It takes outputs without a softmax, and y as class indices, or as one-hot rows of floats.": (
@@ -111,12 +114,14 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "float32_precision": "float32_matmul_precision matmul_precision tf32",
         "fused_optimizer": "fused",
         "initial_scale": "init_scale",
-        "keep_best": "load_best_model_at_end metric_for_best_model save_best_only save_top_k",
+        "keep_best": "metric_for_best_model save_best_only save_top_k",
         "keep_last": "save_total_limit",
-        "log_every_n_batches": "log_every_n_steps logging_steps",
+        "load_best": "load_best_model_at_end",
+        "log_every_n_steps": "logging_steps",
         "loss_fn": "loss criterion loss_function",
         "learning_rate": "lr",
         "lr": "learning_rate",
+        "max_steps": "num_steps num_train_steps total_steps",
         "max_time_seconds": "max_time",
         "metrics: They are names, functions of (output, y), or torchmetrics objects.": "compute_metrics metric",
         "monitor": "metric metric_for_best_model",
@@ -136,12 +141,15 @@ _MEANINGS: dict[str, dict[str, str]] = {
             "training_step"
         ),
         "use_dynamic_scaling": "enabled",
+        "validate_every_n_steps": "eval_steps val_check_interval",
         "validation_batch_size": "per_device_eval_batch_size eval_batch_size",
         "validation_data": (
             "val_loader val_data val_dataset val_dataloader val_dataloaders validation_loader validation_dataset "
             "valid_loader eval_dataset eval_dataloader test_loader test_data test_dataset"
         ),
         "validation_freq": "check_val_every_n_epoch",
+        "validation_groups": "groups",
+        "validation_stratify": "stratify",
         "validation_split": "test_size val_size val_split validation_size",
         "validation_steps": "limit_val_batches",
         "verbose": "enable_progress_bar disable_tqdm",
@@ -158,7 +166,6 @@ _MEANINGS: dict[str, dict[str, str]] = {
         ),
         'Pass callbacks=[cx.callbacks.EarlyStopping("val_loss", patience=3)]': "patience early_stopping",
         'Pass callbacks=[cx.callbacks.TensorBoard("logs")], or CSVLogger': "logger loggers log_dir report_to",
-        "A limit of steps is not there yet: set epochs, and steps_per_epoch": "max_steps num_steps total_steps",
         "A DataLoader has it, as in fit(DataLoader(dataset, num_workers=4))": (
             "num_workers workers dataloader_num_workers collate_fn persistent_workers prefetch_factor sampler"
         ),

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import math
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,10 @@ _FIELDS: dict[str, list[str]] = {
         *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
         *("train_step", "test_step", "predict_step"),
     ],
-    "fit": ["validation_data", "sample_weight", "class_weight", "callbacks", "initial_epoch", "resume"],
+    "fit": [
+        *("validation_data", "validation_groups", "sample_weight", "class_weight", "callbacks", "initial_epoch"),
+        "resume",
+    ],
 }
 """The arguments of the trainer and of `fit`, and the fields of every class of settings."""
 _PLACES = {
@@ -153,26 +157,38 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def names_checked(function: _Function) -> _Function:
-    """Make a method refuse unknown arguments with what was meant, and too many by position."""
-    parameters = [*inspect.signature(function).parameters.values()][1:]
-    known = [each.name for each in parameters]
-    by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+def names_checked(target: _Function) -> _Function:
+    """Make a function, or a class's public methods, refuse unknown arguments with what was meant, and too many."""
+    if isinstance(target, type):
+        for name, method in [*vars(target).items()]:
+            function = getattr(method, "__func__", method) if isinstance(method, classmethod) else method
+            if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
+                checked = names_checked(function)
+                setattr(target, name, checked if function is method else classmethod(checked))
+        return target
+    parameters = [*inspect.signature(target).parameters.values()]
+    kinds = {each.kind for each in parameters}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return target
+    own = 1 if parameters and parameters[0].name in ("self", "cls") else 0
+    known = [each.name for each in parameters[own:]]
+    by_position = [each.name for each in parameters[own:] if each.kind is each.POSITIONAL_OR_KEYWORD]
+    most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(by_position)
+    owner = target.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
-    @functools.wraps(function)
+    @functools.wraps(target)
     def call(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
-        if len(arguments) - 1 > len(by_position):
-            hint = " evaluate(X, y) compares outputs with y." if by_position == ["X"] else ""
+        if len(arguments) - own > most:
+            hint = f" y: {nearest('y', known, 'argument')}" if by_position == ["X"] else ""
             raise ConfigError(
-                f"{owner} takes {', '.join(by_position)} by position, and got {len(arguments) - 1} arguments: name the "
-                f"others.{hint}"
+                f"{owner} takes {', '.join(by_position) or 'nothing'} by position, and got {len(arguments) - own} "
+                f"arguments: name the others.{hint}"
             )
         for name in named:
             if name not in known:
                 raise unknown_name(owner, name, known, "argument")
-        return function(*arguments, **named)
+        return target(*arguments, **named)
 
     return call  # type: ignore[return-value]
 

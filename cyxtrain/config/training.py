@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import math
 import os
+from fractions import Fraction
 from typing import Literal
 
-from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
+from cyxtrain.config.settings import (
+    is_number,
+    names_checked,
+    require,
+    require_boolean,
+    require_choice,
+    require_integer,
+    settings,
+)
 
+_BOOLEANS = (
+    *("shuffle", "verbose", "save_on_master_only", "channels_last", "sync_batchnorm", "drop_last"),
+    *("validation_stratify", "load_best"),
+)
+_COUNTS = (
+    *("seed", "log_every_n_batches", "log_every_n_steps", "validate_every_n_steps", "keep_last"),
+    *("checkpoint_every_n_epochs", "checkpoint_every_n_steps"),
+)
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`."""
+
+
+class _Unset(int):
+    """A default that differs from the same number if that is set."""
+
+
 _PRECISIONS = {
     **dict.fromkeys(("16", "16-mixed", "float16", "half", "mixed_float16"), "fp16"),
     **dict.fromkeys(("bf16-mixed", "bfloat16", "mixed_bfloat16"), "bf16"),
@@ -54,6 +77,7 @@ class AMPConfig:
             require(right, f"{owner}.{name} must be a number above {low:g} and below {high:g}, got {value!r}.")
 
 
+@names_checked
 def create_default_amp_config(
     use_dynamic_scaling: bool = True, dynamic_history_size: int = 2000, initial_scale: float = 2.0**15
 ) -> AMPConfig:
@@ -71,8 +95,8 @@ def create_default_amp_config(
 class DistributedTrainingConfig:
     """Settings of one call of `fit`; its keyword arguments are these fields, and take precedence."""
 
-    epochs: int = 10
-    """Passes over the training data."""
+    epochs: int = _Unset(10)
+    """Passes over the training data; with `max_steps`, at most so many, and as many as it takes if not set."""
     batch_size: int = 64
     """Samples per step on each rank, or per micro-batch with `accumulation_steps`; a DataLoader has its own."""
     effective_batch_size: int | None = None
@@ -84,7 +108,7 @@ class DistributedTrainingConfig:
     verbose: bool = True
     """Rank 0 prints a header and a progress bar; without a terminal, a line per epoch or 30 seconds."""
     log_every_n_batches: int = 0
-    """Steps between lines with the loss so far over all ranks; 0: none."""
+    """Deprecated: use `log_every_n_steps`."""
     checkpoint_every_n_epochs: int = 0
     """Epochs between checkpoints; 0: none."""
     checkpoint_dir: str = "./checkpoints"
@@ -102,8 +126,8 @@ class DistributedTrainingConfig:
     keep_last: int = 0
     """How many checkpoints of a fit to keep, the newest; 0: all."""
     keep_best: str | None = None
-    """Keep the checkpoint of the best epoch as "best.ckpt": the lowest "loss" or "val_loss", the highest "accuracy" or
-    "val_accuracy", or the best value of one of the trainer's metrics."""
+    """Keep the checkpoint of the best epoch or validation as "best.ckpt": the lowest "loss" or "val_loss", the highest
+    "accuracy" or "val_accuracy", or the best value of one of the trainer's metrics."""
     on_save_error: Literal["warn", "raise"] = "warn"
     """If a checkpoint cannot be written: "warn" and continue, or "raise"."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
@@ -139,8 +163,9 @@ class DistributedTrainingConfig:
     fused_optimizer: bool | str = "auto"
     """Whether the optimizer uses PyTorch's fused kernel, several times as fast: "auto": if it can and you have not
     chosen another implementation; True: it must; False: as you built it."""
-    validation_freq: int | list[int] = 1
-    """Epochs between validations (2: after epochs 2, 4, ...); or the epochs with one, as a list."""
+    validation_freq: int | float | list[int] = 1
+    """Epochs between validations (2: after epochs 2, 4, ...); the epochs with one, as a list; or a fraction of an epoch
+    (0.25: four in each)."""
     steps_per_epoch: int | None = None
     """Optimizer steps per epoch. The next epoch continues in the data where this one ended, and starts over at the end.
     None: each epoch passes once over all data."""
@@ -173,11 +198,48 @@ class DistributedTrainingConfig:
     channels_last: bool = False
     """Keep convolution weights and their 4-d and 5-d inputs in PyTorch's `channels_last` memory format, which GPUs with
     tensor cores compute faster; the weights stay so."""
+    max_steps: int | None = None
+    """Optimizer steps after which the fit ends, those before it was resumed included; its last epoch may be shorter."""
+    validate_every_n_steps: int = 0
+    """Optimizer steps between validations, in place of those after epochs; the last step is validated too; 0: none."""
+    validate_every_n_minutes: float = 0.0
+    """Minutes between validations, by rank 0's clock, in place of those after epochs; the last step is validated too;
+    0: none."""
+    log_every_n_steps: int = 0
+    """Optimizer steps between lines with the loss of the epoch so far over all ranks; 0: none."""
+    validation_stratify: bool = False
+    """With `validation_split`: hold out the same fraction of each class, drawn by `seed`, instead of the last
+    samples."""
+    load_best: bool = False
+    """Load the weights of "best.ckpt" (`keep_best`) when the fit is complete."""
 
-    def validates_after(self, epoch: int) -> bool:
-        """Return whether a validation follows `epoch`, counted from 1."""
+    @property
+    def has_own_epochs(self) -> bool:
+        """Whether `epochs` is set, and not only its default."""
+        return not isinstance(self.epochs, _Unset)
+
+    @property
+    def validates_within_epochs(self) -> bool:
+        """Whether validations may come in the middle of an epoch."""
+        return bool(self._validates_by_itself or isinstance(self.validation_freq, float))
+
+    @property
+    def _validates_by_itself(self) -> bool:
+        return bool(self.validate_every_n_steps or self.validate_every_n_minutes)
+
+    def validates_after(self, epoch: int, *, is_last: bool) -> bool:
+        """Return whether a validation follows `epoch`, counted from 1; `is_last`: of the fit."""
         freq = self.validation_freq
-        return epoch in freq if isinstance(freq, list) else epoch % freq == 0
+        if self._validates_by_itself:
+            return is_last
+        return epoch in freq if isinstance(freq, list) else isinstance(freq, float) or epoch % freq == 0
+
+    def validates_at(self, step: int, epoch_step: int, steps_per_epoch: int | None) -> bool:
+        """Return whether a validation follows `step`, which is `epoch_step` of `steps_per_epoch`, counted from 1."""
+        if isinstance(self.validation_freq, float):
+            share = Fraction(str(self.validation_freq)) * (steps_per_epoch or 1)
+            return epoch_step // share > (epoch_step - 1) // share
+        return self.validate_every_n_steps > 0 and step % self.validate_every_n_steps == 0
 
     @property
     def makes_checkpoints(self) -> bool:
@@ -192,6 +254,7 @@ class DistributedTrainingConfig:
             ConfigError: With the field, what it must be and what it is.
         """
         owner = "DistributedTrainingConfig"
+        self._validate_kinds(owner)
         require_integer(owner, "epochs", self.epochs, 1)
         require_integer(owner, "batch_size", self.batch_size, 1)
         if self.effective_batch_size is not None:
@@ -208,27 +271,31 @@ class DistributedTrainingConfig:
             self.amp.validate()
             right = self.precision == "fp16"
             require(right, f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.")
-        require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
-        require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
-        for name in ("shuffle", "verbose", "save_on_master_only", "channels_last", "sync_batchnorm", "drop_last"):
-            require_boolean(owner, name, getattr(self, name))
         limit = self.max_time_seconds
         right = limit is None or (is_number(limit) and limit > 0)
         require(right, f"{owner}.max_time_seconds must be a number of seconds above 0 or None, got {limit!r}.")
         require_choice(owner, "on_nonfinite", self.on_nonfinite, ("raise", "skip"))
         if self.check_replicas_every_n_steps is not None:
             require_integer(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
-        split = self.validation_split
-        right = is_number(split) and 0 <= split < 1
-        require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
         right = bool(self.profile.strip()) if isinstance(self.profile, str) else isinstance(self.profile, bool)
         require(right, f"{owner}.profile must be True, False or a folder, got {self.profile!r}.")
         if self.sharded_data is not None:
             require_boolean(owner, "sharded_data", self.sharded_data)
         self._validate_processes(owner)
         self._validate_epochs(owner)
+        self._validate_validation(owner)
         self._validate_checkpoints(owner)
+
+    def _validate_kinds(self, owner: str) -> None:
+        for name in _COUNTS:
+            require_integer(owner, name, getattr(self, name), 0)
+        for name in _BOOLEANS:
+            require_boolean(owner, name, getattr(self, name))
+        for name in ("checkpoint_every_n_minutes", "validate_every_n_minutes"):
+            minutes = getattr(self, name)
+            right = is_number(minutes) and 0 <= minutes < math.inf
+            require(right, f"{owner}.{name} must be a number of at least 0, got {minutes!r}.")
 
     def _validate_speedups(self, owner: str) -> None:
         right, theirs = (None, "highest", "high", "medium"), {"tf32": "high", "ieee": "highest", "true": "high"}
@@ -266,23 +333,34 @@ class DistributedTrainingConfig:
         fast = self.fast_dev_run
         right = isinstance(fast, int) and fast >= 0
         require(right, f"{owner}.fast_dev_run must be True, False or a number of steps, got {fast!r}.")
-        for name in ("steps_per_epoch", "validation_steps", "validation_batch_size"):
+        for name in ("steps_per_epoch", "validation_steps", "validation_batch_size", "max_steps"):
             if getattr(self, name) is not None:
                 require_integer(owner, name, getattr(self, name), 1)
+
+    def _validate_validation(self, owner: str) -> None:
+        split = self.validation_split
+        right = is_number(split) and 0 <= split < 1
+        require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
+        idle = self.validation_stratify and not split
+        require(not idle, f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.")
         freq = self.validation_freq
         if isinstance(freq, tuple):
             freq = self.validation_freq = list(freq)  # the config travels as JSON
         epochs = freq if isinstance(freq, list) else [freq]
-        right = all(type(epoch) is int and epoch >= 1 for epoch in epochs)
-        require(right, f"{owner}.validation_freq must be a number of epochs, or a list of epochs, got {freq!r}.")
+        right = all(type(epoch) is int and epoch >= 1 for epoch in epochs) or (isinstance(freq, float) and 0 < freq < 1)
+        require(
+            right,
+            f"{owner}.validation_freq must be a number of epochs, a list of epochs, or a fraction of an epoch between "
+            f"0 and 1, got {freq!r}.",
+        )
+        twice = self._validates_by_itself and freq != 1
+        require(
+            not twice,
+            f"{owner}: validation_freq={freq!r} and validate_every_n_steps or validate_every_n_minutes are set. The "
+            "latter replace validations after epochs: set one.",
+        )
 
     def _validate_checkpoints(self, owner: str) -> None:
-        require_integer(owner, "checkpoint_every_n_epochs", self.checkpoint_every_n_epochs, 0)
-        require_integer(owner, "checkpoint_every_n_steps", self.checkpoint_every_n_steps, 0)
-        minutes = self.checkpoint_every_n_minutes
-        right = is_number(minutes) and 0 <= minutes < math.inf
-        require(right, f"{owner}.checkpoint_every_n_minutes must be a number of at least 0, got {minutes!r}.")
-        require_integer(owner, "keep_last", self.keep_last, 0)
         idle = self.keep_last > 0 and not self.makes_checkpoints
         require(
             not idle, f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too."
@@ -290,6 +368,8 @@ class DistributedTrainingConfig:
         best = self.keep_best
         right = best is None or (isinstance(best, str) and bool(best))
         require(right, f"{owner}.keep_best must be the name of a number in the history, or None, got {best!r}.")
+        idle = self.load_best and best is None
+        require(not idle, f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.')
         require_choice(owner, "on_save_error", self.on_save_error, ("warn", "raise"))
         if isinstance(self.checkpoint_dir, os.PathLike):
             self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON

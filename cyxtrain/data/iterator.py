@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cyxtrain.config.settings import require_integer
+from cyxtrain.config.settings import names_checked, require_integer
 from cyxtrain.data.sampler import DistributedSampler, Indices
 from cyxtrain.errors import ConfigError
 
 
+@names_checked
 class DistributedBatchIterator:
     """This rank's batches of an epoch, as many as on every other rank.
 

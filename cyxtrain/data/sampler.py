@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch.distributed
 from torch.utils.data import Sampler
 
-from cyxtrain.config.settings import require, require_boolean, require_integer
+from cyxtrain.config.settings import names_checked, require, require_boolean, require_integer
 from cyxtrain.errors import ConfigError
 
 Indices: TypeAlias = npt.NDArray[np.int64]  # row numbers of a data set
@@ -50,6 +50,7 @@ def sharded_size(dataset_size: int, world_size: int, drop_last: bool, pad: bool)
     return -(-dataset_size // world_size) * world_size if pad else dataset_size
 
 
+@names_checked
 class DistributedSampler(Sampler[int]):
     """Shards a dataset over the ranks: a new order in every epoch, the same shards on every machine.
 

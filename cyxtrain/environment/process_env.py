@@ -15,6 +15,7 @@
     CYXTRAIN_RUN                  name of the launcher's run: after a restart, training resumes from its checkpoints
     CYXTRAIN_ATTEMPT              how often the launcher has restarted all ranks; default 0
     CYXTRAIN_TRACEBACK            full: errors that are printed in short (`uncaught.py`) are printed with all frames
+    CYXTRAIN_EXITED               where the launcher notes the ranks of this machine that have exited with code 0
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
 
 torchrun sets these very names, and they take precedence over those of a scheduler (`schedulers.py`).
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from cyxtrain.environment import schedulers
 from cyxtrain.errors import ConfigError
@@ -186,6 +188,17 @@ def launched_run(variables: Variables = ENVIRON) -> tuple[str, int]:
     """Return (name of the launcher's run, how often it has restarted all ranks); ("", 0) without a launcher."""
     run = variables.get("CYXTRAIN_RUN", "")
     return run, (number("CYXTRAIN_ATTEMPT", variables) or 0) if run else 0
+
+
+def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:
+    """Return ranks that the launcher has seen exit with code 0, if they are of a world of this size."""
+    path = variables.get("CYXTRAIN_EXITED")
+    if not path or variables.get("WORLD_SIZE") != str(world_size):
+        return []
+    try:
+        return [int(rank) for rank in Path(path).read_text("ascii").split()]
+    except OSError:  # the launcher was killed, or this system does not share the file
+        return []
 
 
 def bar_columns(variables: Variables = ENVIRON) -> int:

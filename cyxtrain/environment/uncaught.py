@@ -5,8 +5,10 @@
         trainer.fit(X, y)
     cyxtrain.errors.ConfigError: the model cannot take X, tried on shape [64, 3]: RuntimeError: ...
 
-`sys.excepthook` is replaced when the first such error is created, not at import. The previous hook prints all other
-errors. A hook of the program itself stays.
+An error that has its cause on another rank, which prints it, takes two lines: the message and your own line.
+
+`sys.excepthook` is replaced when the first error of this package is created, not at import. The previous hook prints
+all other errors. A hook of the program itself stays.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from cyxtrain.environment import process_env
-from cyxtrain.errors import ConfigError, CyxtrainError, is_on_all_ranks
+from cyxtrain.errors import (
+    ConfigError,
+    CyxtrainError,
+    DistributedTrainingError,
+    PeerLostError,
+    PeerSilentError,
+    RendezvousError,
+    is_on_all_ranks,
+    reason_of,
+)
 
 SHORT, ONE_LINE, FULL = "short", "one line", "full"
 """How errors are printed."""
@@ -27,6 +38,8 @@ _LIBRARIES = ("cyxtrain", "torch", "contextlib")
 """Modules whose frames are left out, and those within Python (`python -m`)."""
 _REPLACED = ("sys", "torch", "apport_python_hook")
 """Modules whose hooks are replaced: Ubuntu sets one in every process."""
+_OF_ANOTHER_RANK = (PeerLostError, PeerSilentError, RendezvousError, DistributedTrainingError)
+"""Errors whose cause is not in this rank's program, unless all ranks raise them."""
 _MAX_LINES, _MAX_FRAMES = 15, 4
 
 
@@ -45,10 +58,15 @@ class _Hook:
         if self.style == FULL or process_env.wants_full_traceback() or not self._is_shortened(error):
             self._previous(kind, error, trace)
         elif isinstance(error, CyxtrainError) and (self.is_printing or not is_on_all_ranks(error)):
-            print(f"{kind.__name__}: {error}" if self.style == ONE_LINE else _in_short(error, trace), file=sys.stderr)
+            print(self._text(error, trace), file=sys.stderr)
+
+    def _text(self, error: CyxtrainError, trace: TracebackType | None) -> str:
+        if self.style == ONE_LINE:
+            return f"{type(error).__name__}: {_message(error)}"
+        return _in_two_lines(error, trace) if _is_of_another_rank(error) else _in_short(error, trace)
 
     def _is_shortened(self, error: BaseException) -> bool:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or _is_of_another_rank(error):
             return True
         return isinstance(error, (CyxtrainError, KeyboardInterrupt)) and (
             self.style == ONE_LINE or is_on_all_ranks(error)
@@ -77,9 +95,7 @@ def install(style: str | None = None, *, is_printing: bool = True) -> None:
 
 def _in_short(error: BaseException, trace: TracebackType | None) -> str:
     """Return the frames of the user's code, also those that led to the error's cause, and the message."""
-    traces = (trace, None if error.__cause__ is None else error.__cause__.__traceback__)
-    places = [place for each in traces for place in traceback.walk_tb(each)]
-    places = [place for place in places if _is_users(place[0])]
+    places = _users_places(trace, None if error.__cause__ is None else error.__cause__.__traceback__)
     if len(places) > _MAX_FRAMES:
         del places[1 : 1 - _MAX_FRAMES]
     frames = "".join(traceback.StackSummary.extract(places).format())
@@ -88,6 +104,32 @@ def _in_short(error: BaseException, trace: TracebackType | None) -> str:
     if len(message) > free:
         message[free - 2 : -1] = ["..."]
     return f"{HEADER}\n{frames}" + "\n  ".join(message)
+
+
+def _is_of_another_rank(error: BaseException) -> bool:
+    return isinstance(error, _OF_ANOTHER_RANK) and not is_on_all_ranks(error)
+
+
+def _in_two_lines(error: CyxtrainError, trace: TracebackType | None) -> str:
+    """Return the message, and where the user's code was."""
+    message = "\n  ".join(f"{type(error).__module__}.{type(error).__qualname__}: {_message(error)}".splitlines())
+    places = [f'File "{each.f_code.co_filename}", line {line}' for each, line in _users_places(trace)]
+    return "\n  ".join([message, *places[-1:]])
+
+
+def _message(error: CyxtrainError) -> str:
+    """Return an error's message, without another rank's traceback."""
+    if not _is_of_another_rank(error) or not isinstance(error, DistributedTrainingError) or not error.failures:
+        return str(error)
+    first = error.failures[0]
+    cause = reason_of(Exception(f"{first.type}: {first.message}"))
+    here = f"; this rank was in {error.during}" if error.during else ""
+    return f"rank {first.rank} has failed: {cause} (its output has the traceback){here}"
+
+
+def _users_places(*traces: TracebackType | None) -> list[tuple[FrameType, int]]:
+    places = [place for each in traces for place in traceback.walk_tb(each)]
+    return [place for place in places if _is_users(place[0])]
 
 
 def _is_users(frame: FrameType) -> bool:

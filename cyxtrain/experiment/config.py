@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cyxtrain.config.settings import nearest
+from cyxtrain.config.settings import names_checked, nearest
 from cyxtrain.environment import process_env
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.sections import Overrides, with_names
 
 
+@names_checked
 class Config(Mapping[str, Any]):
     """Settings by name, with dots or brackets: `config.training.epochs`, `config["training"]["epochs"]`.
 

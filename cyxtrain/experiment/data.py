@@ -150,7 +150,7 @@ def open_data(values: Mapping[str, Any], names: Names) -> Data:
 def as_validation(part: tuple[Any, ...]) -> Any:
     """Return a part as an argument of `fit` for validation."""
     if len(part) == 1:
-        return part[0] if yields_batches(part[0]) else (part[0], None)
+        return part[0] if yields_batches(part[0]) or isinstance(part[0], Mapping) else (part[0], None)
     return part
 
 

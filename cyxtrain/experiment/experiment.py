@@ -18,7 +18,7 @@ from cyxtrain import callbacks
 from cyxtrain.callbacks.callback import Callback
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import check_arguments, is_number, unknown_name
+from cyxtrain.config.settings import check_arguments, is_number, names_checked, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.by_name import Names, is_path, make, named, section_of
@@ -39,6 +39,7 @@ _KEY = "experiment"
 """The key of the settings in a checkpoint's metadata."""
 
 
+@names_checked
 class Experiment:
     """A trainer and its data, created from settings.
 

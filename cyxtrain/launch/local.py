@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ from types import FrameType
 from cyxtrain.workers.error_lines import is_mistake
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
-from cyxtrain.workers.process import RankSpec
-from cyxtrain.workers.supervisor import Outcome, Supervisor, would_recur
+from cyxtrain.workers.process import RankExit, RankSpec
+from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, stop_all_at_first_failure, would_recur
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,15 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
     shares_terminal = start.num_ranks == 1 and start.logs is None
     has_bar = not shares_terminal and environment.get("TERM", "dumb") != "dumb"
     columns = terminal.columns() if has_bar else 0
-    with free_port() if start.master_port is None else contextlib.nullcontext(start.master_port) as port:
+
+    def note_exit(ended: RankExit) -> Reaction:
+        if ended.code == 0:  # ranks that wait for it to join read this
+            exited.write(b"%d\n" % start.ranks[ended.index])
+        return stop_all_at_first_failure(ended)
+
+    exited = tempfile.NamedTemporaryFile("wb", buffering=0, prefix="cyxtrain-")  # noqa: SIM115 - closed below
+    environment = {**environment, "CYXTRAIN_EXITED": exited.name}
+    with exited, free_port() if start.master_port is None else contextlib.nullcontext(start.master_port) as port:
         specs = [
             RankSpec(
                 label=f"rank {rank}",
@@ -118,7 +127,7 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
             )
             for local_rank, rank in enumerate(start.ranks)
         ]
-        supervisor = Supervisor(specs, terminal)
+        supervisor = Supervisor(specs, terminal, note_exit)
         with _stopping_on_signals(supervisor):
             return supervisor.run()
 

@@ -38,7 +38,7 @@ you set them: MASTER_PORT (on one machine a free port, reserved on Linux), OMP_N
 cores) and CYXTRAIN_SECRET (on one machine a random one for this run).
 
 With several ranks each line of output starts with its rank, and stdin is empty; in a terminal, the progress bar of rank
-0 stays below. A single rank uses the terminal itself.
+0 stays below. A single rank uses the terminal itself. If a rank exits with code 0 without joining, the run ends.
 Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks; they have 5 seconds to exit. A second Ctrl-C kills them.
 SIGTERM or SIGINT to one rank is a stop, not a failure: fit agrees on a step, and all ranks exit there.
 

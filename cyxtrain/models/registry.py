@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from cyxtrain.config.settings import check_arguments, unknown_name
+from cyxtrain.config.settings import check_arguments, names_checked, unknown_name
 from cyxtrain.errors import ConfigError
 
 _Maker = TypeVar("_Maker", bound=Callable[..., nn.Module])
@@ -60,6 +60,7 @@ class ModelMaker:
         return model
 
 
+@names_checked
 def register_model(name: str) -> Callable[[_Maker], _Maker]:
     """Register a class, or a function that returns a model, by name: `@register_model("mlp")`.
 
@@ -85,6 +86,7 @@ def register_model(name: str) -> Callable[[_Maker], _Maker]:
     return register
 
 
+@names_checked
 def get_model(name: str) -> ModelMaker:
     """Return a function that creates a model: `get_model("mlp")(config)` or `get_model("mlp")(inputs=64, outputs=10)`.
 

@@ -51,6 +51,7 @@ class Relay(Callback):
     on_epoch_end = _forwarding("on_epoch_end")
     on_test_begin = _forwarding("on_test_begin")
     on_test_end = _forwarding("on_test_end")
+    on_validation_end = _forwarding("on_validation_end")
 
 
 class ReportingDisplay(LiveDisplay):
@@ -74,11 +75,11 @@ class ReportingDisplay(LiveDisplay):
         """Print a line per fact."""
         self._show("header", list(facts))
 
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
+    def begin(self, name: str, steps: int | None, done: int = 0) -> None:
         """Start a bar."""
         self._report((BEGUN,))
-        self._show("begin_epoch", epoch, last_epoch, steps, done)
-        super().begin_epoch(epoch, last_epoch, steps, done)
+        self._show("begin", name, steps, done)
+        super().begin(name, steps, done)
 
     def draw(self, steps: int, text: str) -> None:
         """Advance the bar."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cyxtrain.config.settings import names_checked
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, on_all_ranks
 from cyxtrain.tensors.layouts import bytes_of
 from cyxtrain.world import runtime
@@ -45,6 +46,7 @@ class _Recording:
     is_local = False
 
 
+@names_checked
 def all_gather_with_grad(tensor: Tensor) -> Tensor:
     """Concatenate the rows (samples) of all ranks, in rank order, with gradients. All ranks call it.
 

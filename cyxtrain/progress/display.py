@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
@@ -28,6 +28,9 @@ _CELL_COLUMNS = 120  # a longer line has a scroll bar
 _ASCII = str.maketrans("━┄", "#-")
 
 Clock = Callable[[], float]
+Measured = Callable[[], Mapping[str, float]]
+Verbosity = bool | int | Literal["auto"]
+"""Keras's: 0 shows nothing, 1 and "auto" a bar, 2 only lines."""
 
 
 class Display:
@@ -38,12 +41,26 @@ class Display:
 
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
         """Start an epoch, or the rest of one after `done` steps; the number of steps may be unknown."""
+        self.begin(f"epoch {epoch}/{last_epoch}", steps, done)
 
-    def step(self, global_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
+    def begin(self, name: str, steps: int | None, done: int = 0) -> None:
+        """Start a bar, as `begin_epoch`; `name` stands before it."""
+
+    def step(self, global_rows: int, measured: Measured) -> None:
         """Count a step; `measured` returns this rank's numbers so far."""
 
-    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Show what the fit does between steps, such as validating, and how many of its batches are done."""
+    def phase(
+        self,
+        name: str,
+        done: int = 0,
+        total: int = 0,
+        rows: int = 0,
+        measured: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """Show what the fit does between steps, such as validating, and how many of its batches are done.
+
+        `rows`: of the latest batch; `measured`: as in `step`.
+        """
 
     def draw(self, steps: int, text: str) -> None:
         """Draw the bar after so many steps of the epoch."""
@@ -70,15 +87,15 @@ class LiveDisplay(Display):
         self._first_draw: tuple[int, float] | None = None
 
     @override
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
-        self._epoch, self._last_step = f"epoch {epoch}/{last_epoch}", steps
+    def begin(self, name: str, steps: int | None, done: int = 0) -> None:
+        self._epoch, self._last_step = name, steps
         self._rows, self._steps = 0, done
         self._began = self._drawn = self._clock()
         self._first_draw = None
         self.draw(done, "")
 
     @override
-    def step(self, global_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
+    def step(self, global_rows: int, measured: Measured) -> None:
         self._rows += global_rows
         self._steps += 1
         now = self._clock()
@@ -88,7 +105,14 @@ class LiveDisplay(Display):
             self.draw(self._steps, "  ".join(filter(None, (numbers(measured()), rate))))
 
     @override
-    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+    def phase(
+        self,
+        name: str,
+        done: int = 0,
+        total: int = 0,
+        rows: int = 0,
+        measured: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         now = self._clock()
         # Its begin is drawn at once, because it may be a single call, but not in an epoch too short for a bar.
         if now - self._drawn >= REFRESH_SECONDS or (not done and self._drawn > self._began):
@@ -298,10 +322,10 @@ def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:<11}{description}" for name, description in facts]
 
 
-def numbers(measured: Mapping[str, float], prefix: str = "") -> str:
-    """Return measured numbers as text, without those that are NaN, the loss excepted."""
+def numbers(measured: Mapping[str, float]) -> str:
+    """Return measured numbers as text, without those that are NaN, losses excepted."""
     return "  ".join(
-        f"{prefix}{name} {value:.4f}" for name, value in measured.items() if name == "loss" or not math.isnan(value)
+        f"{name} {value:.4f}" for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)
     )
 
 

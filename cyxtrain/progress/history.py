@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import names_checked, unknown_name
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.progress.history_views import history_as_html, plot_history
@@ -35,6 +35,7 @@ _FIRST_ROWS = 5
 _LAST_ROWS = 4
 
 
+@names_checked
 @dataclass(repr=False)
 class TrainingHistory:
     """The numbers of one call of `fit`: each list has one entry per epoch, or is empty."""
@@ -59,6 +60,8 @@ class TrainingHistory:
     """The epoch numbers as shown, from 1; a second `fit` continues counting."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Other measured numbers by name, such as "f1" and "val_f1"."""
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Each validation: the "step" and "epoch" in which it came, "val_loss" and others; an epoch has the last one's."""
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -85,7 +88,11 @@ class TrainingHistory:
         for name, value in values.items():
             if name not in empty:
                 raise unknown_name(cls.__name__, name, list(empty))
-            if isinstance(empty[name], dict):
+            if name == "validations":
+                if not isinstance(value, (list, tuple)) or not all(isinstance(row, Mapping) for row in value):
+                    raise ConfigError(f"{cls.__name__}.{name} must be numbers by name, got {brief(value)}.")
+                read[name] = [{each: _number(each, number) for each, number in row.items()} for row in value]
+            elif isinstance(empty[name], dict):
                 if not isinstance(value, Mapping):
                     raise ConfigError(f"{cls.__name__}.{name} must be lists of numbers by name, got {brief(value)}.")
                 read[name] = {each: _numbers(each, items) for each, items in value.items()}
@@ -129,15 +136,25 @@ class TrainingHistory:
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return one line per epoch under a header, and write it to `path` if given.
 
+        Validations within an epoch have lines of their own before the epoch's, and all a column "step".
         Finite numbers are restored bit for bit; a number that an epoch does not have is an empty cell.
         """
         table = io.StringIO()
         writer = csv.writer(table, lineterminator="\n")
         names = [name if name.startswith("val_") else f"train_{name}" for name in (*_KERAS_NAMES, *self.metrics)]
-        writer.writerow(["epoch", *names])
         columns = [*(getattr(self, own) for own in _KERAS_NAMES.values()), *self.metrics.values()]
+        by_epoch: dict[float, list[dict[str, float]]] = {}
+        for found in self.validations:
+            by_epoch.setdefault(found["epoch"], []).append(found)
+        has_steps = any(len(rows) > 1 for rows in by_epoch.values())
+        writer.writerow(["epoch", *(["step"] if has_steps else []), *names])
         for row, epoch in enumerate(self._epoch_numbers()):
-            writer.writerow([epoch, *(repr(float(values[row])) if row < len(values) else "" for values in columns)])
+            *before, last = by_epoch.get(epoch) or [{}]
+            for found in before:
+                writer.writerow([epoch, found["step"], *(repr(found[name]) if name in found else "" for name in names)])
+            step = [last.get("step", "")] if has_steps else []
+            numbers = (repr(float(values[row])) if row < len(values) else "" for values in columns)
+            writer.writerow([epoch, *step, *numbers])
         return _written(table.getvalue(), path)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -212,6 +229,18 @@ def _written(text: str, path: str | os.PathLike[str] | None) -> str:
         with open(path, "w", encoding="utf-8", newline="") as file:
             file.write(text)
     return text
+
+
+def record_validation(history: TrainingHistory, step: int, epoch: int, measured: Mapping[str, float]) -> None:
+    """Append a validation after a step, in an epoch from 1, to a history; `measured` has names without val_."""
+    history.validations.append({"step": step, "epoch": epoch, **{f"val_{name}": n for name, n in measured.items()}})
+
+
+def validation_of(history: TrainingHistory, *, step: int = 0, epoch: int = 0) -> dict[str, float]:
+    """Return the numbers of the latest validation if it came after this step or in this epoch, otherwise none."""
+    row = history.validations[-1] if history.validations else {}
+    is_meant = bool(row) and (row["step"] == step or row["epoch"] == epoch)
+    return {name: value for name, value in row.items() if name.startswith("val_")} if is_meant else {}
 
 
 def record_epoch(history: TrainingHistory, epoch: int, measured: Mapping[str, float]) -> None:

@@ -53,6 +53,7 @@ _PRECISION: Final = "fp16"
 _LEARNING_RATE = 1e-3
 
 
+@names_checked
 class DistributedAMPTrainer:
     """Trains in 16 bits with a scaled loss, a micro-batch per call, on every rank of the world.
 
@@ -81,7 +82,6 @@ class DistributedAMPTrainer:
         ConfigError: Something cannot work, or ranks give different things; on every rank.
     """
 
-    @names_checked
     def __init__(
         self,
         model: nn.Module,

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, CheckpointFolder, look_into
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
+from cyxtrain.checkpoint.transport import read_on_all
+from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.progress.display import Display
+from cyxtrain.progress.history import validation_of
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.trained import load_state_besides
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import raise_together
 
@@ -61,8 +67,8 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.folder.remove_leftovers()
             # A kill between a checkpoint and its second name.
-            last = self._writer.folder.file(f"epoch-{state.position.epoch:04d}")
-            if state.history.epochs and look_into(last).position and self._is_best() and self._may_be_best():
+            last = self._writer.folder.file(self._name())
+            if look_into(last).position and self._is_best() and self._may_be_best():
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:
@@ -92,7 +98,7 @@ class CheckpointManager:
         """Write a checkpoint of this step, in the middle of an epoch, unless there is one."""
         if self.is_on and self._saved != self._place():
             self.gather(totals)
-            self._save(f"step-{self._state.position.step:08d}")
+            self._save(self._name())
 
     def gather(self, totals: MetricSums) -> None:
         """Gather the per-rank state in the middle of an epoch. All ranks call it."""
@@ -117,7 +123,13 @@ class CheckpointManager:
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
             self.gather_compression()
-            self._save(f"epoch-{epoch:04d}", is_best=is_best)
+            self._save(self._name(), is_best=is_best)
+
+    def after_validation(self, totals: MetricSums) -> None:
+        """Save the latest step if its validation, in the middle of an epoch, is the best one."""
+        if self._is_best():
+            self.gather(totals)
+            self._save(self._name(), is_best=True)
 
     def finish(self, totals: MetricSums | None) -> None:
         """Save the last state, and wait for the disk; `totals`: of the epoch in which the fit stops, or None."""
@@ -130,8 +142,7 @@ class CheckpointManager:
             return
         self._display.phase("saving")
         if self._saved != self._place():
-            position = self._state.position
-            self._save(f"epoch-{position.epoch:04d}" if totals is None else f"step-{position.step:08d}")
+            self._save(self._name())
         # No rank returns before all is on the disk: its exit could end the rank that writes.
         problem = self._take_problem()
         raise_together(problem if self._config.on_save_error == "raise" else None)
@@ -149,10 +160,14 @@ class CheckpointManager:
         monitor = self._config.keep_best
         if monitor is None:
             return False
-        history = self._state.history
+        history, step = self._state.history, self._state.position.step
         values = history.history.get(monitor)
-        if monitor.startswith("val_") and len(history.val_losses) < len(history.epochs):
-            return False  # the epoch has not been validated
+        if monitor.startswith("val_"):
+            if not validation_of(history, step=step):
+                return False  # this step has not been validated
+            values = [row[monitor] for row in history.validations if monitor in row] or None
+        elif self._state.position.samples or not history.epochs:
+            return False  # the epoch is not over
         if values is None:
             known = ", ".join(self._state.history.history)
             raise ConfigError(f"keep_best={monitor!r}: no such metric in this run (available: {known}).")
@@ -164,8 +179,13 @@ class CheckpointManager:
     def _may_be_best(self) -> bool:
         """Return whether the best checkpoint on disk is missing or of this fit, and not of a later one."""
         assert self._writer is not None
-        best = look_into(self._writer.folder.file(BEST))
-        return not best.position or best.run.get("id") == self._state.run.get("id")
+        path = self._writer.folder.file(BEST)
+        return not look_into(path).position or self._is_own(path)
+
+    def _is_own(self, path: Path) -> bool:
+        """Return whether a file is a checkpoint of this fit."""
+        found = look_into(path)
+        return bool(found.position) and found.run.get("id") == self._state.run.get("id")
 
     def _save(self, name: str, *, is_best: bool = False) -> None:
         self._display.phase("saving")
@@ -202,6 +222,26 @@ class CheckpointManager:
     def _take_problem(self) -> Exception | None:
         problem, self._problem = self._problem, None
         return problem if problem is not None or self._writer is None else self._writer.wait()
+
+    def _name(self) -> str:
+        """Return the name of a checkpoint of the latest step."""
+        position = self._state.position
+        return f"step-{position.step:08d}" if position.samples else f"epoch-{position.epoch:04d}"
+
+    def load_best(self) -> str:
+        """Load the weights of the best checkpoint of this fit; return which one it is. All ranks call it."""
+        if not self._config.load_best:
+            return ""
+        path = CheckpointFolder(self._config.checkpoint_dir, None if self._config.save_on_master_only else 0).file(BEST)
+        found = read_on_all(lambda: (checkpoint_bytes(path), str(path)) if self._is_own(path) else (b"", ""))
+        if found is None:
+            if runtime.is_master():
+                warn(f"load_best: this fit has no {path}, so the model keeps its last weights. See keep_best.")
+            return ""
+        state, source = found
+        load_model_state(self._state.model, state.model, source)
+        load_state_besides(self._state.trained, state.others, source)
+        return f"the weights of step {state.position['step']:,}, from {source}"
 
     def _place(self) -> tuple[int, int]:
         return self._state.position.epoch, self._state.position.step

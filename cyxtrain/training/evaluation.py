@@ -6,14 +6,16 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from cyxtrain.callbacks.callback import Callbacks
-from cyxtrain.data.batches.batch import Batch, share_of_batches
+from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import output_parts, with_parts
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
@@ -21,11 +23,9 @@ from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.training.model.compile import marked_steps
-from cyxtrain.training.model.modes import modes_kept
-from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.outside_fit.batch_run import BatchRun
+from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import raise_together
 
 _Shapes: TypeAlias = list[list[int]]
 
@@ -68,6 +68,10 @@ class Evaluation:
         """Return the names of the metrics."""
         return list(self._metrics)
 
+    def to_dict(self) -> dict[str, float]:
+        """Return the metrics by name."""
+        return dict(self._metrics)
+
     @property
     def loss(self) -> float:
         """The loss."""
@@ -82,6 +86,16 @@ class Evaluation:
         return f"Evaluation({', '.join(f'{name}={value:.6g}' for name, value in self._metrics.items())})"
 
 
+def evaluate(call: Call) -> Evaluation:
+    """Return loss, accuracy and metrics of a call of `DistributedTrainer.evaluate`."""
+    model, distributed = call.trainer.model, call.distributed
+    with call.running() as measured:
+        evaluation = evaluate_rows(model, call.rows, distributed=distributed, callbacks=call.callbacks, display=call)
+        assert evaluation is not None
+        measured.update(evaluation.to_dict())
+    return evaluation
+
+
 def evaluate_rows(
     model: nn.Module,
     rows: CheckedData,
@@ -93,56 +107,57 @@ def evaluate_rows(
 ) -> Evaluation | None:
     """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
 
+    If a callback ends the evaluation, they are over the first batches: those that were done.
+
     Args:
         model: Not wrapped.
         rows: All of them.
         distributed: Whether the ranks share the work; otherwise this one does it all.
         should_stop: Called after each batch; returns whether to skip the rest.
         callbacks: Called with each batch.
-        display: Of a fit that validates.
+        display: Of a fit that validates, or of this call.
     """
     loss, device = rows.loss, rows.placement.device
-    batches = rows.source.table_rows(rows.batch_size)
-    totals = MetricSums(batches, device, loss, rows.metrics)
-    hooks, numbers, shown = callbacks or Callbacks(), itertools.count(), display or Display()
-    own = len(share_of_batches(batches, runtime.get_rank(), runtime.get_world_size())) if batches > 1 else 0
-    shown.phase("validating", 0, own)
+    batches = rows.source.num_batches(rows.batch_size)
+    totals = MetricSums(batches or 1, device, loss, rows.metrics)
+    run = BatchRun(model, rows, "test", callbacks, display, distributed=distributed)
 
     def evaluate_batch(batch: Batch) -> None:
-        number = next(numbers)
-        hooks.on_test_batch_begin(number)
         with torch.no_grad(), gathering_alone():
             output = rows.call.without_graph(model, batch)
             loss.check_shapes(output, batch.targets)
+            number = 0 if batches is None else batch.number
             found, output = loss(output, batch), loss.measured_part(output)
-            totals.add(batch.number, found, correct_of(output, batch.answers, loss))
+            totals.add(number, found, correct_of(output, batch.answers, loss))
             totals.metrics.add(output, batch.answers, batch.rows)
-        hooks.on_test_batch_end(number, totals.lazy_values)
-        shown.phase("validating", number + 1, own)
+        run.end_batch(batch, totals.lazy_values, totals.cheap_values)
 
-    complete = _run_all(model, rows, evaluate_batch, distributed=distributed, should_stop=should_stop)
+    is_stopped = run.all_batches(evaluate_batch, should_stop)
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
-    return Evaluation(**measured) if complete else None
+    return None if is_stopped else Evaluation(**measured)
 
 
-def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool, pad_value: float | None = None) -> Any:
+def predict(call: Call, pad_value: float | None = None) -> Any:
     """Return a model's output for all rows, in their order, on every rank: NumPy arrays if X is made of them.
+
+    If a callback ends the prediction, these are the first rows: those that were done.
 
     Cost: the shapes of all batches, then the rows once in and once out of each rank.
 
     Args:
-        model: Not wrapped.
-        rows: All of them.
-        distributed: Whether the ranks share the work; otherwise this one does it all.
-        pad_value: As in `DistributedTrainer.predict`.
+        call: Of `DistributedTrainer.predict`.
+        pad_value: As there.
 
     Raises:
         ConfigError: The model does not return tensors with one output row per input row, of the same kind on every
             rank.
     """
-    outputs = _Outputs(model, rows)
-    _run_all(model, rows, outputs.add, distributed=distributed)
-    own = json.dumps({"kinds": outputs.kinds, "shapes": outputs.shapes})
+    rows, distributed = call.rows, call.distributed
+    outputs = _Outputs(rows.loss.without_own(rows.output), rows.rows_second)
+    with call.running():
+        run = BatchRun(call.trainer.model, rows, "predict", call.callbacks, call, distributed=distributed)
+        run.all_batches(partial(_predict_batch, call, outputs, run))
+    own = json.dumps({"kinds": outputs.kinds, "shapes": outputs.shapes, "numbers": outputs.numbers})
     found = [json.loads(text) for text in (runtime.gather_texts(own) if distributed else [own])]
     kinds = [each["kinds"] for each in found if each["kinds"]]  # a rank without a batch has none
     if any(other != kinds[0] for other in kinds):
@@ -153,66 +168,52 @@ def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool, pad_
         shapes: list[_Shapes] = [each["shapes"].get(name, []) for each in found]
         dtype = getattr(torch, kind.split()[0])
         values = _gathered([batch[name] for batch in outputs.batches], shapes, dtype, distributed=distributed)
-        order = rows.source.in_order([[shape[0] for shape in each] for each in shapes])
-        joined = _joined(values, [shape for each in shapes for shape in each], order, pad_value)
+        every = [shape for each in shapes for shape in each]
+        numbers = [number for each in found for number in each["numbers"]]
+        order = _places(numbers, [shape[0] for shape in every]) if rows.source.is_shared else None
+        joined = _joined(values, every, order, pad_value)
+        if name in rows.rows_second and isinstance(joined, Tensor):
+            joined = joined.transpose(0, 1)
         parts[name] = finish(joined) if isinstance(joined, Tensor) else list(map(finish, joined))
     return with_parts(outputs.structure, parts)
 
 
-def _run_all(
-    model: nn.Module,
-    rows: CheckedData,
-    step: Callable[[Batch], object],
-    *,
-    distributed: bool,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Call `step` with each of this rank's batches, in evaluation mode; return whether none was skipped.
+def _predict_batch(call: Call, outputs: _Outputs, run: BatchRun, batch: Batch) -> None:
+    with torch.no_grad(), gathering_alone():
+        given = call.rows.call.without_graph(call.trainer.model, batch, predicting=True)
+    outputs.add(call.rows.loss.without_own(given), batch)
+    run.end_batch(batch, lambda: {"outputs": lambda: given})
 
-    An error on any rank is raised on all.
-    """
-    rank, world_size = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
-    problem, complete = None, False
-    try:
-        with memory_explained(trains=False), modes_kept(model, *rows.loss.modules):
-            for module in (model, *rows.loss.modules):
-                module.eval()
-            batches = rows.source.whole_batches(rows.batch_size, rows.placement, rank, world_size)
-            for batch in marked_steps(batches, rows.placement.device):
-                step(batch)
-                if should_stop():
-                    break
-            else:
-                complete = True
-    except Exception as error:
-        problem = error
-    if distributed:
-        raise_together(problem)
-    elif problem is not None:
-        raise problem
-    return complete
+
+def _places(numbers: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
+    """Return where each row of some batches goes, by the batches' numbers and sizes; None: they are in order."""
+    in_order = sorted(range(len(numbers)), key=numbers.__getitem__)
+    if in_order == list(range(len(numbers))):
+        return None
+    firsts = dict(zip(in_order, itertools.accumulate((sizes[each] for each in in_order), initial=0), strict=False))
+    return torch.cat([torch.arange(firsts[each], firsts[each] + size, device="cpu") for each, size in enumerate(sizes)])
 
 
 class _Outputs:
     """The outputs of a model, batch by batch, on the CPU.
 
     Args:
-        model: In evaluation mode.
-        rows: What it predicts. A loss that the model computes itself is not part of its output.
+        structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
+        rows_second: Names of parts whose rows are in the second dimension; here they are in the first.
 
     Attributes:
-        structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
+        structure: As given.
         kinds: What all rows have in common: dtypes and numbers of dimensions, by part; empty before the first batch.
+        numbers: Of the batches, in the data.
     """
 
-    def __init__(self, model: nn.Module, rows: CheckedData) -> None:
-        self._model = model
-        self._call = rows.call
-        self._loss = rows.loss
+    def __init__(self, structure: Any, rows_second: frozenset[str]) -> None:
+        self._rows_second = rows_second
         self._batches: list[dict[str, Tensor]] = []
         self._latest: dict[str, Tensor | HostCopy] = {}
-        self.structure = self._loss.without_own(rows.output)
+        self.structure = structure
         self.kinds: dict[str, str] = {}
+        self.numbers: list[int] = []
 
     @property
     def batches(self) -> list[dict[str, Tensor]]:
@@ -225,15 +226,18 @@ class _Outputs:
         """The shape of each batch, by part."""
         return {name: [list(batch[name].shape) for batch in self.batches] for name in self.kinds}
 
-    def add(self, batch: Batch) -> None:
-        """Run the model; outputs on an accelerator are read one batch later, while it computes the next one."""
-        with torch.no_grad(), gathering_alone():
-            given = self._call.without_graph(self._model, batch, predicting=True)
-        output = _checked(self._loss.without_own(given), batch.rows)
+    def add(self, given: Any, batch: Batch) -> None:
+        """Add a batch's output; if it is on an accelerator, it is read one batch later, while that computes the next.
+
+        Raises:
+            ConfigError: It does not have a row for each of the batch, of the same kind as before.
+        """
+        output = _checked(given, batch.rows, self._rows_second)
         kinds, expected = _kinds(output), self.kinds or _kinds(dict(output_parts(self.structure)))
         if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):
             raise ConfigError(f"predict needs rows of one kind; the model returned {expected}, then {kinds}.")
         self.kinds = kinds
+        self.numbers.append(batch.number)
         latest: dict[str, Tensor | HostCopy] = {
             name: HostCopy(tensor.contiguous()) if is_accelerator(tensor.device) else tensor.detach()
             for name, tensor in output.items()
@@ -250,9 +254,12 @@ class _Outputs:
             self._latest = {}
 
 
-def _checked(output: Any, rows: int) -> dict[str, Tensor]:
+def _checked(output: Any, rows: int, rows_second: frozenset[str]) -> dict[str, Tensor]:
     """Return the tensors of a model's output by name; raise ConfigError unless each has a row per input row."""
-    found = dict(output_parts(output))
+    found = {
+        name: part.transpose(0, 1) if name in rows_second and isinstance(part, Tensor) and part.dim() > 1 else part
+        for name, part in output_parts(output)
+    }
     bad = (name for name, part in found.items() if not (isinstance(part, Tensor) and part.dim() and len(part) == rows))
     name = next(bad, None)
     if found and name is None:
@@ -269,6 +276,8 @@ def _checked(output: Any, rows: int) -> dict[str, Tensor]:
             " Its rows are in the second dimension, as in the states of an LSTM: return it with the rows first "
             "(state.transpose(0, 1)), or return only what you need."
         )
+    if any(isinstance(each, PackedSequence) for each in (output, *(output if isinstance(output, tuple) else ()))):
+        remedy = " Return padded rows: pad_packed_sequence(packed, batch_first=True)[0]."
     raise ConfigError(
         "predict needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
         f"dataclass, a tuple or a list; for {rows} rows it returned {what}.{remedy}"

@@ -19,10 +19,10 @@ from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.display import numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
-from cyxtrain.progress.history import record_epoch
+from cyxtrain.progress.history import record_epoch, record_validation, validation_of
 from cyxtrain.progress.profiling import Profile
 from cyxtrain.training.checkpoint_manager import CheckpointManager
-from cyxtrain.training.evaluation import Evaluation, evaluate_rows
+from cyxtrain.training.evaluation import evaluate_rows
 from cyxtrain.training.inputs.facts import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
@@ -56,7 +56,7 @@ class FitLoop:
         self._ddp = ddp
         self._checkpoint = self._pending_restore = checkpoint
         self._device = plan.data.placement.device
-        self._last_epoch = state.position.first_epoch + plan.config.epochs
+        self._last_epoch = state.position.first_epoch + plan.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
         speed, rows = state.history.samples_per_second, plan.feed.rows_of(plan.steps_per_epoch)
         self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
@@ -69,7 +69,8 @@ class FitLoop:
         state.begin_loop(plan.callbacks, plan.feed.state_dict)
         self._step: TrainingStep | None = None  # None between two epochs
         self._samples_before = 0
-        self._saved_step = -1
+        self._clock_step = -1
+        self._validates_within_epochs = plan.config.validates_within_epochs
         if plan.defers_verdicts:
             ddp.use_reports()
         self._warned_params: set[str] = set()
@@ -89,9 +90,10 @@ class FitLoop:
                 self._requests.clear()
                 self._ddp.sync_buffers()
             self._manager.finish(None if self._step is None else self._step.totals)
+            best = self._manager.load_best() if stopped is None else ""
             if stopped is None:
                 self._callbacks.call("on_train_end", self._logs())
-        self._plan.display.header(self._profile.facts())
+        self._plan.display.header([*([("best", best)] if best else []), *self._profile.facts()])
         return stopped
 
     def _train_one_epoch(self) -> None:
@@ -116,6 +118,8 @@ class FitLoop:
         self._apply_end(requests)
         self._callbacks.on_train_batch_end(share.number, step.totals.lazy_values)
         self._show(step, share)
+        if self._validates_within_epochs and self._plan.validates_at(self._state.position):
+            self._validate_within_epoch(step)
         self._check_and_save(step)
         self._apply(requests, step)
         step.clock.steps += 1
@@ -168,7 +172,8 @@ class FitLoop:
             fuse(state.optimizer)
         reset_peak_memory(self._device)
         # Displayed epochs start at 1; the sampling order is indexed from 0.
-        plan.display.begin_epoch(position.epoch + 1, self._last_epoch, plan.steps_per_epoch, position.epoch_steps)
+        last_step = plan.end_of_epoch(position, plan.steps_per_epoch)
+        plan.display.begin_epoch(position.epoch + 1, self._last_epoch, last_step, position.epoch_steps)
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
         # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
@@ -187,6 +192,8 @@ class FitLoop:
         if self._pending_restore is not None:
             restore_rank(*self._pending_restore, step.totals, self._device)
             self._pending_restore = None
+            if position.samples and self._validates_within_epochs and plan.validates_at(position):
+                self._validate_within_epoch(step)  # unless the checkpoint has it
         self._warn_of_params_without_optimizer()
         self._put_into_training()
         return step
@@ -223,38 +230,69 @@ class FitLoop:
         if plan.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
-        validation = self._validate()
+        is_validated = plan.validates_epoch(position) and self._validate()
         self._step = None
         self._state.end_epoch()
         self._publish_times(step)
-        self._record(measured, validation, seconds, step.clock.steps, rows, note)
+        self._record(measured, seconds, step.clock.steps, rows, note)
+        if is_validated:
+            self._call("on_validation_end", position.epoch - 1, self._validation)
         received = self._call("on_epoch_end", position.epoch - 1, self._logs())
         self._apply_end(received)
         self._explain_end()
         self._manager.after_epoch()
         stop_if_requested(received)
 
-    def _validate(self) -> Evaluation | None:
-        """Evaluate the epoch if that is due; a fit that resumes from within the validation repeats it."""
-        rows = self._plan.validation
-        if rows is None or not self._plan.config.validates_after(self._state.position.epoch + 1):
-            return None
+    def _validate_within_epoch(self, step: TrainingStep) -> None:
+        """Validate, save the best and stop if a callback asks for it; training continues with the same generators."""
+        step.guard.wait_for_verdict()
+        began = time.perf_counter()
+        with generators_kept(self._device):
+            self._ddp.sync_buffers()
+            if not self._validate():
+                return
+        plan, position = self._plan, self._state.position
+        plan.display.line(f"step {position.step:,}  {numbers(plan.shown(self._validation))}")
+        received = self._call("on_validation_end", position.epoch, self._validation)
+        self._apply_end(received)
+        self._manager.after_validation(step.totals)
+        self._epoch_started_at += time.perf_counter() - began
+        stop_if_requested(received)
+
+    def _validate(self) -> bool:
+        """Evaluate all validation data, unless the latest step has been validated; return whether it does.
+
+        A fit that resumes from within a validation repeats it.
+        """
+        position, measured = self._state.position, dict[str, float]()
+        if self._validation:
+            return False
         self._call("on_test_begin", {})
-        found = evaluate_rows(
-            self._state.model,
-            rows,
-            distributed=True,
-            should_stop=lambda: self._requests.want_to_stop,
-            callbacks=self._callbacks,
-            display=self._plan.display,
-        )
-        received, stopping_rank = self._requests.agree(flagged=found is None)
-        if stopping_rank is not None:
-            self._callbacks.call("on_test_end", {})
-            stop_if_requested(received)
-        assert found is not None
-        self._call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
-        return found
+        for name, rows in self._plan.validation.items():
+            found = evaluate_rows(
+                self._state.model,
+                rows,
+                distributed=True,
+                should_stop=lambda: self._requests.want_to_stop,
+                callbacks=self._callbacks,
+                display=self._plan.display,
+            )
+            received, stopping_rank = self._requests.agree(flagged=found is None)
+            if stopping_rank is not None:
+                self._callbacks.call("on_test_end", {})
+                stop_if_requested(received)
+            assert found is not None
+            numbers_found = {each: found[each] for each in found.keys()}  # noqa: SIM118
+            named = {f"{name}_{each}" if name else each: number for each, number in numbers_found.items()}
+            measured = {**(measured or numbers_found), **named}  # the first set has the plain names too
+        self._call("on_test_end", measured)
+        record_validation(self._state.history, position.step, position.epoch + 1, measured)
+        return True
+
+    @property
+    def _validation(self) -> dict[str, float]:
+        """The numbers of the validation of the latest step; empty without one."""
+        return validation_of(self._state.history, step=self._state.position.step)
 
     def prepare_to_save(self) -> None:
         """Gather per-rank state, and any rank's request to end. All ranks call it."""
@@ -318,10 +356,13 @@ class FitLoop:
             return
         self._wait_for_verdict()
         number = self._state.position.step
-        if received[StopRequest.SAVE] > 0 and number > self._saved_step:
-            self._manager.save_step(step.totals)
-            self._requests.saved()
-            self._saved_step = number + int(self._plan.defers_verdicts)  # the next step still has the old request
+        if received[StopRequest.CLOCK] > 0 and number > self._clock_step:
+            saves, validates = self._requests.take_due()
+            self._clock_step = number + int(self._plan.defers_verdicts)  # the next step still has the old request
+            if validates:
+                self._validate_within_epoch(step)
+            if saves:
+                self._manager.save_step(step.totals)
         stop_if_requested(received)
 
     def _check_and_save(self, step: TrainingStep) -> None:
@@ -344,8 +385,10 @@ class FitLoop:
     def _show(self, step: TrainingStep, share: Share) -> None:
         plan = self._plan
         plan.display.step(share.global_rows, step.totals.cheap_values)
-        every = plan.config.log_every_n_batches
-        if every and (share.number + 1) % every == 0:
+        every, count = plan.config.log_every_n_steps, self._state.position.step
+        if not every:
+            every, count = plan.config.log_every_n_batches, share.number + 1
+        if every and count % every == 0:
             step.guard.wait_for_verdict()
             text = numbers(step.totals.over_ranks(runtime.cpu_group()))
             of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
@@ -368,7 +411,6 @@ class FitLoop:
     def _record(
         self,
         measured: dict[str, float],
-        validation: Evaluation | None,
         seconds: float,
         steps: int,
         rows: int,
@@ -379,12 +421,9 @@ class FitLoop:
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
         plan, history = self._plan, self._state.history
-        text = numbers(measured)
-        if validation is not None:
-            validated = {name: validation[name] for name in validation.keys()}  # noqa: SIM118
-            measured = measured | {f"val_{name}": value for name, value in validated.items()}
-            text += f"  {numbers(validated, 'val_')}"
-        record_epoch(history, self._state.position.epoch, measured)
+        validated = validation_of(history, epoch=self._state.position.epoch)
+        text = f"{numbers(measured)}  {numbers(plan.shown(validated))}".rstrip()
+        record_epoch(history, self._state.position.epoch, measured | validated)
         self._training_seconds += epoch_seconds
         self._trained_rows += rows
         history.total_time_seconds = total_seconds

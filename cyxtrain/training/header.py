@@ -46,9 +46,8 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     model, rates, position = state.model, state.rates, state.position
     effective = plan.feed.effective_batch_size
     loss = plan.data.loss
-    validation = "" if plan.validation is None else f", and {plan.validation.source.describe()} for validation"
     world_size = dist.get_world_size()
-    first, last = position.epoch + 1, position.first_epoch + plan.config.epochs
+    first, last = position.epoch + 1, position.first_epoch + plan.epochs
     epochs = f"epoch {last}" if first == last else f"epochs {first} to {last}"
     left = "no epoch left" if plan.is_over(position) else epochs
     facts = [
@@ -58,7 +57,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
         ("batch", _batch(effective, world_size, plan.feed.rows_at_once)),
         ("steps", f"{_steps(plan)}, {left}" + (", a try" if plan.config.fast_dev_run else "")),
-        ("data", plan.data.source.describe() + plan.data.source.explain() + validation + _converted(plan)),
+        ("data", plan.data.source.describe() + plan.data.source.explain() + _held_out(plan) + _converted(plan)),
         *_parts_of_batches(plan.data.source, plan.data.call.left_out),
         ("device", plan.devices),
         *_precision(model, plan),
@@ -132,6 +131,11 @@ def _world(num_processes: int | str | None) -> str:
     return ", ".join(filter(None, parts))
 
 
+def _held_out(plan: FitPlan) -> str:
+    sets = ", ".join(f"{each.source.describe()} {name}".rstrip() for name, each in plan.validation.items())
+    return f", and {sets} for validation" if sets else ""
+
+
 def _converted(plan: FitPlan) -> str:
     """Describe inputs that are converted to the parameters' type."""
     wanted = plan.data.placement.dtype
@@ -194,7 +198,8 @@ def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str
 
 def _steps(plan: FitPlan) -> str:
     steps = plan.steps_per_epoch
-    return "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
+    text = "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
+    return text if plan.config.max_steps is None else f"{text}, at most {plan.config.max_steps:,}"
 
 
 def _parameters(model: nn.Module) -> str:

@@ -65,6 +65,8 @@ class Position:
     """Batches read in the current pass: by all ranks together, or by each if each has its own."""
     order: int = 0
     """Identifies the order of the current epoch if a user's sampler makes it; 1 if each rank has its own batches."""
+    first_step: int = 0
+    """Optimizer steps when the latest call of `fit` began."""
     stopped: int = 0
     """1 if a callback, or the end of the data, ended the latest call of `fit`: it is complete."""
 
@@ -72,7 +74,7 @@ class Position:
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
         """Return the position stored in a checkpoint; raise CheckpointError if it is not one."""
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(values) != names or not is_position(values):
+        if set(values) | {"first_step"} != names or not is_position(values):
             raise CheckpointError(
                 f"Cannot load {source}: its position {brief(values)} is invalid, or that of another version."
             )
@@ -201,6 +203,7 @@ class TrainingState:
         # The rest of an epoch that an earlier fit did not complete is not trained.
         position.samples = position.epoch_steps = position.batches = position.order = 0
         position.first_epoch, position.fits = position.epoch, self.complete_fits + 1
+        position.first_step = position.step
         position.passes = position.epoch  # each pass has another order, as the epochs of arrays have
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import os
 import signal
 import socket
@@ -38,8 +39,8 @@ class StopRequest(enum.IntEnum):
     """The time limit has passed."""
     COMPLETE = 3
     """A callback has ended the fit, which is then complete."""
-    SAVE = 4
-    """A checkpoint is due by the clock."""
+    CLOCK = 4
+    """A checkpoint or a validation is due by rank 0's clock; `StopSignals.take_due` tells which."""
 
 
 assert len(StopRequest) == NUM_SIGNALS
@@ -77,36 +78,43 @@ class StopSignals:
     Args:
         config: Time limits.
         state: In which callbacks ask to stop.
-        keeps_time: Whether this rank's clock decides when a checkpoint is due.
+        keeps_time: Whether this rank's clock decides when a checkpoint or a validation is due.
     """
 
     def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
         self._state = state
         self._requested: set[StopRequest] = set()
-        limit, minutes = config.max_time_seconds, config.checkpoint_every_n_minutes
+        limit = config.max_time_seconds
+        minutes = (config.checkpoint_every_n_minutes, config.validate_every_n_minutes)
         self._ends = None if limit is None else time.monotonic() + limit
-        self._save_seconds = 60.0 * minutes if keeps_time and minutes else None
-        self._saved = time.monotonic()
+        self._intervals = [60.0 * each if keeps_time and each else math.inf for each in minutes]
+        self._latest = [time.monotonic()] * len(minutes)
+        self._has_clock = limit is not None or any(map(math.isfinite, self._intervals))
         self._timer: threading.Timer | None = None
 
     def local(self) -> list[float]:
         """Return the requests of this rank as signals."""
-        if self._ends is not None or self._save_seconds is not None:
+        if self._has_clock:
             self._check_clock(time.monotonic())
         if self._state.stop_training:
             self._requested.add(StopRequest.COMPLETE)
         return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NONE)
 
-    def saved(self) -> None:
-        """Note that a checkpoint was written: the next one is due later."""
-        self._saved = time.monotonic()
-        self._requested.discard(StopRequest.SAVE)
+    def take_due(self) -> tuple[bool, bool]:
+        """Return whether a checkpoint and a validation are due by rank 0's clock; all ranks call it after CLOCK."""
+        now = time.monotonic()
+        due = torch.tensor(self._due(now), device="cpu")
+        dist.broadcast(due, 0, group=runtime.cpu_group())
+        saves, validates = map(bool, due.tolist())
+        self._latest = [now if each else before for each, before in zip((saves, validates), self._latest, strict=True)]
+        self._requested.discard(StopRequest.CLOCK)
+        return saves, validates
 
     def clear(self) -> None:
         """Drop all requests: the fit stops."""
         self._cancel()
         self._requested.clear()
-        self._ends = None
+        self._ends, self._has_clock = None, False
 
     @property
     def want_to_stop(self) -> bool:
@@ -166,8 +174,11 @@ class StopSignals:
     def _check_clock(self, now: float) -> None:
         if self._ends is not None and now >= self._ends:
             self._requested.add(StopRequest.FINISH)
-        if self._save_seconds is not None and now - self._saved >= self._save_seconds:
-            self._requested.add(StopRequest.SAVE)
+        if any(self._due(now)):
+            self._requested.add(StopRequest.CLOCK)
+
+    def _due(self, now: float) -> list[bool]:
+        return [now - latest >= seconds for latest, seconds in zip(self._latest, self._intervals, strict=True)]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, require_choice
+from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
@@ -30,10 +30,11 @@ from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
-from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
+from cyxtrain.training.evaluation import Evaluation, evaluate, predict
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
@@ -48,6 +49,7 @@ from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.own_steps import StepLike, TrainerSteps, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
 from cyxtrain.training.state import TrainingState
@@ -60,6 +62,7 @@ _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
 
 
+@names_checked
 class DistributedTrainer(TrainerSteps):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
@@ -96,12 +99,13 @@ class DistributedTrainer(TrainerSteps):
         optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
+        stop_evaluating: Set by a callback on any rank during a batch, ends `evaluate` or a validation after it.
+        stop_predicting: Likewise, of `predict`.
 
     Raises:
         ConfigError: A loss, an optimizer, a scheduler, a callback, a step or a device that cannot be used.
     """
 
-    @names_checked
     def __init__(
         self,
         model: nn.Module,
@@ -134,6 +138,7 @@ class DistributedTrainer(TrainerSteps):
         self._scheduler_interval = scheduler_interval
         rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates, loss=loss)
+        self.stop_evaluating = self.stop_predicting = False
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
         super().__init__(train_step, test_step, predict_step)
@@ -252,6 +257,7 @@ class DistributedTrainer(TrainerSteps):
         y_val: Data | None = None,
         config: DistributedTrainingConfig | None = None,
         validation_data: Data | None = None,
+        validation_groups: Any = None,
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
@@ -270,7 +276,10 @@ class DistributedTrainer(TrainerSteps):
             X_val: Inputs to validate with.
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
-            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches.
+            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches; or several of
+                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is that of the first.
+            validation_groups: What each sample belongs to, such as a patient, shape (n,): `validation_split` then
+                keeps the samples of a group together, and `seed` draws the groups.
             sample_weight: How much the loss of each sample counts, shape (n,).
             class_weight: How much the samples of each class count, by class index.
             callbacks: For this fit, called after the trainer's own.
@@ -295,6 +304,7 @@ class DistributedTrainer(TrainerSteps):
             "y_val": y_val,
             "config": config,
             "validation_data": validation_data,
+            "validation_groups": validation_groups,
             "sample_weight": sample_weight,
             "class_weight": class_weight,
             "callbacks": callbacks,
@@ -310,16 +320,16 @@ class DistributedTrainer(TrainerSteps):
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
             self._fit = FitLoop(self._state, plan, ddp, checkpoint)
             stopped = self._fit.fit()
-        self._finish(plan, stopped)
-        return self._state.history
+        return self._finish(plan, stopped)
 
-    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> None:
+    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:
         """Record completion, or report why the fit stopped; exit or raise if that was requested."""
         if stopped is None:
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
         exit_for(stopped)
+        return self._state.history
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -363,7 +373,6 @@ class DistributedTrainer(TrainerSteps):
                 ddp.close()
                 self._state.trained.zero_grad()
 
-    @names_checked
     def evaluate(
         self,
         X: Data,  # noqa: N803
@@ -372,8 +381,11 @@ class DistributedTrainer(TrainerSteps):
         batch_size: int | None = None,
         distributed: bool = True,
         sample_weight: Any = None,
-        verbose: object = 0,
-    ) -> Evaluation:
+        callbacks: Callback | Sequence[Callback] | None = None,
+        steps: int | None = None,
+        verbose: Verbosity = 0,
+        return_dict: bool = False,
+    ) -> Evaluation | Any:
         """Return loss and accuracy over all samples, each counted once; the same on any number of ranks.
 
         Args:
@@ -383,24 +395,26 @@ class DistributedTrainer(TrainerSteps):
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
-            verbose: Keras's argument; nothing is printed either way.
+            callbacks: For this call; the trainer's own are not called. With `num_processes`, the call then runs in this
+                process alone.
+            steps: Number of batches over all ranks: the first ones. None: all.
+            verbose: 1 or "auto" shows a progress bar on rank 0 and then one line, 2 only the line, 0 nothing.
+            return_dict: Return a dictionary with each metric by name.
 
         Raises:
             ConfigError: The input is wrong: two samples of it are tried first.
             CollectiveMismatchError: Ranks make different calls.
         """
         given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
-        evaluation: Evaluation | None = delegated(self, "evaluate", (X, y), given)
-        if evaluation is not None:
-            return evaluation
-        distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
-        rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
-        with float32_products(self.config.float32_precision):
-            evaluation = evaluate_rows(self.model, rows, distributed=distributed)
-        assert evaluation is not None
-        return evaluation
+        given |= {"steps": steps, "verbose": verbose}
+        evaluation: Evaluation | None = None if callbacks else delegated(self, "evaluate", (X, y), given)
+        if evaluation is None:
+            distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
+            options = {"steps": steps, "callbacks": callbacks, "verbose": verbose}
+            rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed, **options)
+            evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed))
+        return evaluation.to_dict() if return_dict else evaluation
 
-    @names_checked
     def predict(
         self,
         X: Data,  # noqa: N803
@@ -408,7 +422,9 @@ class DistributedTrainer(TrainerSteps):
         batch_size: int | None = None,
         distributed: bool = True,
         pad_value: float | None = None,
-        verbose: object = 0,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        steps: int | None = None,
+        verbose: Verbosity = 0,
     ) -> Any:
         """Return the model's output for all samples, in their order, on every rank.
 
@@ -418,6 +434,8 @@ class DistributedTrainer(TrainerSteps):
             distributed: As in `evaluate`.
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.
+            callbacks: As in `evaluate`.
+            steps: As in `evaluate`: the rows of the first batches are returned.
             verbose: As in `evaluate`.
 
         Returns:
@@ -430,13 +448,14 @@ class DistributedTrainer(TrainerSteps):
                 row per sample, or its forward requires the targets, which are not passed.
             CollectiveMismatchError: Ranks make different calls.
         """
-        given = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
-        if (output := delegated(self, "predict", (X,), given)) is not None:
+        given: dict[str, Any] = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
+        given |= {"steps": steps, "verbose": verbose}
+        if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, pad_value=pad_value)
-        with float32_products(self.config.float32_precision):
-            return predict_rows(self.model, rows, distributed=distributed, pad_value=pad_value)
+        options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
+        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
+        return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
@@ -444,20 +463,23 @@ class DistributedTrainer(TrainerSteps):
         check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
         return agree_on(check)[0] if distributed else check()[0]
 
-    def summary(self, X: Any = None) -> str:  # noqa: N803
+    def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
 
         Args:
-            X: Rows, of which two are tried: then the shapes of outputs are shown, too.
+            X: Rows, of which two are tried: then the shapes of outputs are shown, too, such as (2, 10).
+            depth: How many levels of layers within layers to show, from 1; 0: the model alone; None: all.
 
         Raises:
-            ConfigError: The model cannot take them.
+            ConfigError: The model cannot take the rows, or depth is no whole number.
         """
+        if depth is not None:
+            require_integer("summary", "depth", depth, 0)
         shows = self.is_master()
         with contextlib.closing(OutputShapes(self.model)) as outputs:
             if X is not None:
                 self._rows((X,), None, distributed=False, predicting=True)
-        text = summary_of(self.model, outputs.shapes)
+        text = summary_of(self.model, outputs.shapes, depth)
         if shows:
             print(text)
         return text
@@ -543,7 +565,7 @@ class DistributedTrainer(TrainerSteps):
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, plan.config, steps))
-        plan.callbacks.set_trainer(self, plan.params(first + plan.config.epochs))
+        plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             must_match |= value_facts(self._state.trained)

@@ -141,7 +141,10 @@ def _states(line: bytes) -> list[bytes]:
 
 
 class OutputReader:
-    """A daemon thread that copies one stream of one process; another process may keep the pipe open for ever."""
+    """A daemon thread that copies one stream of one process; another process may keep the pipe open for ever.
+
+    Without a label it copies what it reads as it is, until lines are to be left out.
+    """
 
     def __init__(
         self,
@@ -155,7 +158,7 @@ class OutputReader:
         self._source = source
         self._errors = errors
         self._log = log
-        self._prefix = f"[{label}] ".encode()
+        self._prefix = f"[{label}] ".encode() if label else b""
         self._write = write
         self._show_bar = show_bar
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
@@ -178,7 +181,10 @@ class OutputReader:
             assembler = LineAssembler(keeps_bar=self._show_bar is not None)
             show_bar = self._show_bar or (lambda bar: None)
             try:
-                while data := self._source.read(_READ_BYTES):
+                while data := self._data():
+                    if not self._prefix and self._errors is not None and not self._errors.hides_interrupts:
+                        self._write(data)
+                        continue
                     lines = assembler.feed(data)
                     show_bar(assembler.bar)
                     self._show(lines)
@@ -187,6 +193,12 @@ class OutputReader:
                 self._print([] if self._errors is None else self._errors.finish())
             except OSError:
                 return
+
+    def _data(self) -> bytes:
+        try:
+            return self._source.read(_READ_BYTES)
+        except OSError:  # the end of a terminal
+            return b""
 
     def _show(self, lines: list[bytes]) -> None:
         if not lines:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cyxtrain.workers.error_lines import ErrorFilter
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group
@@ -32,7 +32,8 @@ class RankSpec:
     environment: Mapping[str, str]
     """All of its environment; nothing is inherited."""
     shares_terminal: bool = False
-    """Give it our own stdin, stdout and stderr: no labels, and progress bars work."""
+    """Give it our own stdin and stdout: no labels, and progress bars work. Its stderr is copied as it is, without
+    tracebacks of Ctrl-C, from a terminal of its own if ours is one."""
     inherits: tuple[int, ...] = ()
     """File descriptors (handles on Windows) that it gets under the same numbers."""
     shows_bar: bool = False
@@ -104,16 +105,18 @@ class RankProcess:
         self._was_signalled = False
         self._has_ended = False
         self._log = None if spec.log is None else open(spec.log, "ab", buffering=0)  # noqa: SIM115 - _attend closes it
-        self._process = process = _spawn(spec)
+        self._process, copied = _spawn(spec)
+        process = self._process
         guard.add(process.pid)
         show_bar = terminal.show_bar if spec.shows_bar else None
         self._errors = ErrorFilter(spec.label, terminal.mistakes)
         streams = (
             (process.stdout, terminal.write_out, show_bar, None),
-            (process.stderr, terminal.write_err, None, self._errors),
+            (process.stderr or copied, terminal.write_err, None, self._errors),
         )
+        self._is_copied = spec.shares_terminal
         self._readers = [
-            OutputReader(source, spec.label, write, self._log, show, errors)
+            OutputReader(source, "" if self._is_copied else spec.label, write, self._log, show, errors)
             for source, write, show, errors in streams
             if source is not None
         ]
@@ -139,7 +142,7 @@ class RankProcess:
 
     def last_lines(self) -> bytes | None:
         """Return the last lines of its stderr; None if it shares our terminal."""
-        return self._readers[1].last_lines() if self._readers else None
+        return None if self._is_copied else self._readers[1].last_lines()
 
     def _attend(self) -> None:
         returned = self._process.wait()
@@ -158,23 +161,47 @@ class RankProcess:
         self._post(RankGone(self.index))
 
 
-def _spawn(spec: RankSpec) -> subprocess.Popen[bytes]:
+def _spawn(spec: RankSpec) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
+    """Start the process; return it, and what its stderr writes if that is a terminal of its own."""
     pipe = None if spec.shares_terminal else subprocess.PIPE
+    stderr: int | None = subprocess.PIPE
+    copied: IO[bytes] | None = None
     options: dict[str, Any]
     if sys.platform == "win32":
         options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # so that CTRL_BREAK does not reach us
+        stderr = pipe
         for handle in spec.inherits:
             os.set_handle_inheritable(handle, True)
         if spec.inherits:
             options["startupinfo"] = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [*spec.inherits]})
     else:
         options = {"pass_fds": spec.inherits, "start_new_session": True}
-    return subprocess.Popen(
-        spec.command,
-        env=dict(spec.environment),
-        stdin=None if spec.shares_terminal else subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        bufsize=0,
-        **options,
-    )
+        if spec.shares_terminal and os.isatty(2):
+            copied, stderr = _open_terminal()
+    try:
+        process = subprocess.Popen(
+            spec.command,
+            env=dict(spec.environment),
+            stdin=None if spec.shares_terminal else subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=stderr,
+            bufsize=0,
+            **options,
+        )
+    finally:
+        if copied is not None and stderr is not None:
+            os.close(stderr)
+    return process, copied
+
+
+def _open_terminal() -> tuple[IO[bytes], int]:
+    """Return the reading end of a new terminal as wide as that of our stderr, and the end for a process."""
+    import fcntl
+    import termios
+
+    ours, theirs = os.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST  # our own terminal adds the carriage returns
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8)))
+    return open(ours, "rb", buffering=0), theirs

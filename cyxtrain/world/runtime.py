@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.config import BackendType, DistributedConfig, complete_config
-from cyxtrain.config.settings import require
+from cyxtrain.config.settings import names_checked, require
 from cyxtrain.config.world import with_disagreement
 from cyxtrain.environment import process_env, standard_streams, torch_compat, uncaught
 from cyxtrain.environment.accelerator import is_accelerator
@@ -82,6 +82,7 @@ class World:
         return f"World(rank={get_rank()}, world_size={get_world_size()}, backend={dist.get_backend()!r})"
 
 
+@names_checked
 def init(config: DistributedConfig | None = None) -> World:
     """Join the world: from `config`, otherwise from the environment, otherwise a world of one.
 
@@ -228,6 +229,7 @@ def _leave(*, checks_call: bool) -> None:
             forget_store()  # tells the others that they may look for the next store
 
 
+@names_checked
 def init_process_group(
     backend: BackendType | str | None = None,
     init_method: str | None = None,

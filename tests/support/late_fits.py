@@ -55,7 +55,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "NaN, not fused": {**NAN, "optimizer": "rmsprop"},
     "NaN before a checkpoint": {**NAN, "checkpoint_every_n_steps": 2, "model": "Running"},
     "NaN before replicas are checked": {**NAN, "check_replicas_every_n_steps": 4},
-    "NaN before numbers are shown": {**NAN, "log_every_n_batches": 4},
+    "NaN before numbers are shown": {**NAN, "log_every_n_steps": 4},
     "NaN, skipped": {**NAN, "on_nonfinite": "skip", "model": "Running"},
     "NaN ends the fit": {**NAN, "ends": True, "model": "Running"},
     "NaN and a hook before the step": {**NAN, "watches": True},

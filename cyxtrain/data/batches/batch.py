@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -185,6 +186,22 @@ def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, pref
         yield Batch(number, *receive())
 
 
-def share_of_batches(num_batches: int, rank: int, world_size: int) -> range:
-    """Return the numbers of the batches that a rank evaluates: neighbors, evenly shared."""
-    return range(num_batches * rank // world_size, num_batches * (rank + 1) // world_size)
+class BatchShare(NamedTuple):
+    """The batches that a rank evaluates."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: int = 0  # neighboring batches of a rank before it is the next one's turn; 0: all of its, if the end is known
+    done: frozenset[int] = frozenset()  # groups that are left out
+
+    def has(self, number: int) -> bool:
+        """Return whether the rank has a batch, in turns."""
+        group = number // max(self.group, 1)
+        return group % self.world_size == self.rank and group not in self.done
+
+    def of(self, num_batches: int) -> list[int]:
+        """Return the numbers of the rank's batches."""
+        if self.group:
+            return [number for number in range(num_batches) if self.has(number)]
+        ends = (num_batches * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        return list(range(*ends))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from cyxtrain.data.batches.rows import NAMES, Rows, as_rows
 from cyxtrain.data.batches.structure import Tree, fields_of
@@ -98,14 +99,15 @@ def _named(given: Any) -> tuple[Any, Any, Any] | None:
         return None
     name = next((name for name in TARGET_NAMES if name in parts), None)
     inputs = {key: value for key, value in parts.items() if key not in (name, _WEIGHTS)}
-    if not isinstance(given, Mapping) and len(inputs) == 1:
-        [inputs] = inputs.values()
+    if not isinstance(given, Mapping):
+        inputs = {key: value for key, value in inputs.items() if value is not None}
+        inputs = next(iter(inputs.values())) if len(inputs) == 1 else inputs
     return inputs, None if name is None else parts[name], parts.get(_WEIGHTS)
 
 
 def _numbered(given: Any) -> tuple[Any, ...]:
     """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of rows."""
-    if not isinstance(given, (tuple, list)):
+    if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):
         return (given,)
     parts = [*given[:2], *(part for part in given[2:] if not _is_text(part))]
     if not 1 <= len(parts) <= 3:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from cyxtrain.config.settings import is_number
 from cyxtrain.data.batches.structure import Tree, fields_of, leaves, map_tree, num_rows, same_sequence, tensors
@@ -59,11 +60,20 @@ class Rows(NamedTuple):
 def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
     """Return a user's arrays as rows; lengths are not checked. Raises ConfigError if they are not arrays."""
     own = _as_tree(inputs, "X")
-    return Rows(own, None if targets is None else _as_tree(targets, "y"), _as_weights(weights))
+    if own is None:
+        raise ConfigError("X has no rows: it is None, or all of its parts are.")
+    return Rows(own, _as_tree(targets, "y"), _as_weights(weights))
 
 
-def _as_tree(values: Any, name: str) -> Tree:
-    """Return a user's arrays as tensors: one, or several in a dictionary, a tuple or a list."""
+def _as_tree(values: Any, name: str) -> Any:
+    """Return a user's arrays as tensors, or None: one, or several in a dictionary, a tuple or a list."""
+    if values is None:
+        return None
+    if isinstance(values, PackedSequence):
+        raise ConfigError(
+            f"{name} is a PackedSequence, whose tensors have no row per sample: give padded rows and their lengths, "
+            "and call pack_padded_sequence in the model's forward."
+        )
     values = values if (named := fields_of(values)) is None else named
     if isinstance(values, Mapping):
         unnamed = [key for key in values if not isinstance(key, str)]
@@ -71,20 +81,24 @@ def _as_tree(values: Any, name: str) -> Tree:
             raise ConfigError(f"{name} is a dictionary whose keys must be strings, got {unnamed[0]!r}.")
         if not values:
             raise ConfigError(f"{name} has no rows: it is an empty dictionary.")
-        return {key: _as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
+        return _unless_none({key: _as_tree(part, f"{name}[{key!r}]") for key, part in values.items()})
     if not _are_several(values):
         return _as_tensor(values, name)
-    parts: Tree = same_sequence(values, (_as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)))
-    return parts
+    return _unless_none(same_sequence(values, (_as_tree(part, f"{name}[{n}]") for n, part in enumerate(values))))
+
+
+def _unless_none(tree: Any) -> Any:
+    """Return a tree; None if all of its parts are None."""
+    return None if all(part is None for part in (tree.values() if isinstance(tree, dict) else tree)) else tree
 
 
 def _are_several(values: Any) -> bool:
     """Return whether a tuple or list holds arrays, one per input; of numbers or lists, it is an array."""
     if not isinstance(values, (tuple, list)):
         return False
-    kinds = (Tensor, np.ndarray)
-    several = all(isinstance(part, kinds) or fields_of(part) is not None or _are_several(part) for part in values)
-    return len(values) > 0 and several
+    kinds, parts = (Tensor, np.ndarray), [part for part in values if part is not None]
+    several = all(isinstance(part, kinds) or fields_of(part) is not None or _are_several(part) for part in parts)
+    return len(parts) > 0 and several
 
 
 def holds_tensors(values: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists."""
+"""Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists; None stays None."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 Tree: TypeAlias = Tensor | dict[str, "Tree"] | tuple["Tree", ...] | list["Tree"]
+"""Parts of the containers may be None, such as a mask that is not used; the type leaves that out for brevity."""
 
 
 def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """Return a tree of the same structure, with the result of a function for each tensor."""
-    if isinstance(tree, Tensor):
-        return function(tree)
+    if isinstance(tree, Tensor) or tree is None:
+        return tree if tree is None else function(tree)
     if isinstance(tree, dict):
         return {name: map_tree(function, part) for name, part in tree.items()}
     mapped: Tree = same_sequence(tree, (map_tree(function, part) for part in tree))
@@ -83,7 +84,8 @@ def tensors(tree: Tree | None) -> list[Tensor]:
 def num_rows(tree: Tree) -> int:
     """Return how many rows each tensor of a tree has."""
     while not isinstance(tree, Tensor):
-        tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
+        parts = tree.values() if isinstance(tree, dict) else tree
+        tree = next(part for part in parts if part is not None)
     return tree.shape[0]  # len() of a tensor is slow
 
 

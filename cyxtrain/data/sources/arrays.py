@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import xxhash
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import require, require_integer
-from cyxtrain.data.batches.batch import Batch, on_device, share_of_batches
+from cyxtrain.data.batches.batch import Batch, BatchShare, on_device
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import (
     NAMES,
@@ -47,6 +47,7 @@ class ArraySource(Source):
 
     def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         self._first_row = 0  # in the arrays that the user gave
+        self._rows: Indices | None = None  # the rows that were chosen of them; None: all from the first one on
         self.is_numpy = not holds_tensors(inputs)
         self.example = as_rows(inputs, targets, weights)
         if len(self) == 0:
@@ -92,10 +93,16 @@ class ArraySource(Source):
     def part(self, first: int, end: int) -> ArraySource:
         """Return neighbouring rows as a source, a view."""
         part = object.__new__(ArraySource)
-        part._first_row = self._first_row + first
+        part._first_row, part._rows = self._first_row + first, None if self._rows is None else self._rows[first:end]
         part.batch_size, part.shuffle = self.batch_size, self.shuffle
         part.is_numpy = self.is_numpy
         part.example = self.example.mapped(lambda tensor: tensor[first:end])
+        return part
+
+    def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> ArraySource:
+        """Return some rows, in their order, as a source: a copy."""
+        part, rows = self.part(0, 0), np.flatnonzero(is_chosen)
+        part.example, part._rows = self.gather(rows), rows
         return part
 
     @override
@@ -118,7 +125,7 @@ class ArraySource(Source):
         return RowFeed(self, SeededOrder(len(self), shuffle, config.seed), config, rank, world_size)
 
     @override
-    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
+    def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
         copier = make_copier(placement)
         own = functools.partial(copier.clone, memory_format=torch.contiguous_format)  # a model may change it
 
@@ -126,11 +133,11 @@ class ArraySource(Source):
             first = number * batch_size
             return self.example.mapped(lambda tensor: own(tensor[first : first + batch_size]))
 
-        numbers = share_of_batches(self.table_rows(batch_size), rank, world_size)
+        numbers = share.of(self.num_batches(batch_size))
         return on_device(((number, rows(number)) for number in numbers), copier)
 
     @override
-    def table_rows(self, batch_size: int) -> int:
+    def num_batches(self, batch_size: int) -> int:
         return -(-len(self) // batch_size)
 
     @override
@@ -144,6 +151,8 @@ class ArraySource(Source):
             # All weights: a rare class may have its own.
             rows = len(tensor) if what == NAMES[-1] else SAMPLED_ROWS
             facts[f"{label}: hash of its values"] = sampled_hash(tensor, rows)
+        if self._rows is not None:
+            facts[f"which rows are the {name} data: hash"] = xxhash.xxh3_64_hexdigest(self._rows.tobytes())
         return facts
 
     @override
@@ -163,22 +172,7 @@ class ArraySource(Source):
                 if found and not text:
                     values = piece[found[0]].reshape(-1)
                     bad = values[~values.isfinite()][0].item()
-                    text = f"row {self._first_row + start + found[0]} of {name} holds {bad}"
+                    row = start + found[0]
+                    row = self._first_row + row if self._rows is None else self._rows[row]
+                    text = f"row {row} of {name} holds {bad}"
         return text, len(wrong)
-
-
-def validation_rows(num_rows: int, fraction: float) -> int:
-    """Return the first row of the validation part: the last `fraction` of the rows, before shuffling.
-
-    The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 rows is one row, although
-    in binary 10 * (1 - 0.9) is less than one. Raises ConfigError if either part would be empty.
-    """
-    require_integer("validation_split", "num_rows", num_rows, 0)
-    require(0 < fraction < 1, f"validation_split must be above 0 and below 1 to split data, got {fraction!r}.")
-    first = math.floor(num_rows * (1 - Fraction(str(float(fraction)))))
-    if not 0 < first < num_rows:
-        raise ConfigError(
-            f"validation_split={fraction} of {num_rows} rows leaves {first} for training and {num_rows - first} for "
-            "validation; both need at least one. Give more rows or another fraction."
-        )
-    return first

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import Batch, on_device, share_of_batches
+from cyxtrain.data.batches.batch import Batch, BatchShare, on_device
 from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
@@ -125,16 +125,16 @@ class DatasetSource(Source):
         return RowFeed(self, self._order, config, rank, world_size)
 
     @override
-    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
+    def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
         order, batches = self._batches(batch_size)
-        numbers = share_of_batches(len(batches), rank, world_size)
-        own = batches[numbers.start : numbers.stop]
+        numbers = share.of(len(batches))
+        own = [batches[number] for number in numbers]
         loaded = self._to_evaluate.load(_requests(order, own, self._seed, _EVALUATION))
         rows = (self._rows(found, len(places)) for places, found in zip(own, loaded, strict=True))
         return on_device(zip(numbers, rows, strict=True), make_copier(placement))
 
     @override
-    def table_rows(self, batch_size: int) -> int:
+    def num_batches(self, batch_size: int) -> int:
         return len(self._batches(batch_size)[1])
 
     def _batches(self, batch_size: int) -> tuple[EpochOrder, list[range]]:

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
-from torch import Tensor
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.batches.collate import check_parts
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows, weighted_by_class
@@ -31,6 +30,7 @@ class Source(ABC):
 
     example: Rows  # all rows if they are in memory, otherwise the first ones
     is_whole = False  # whether `example` is all of them
+    is_shared = True  # whether the ranks have the same rows, and divide them
     is_numpy = False  # whether predictions for them are NumPy arrays
     batch_size: int | None = None  # rows at once per rank, if the data decide it
     reads_once = False  # whether the rows can be read only once
@@ -108,16 +108,12 @@ class Source(ABC):
         """Return the feed of a fit."""
 
     @abstractmethod
-    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
-        """Yield this rank's share of the batches of an evaluation.
+    def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
+        """Yield a rank's share of the batches of an evaluation, with their numbers.
 
         Rows by number come in the same batches as in one process, so that the model gives the same bits.
         """
 
     @abstractmethod
-    def table_rows(self, batch_size: int) -> int:
-        """Return how many different numbers the batches of an evaluation have."""
-
-    def in_order(self, batches: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return where each row of a prediction goes, by sizes of batches and rank; None: rows are in order."""
-        return None
+    def num_batches(self, batch_size: int) -> int | None:
+        """Return how many batches an evaluation has; None: unknown before they end."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import Batch, Share, StreamShare, on_device
+from cyxtrain.data.batches.batch import Batch, BatchShare, Share, StreamShare, on_device
 from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
@@ -120,7 +120,6 @@ class StreamSource(Source):
         self._seed = config.seed
         self.reads_once = once
         self._note = note
-        self.is_shared = True
         self._begun: Pass | None = self._new_pass(number)
         self._first = self._begun.peek()
         self.is_numpy, self.left_out = self._begun.is_numpy, self._begun.left_out
@@ -194,41 +193,26 @@ class StreamSource(Source):
         return StreamFeed(self, config, rank, world_size)
 
     @override
-    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
-        """Yield every world_size-th batch of shared data, otherwise all; their numbers are 0."""
+    def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
+        """Yield the share of shared data, in turns; otherwise all of this rank's own, numbered by themselves."""
         copier = make_copier(placement)
 
         def own() -> Iterator[tuple[int, Rows]]:
-            batches = self.begin_pass(0)
-            for number in itertools.count() if self._limit is None else range(self._limit):
+            batches, limit = self.begin_pass(0), self._limit
+            if limit is not None and not self.is_shared:
+                limit = len(range(share.rank, limit, share.world_size))
+            for number in itertools.count() if limit is None else range(limit):
                 rows = batches.read(copier.clone)
                 if rows is None:
                     return
-                if not self.is_shared or number % world_size == rank:
-                    yield 0, self.checked(rows)
+                if not self.is_shared or share.has(number):
+                    yield number, self.checked(rows)
 
         return on_device(own(), copier, prefetches=not self.reads_once)
 
     @override
-    def table_rows(self, batch_size: int) -> int:
-        return 1
-
-    @override
-    def in_order(self, batches: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return the places of shared batches, which take turns; each rank's own stay together."""
-        if not self.is_shared or len(batches) == 1:
-            return None
-        starts, first = {}, 0
-        for number, rank in itertools.product(range(max(map(len, batches))), range(len(batches))):
-            if number < len(batches[rank]):
-                starts[rank, number] = first
-                first += batches[rank][number]
-        places = [
-            torch.arange(starts[rank, number], starts[rank, number] + rows, device="cpu")
-            for rank, own in enumerate(batches)
-            for number, rows in enumerate(own)
-        ]
-        return torch.cat(places)
+    def num_batches(self, batch_size: int) -> int | None:
+        return None
 
     def begin_pass(self, number: int) -> Pass:
         """Return a pass from its beginning; raise ConfigError if the data were read and can be read only once."""
@@ -250,10 +234,13 @@ class StreamFeed(Feed):
     """
 
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
-        if source.reads_once and config.epochs > 1 and config.steps_per_epoch is None and not config.fast_dev_run:
+        ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
+        ends_early = config.steps_per_epoch is not None or ends_by_steps or config.fast_dev_run
+        if source.reads_once and config.epochs > 1 and not ends_early:
             raise ConfigError(
                 f"X gives its batches once, and epochs={config.epochs}: pass the function that makes it, without "
-                "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or set steps_per_epoch."
+                "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or set steps_per_epoch "
+                "or max_steps."
             )
         if config.effective_batch_size is not None:
             raise ConfigError(
@@ -268,6 +255,7 @@ class StreamFeed(Feed):
         self._source = source
         self._rank, self._world_size = rank, world_size
         self._endless = config.steps_per_epoch is not None
+        self._ends_once = source.reads_once and (self._endless or ends_by_steps)
         self.rows_at_once = source.batch_size or 1
         self._batches_per_step = config.accumulation_steps * world_size
         self.effective_batch_size = self.rows_at_once * self._batches_per_step
@@ -343,7 +331,7 @@ class StreamFeed(Feed):
         """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""
         was_empty, self._is_empty = self._is_empty, True
         self._pass, self._next = None, (self._next[0] + 1, 0)
-        if self._source.reads_once and (self._endless or not steps):
+        if self._ends_once or (self._source.reads_once and not steps):
             self.is_over = True
             if runtime.is_master():
                 where = f"after {counted(steps, 'step')} of epoch {epoch + 1}"

@@ -15,7 +15,7 @@ from torch.distributed import Store
 from cyxtrain.config import RingOptions
 from cyxtrain.environment.processes import State, state_of
 from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
-from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value
+from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value, refuse_exited
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.wire.frames import FrameError, json_object
 from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline
@@ -148,6 +148,8 @@ class Membership:
         def all_have_registered() -> bool:
             self.check()
             self._read_records()
+            missing = {name for rank, name in enumerate(self._global_ranks) if rank not in self._records}
+            refuse_exited(missing, len(self._global_ranks))
             return len(self._records) == len(self._global_ranks)
 
         if not self.deadline.poll_until(all_have_registered):

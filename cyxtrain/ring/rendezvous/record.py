@@ -7,9 +7,11 @@ import ipaddress
 import json
 import os
 import secrets
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cyxtrain.environment import process_env
 from cyxtrain.environment.processes import Process
 from cyxtrain.errors import RendezvousError, printable
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
@@ -168,3 +170,14 @@ def foreign_value(error: Exception) -> RendezvousError:
         f"the store at which the ranks meet holds what no rank has written ({error!r}). Does another program "
         "use it? Choose another MASTER_PORT, the same on every rank."
     )
+
+
+def refuse_exited(awaited: Container[int], world_size: int) -> None:
+    """Raise if the launcher has seen one of these ranks exit: it will not join."""
+    rank = next((rank for rank in process_env.exited_ranks(world_size) if rank in awaited), None)
+    if rank is not None:
+        raise RendezvousError(
+            f"rank {rank} has exited with code 0 without joining, while others of the {world_size} ranks wait for it: "
+            "every rank must call cyxtrain.init() or fit.",
+            rank=rank,
+        )

@@ -12,6 +12,7 @@ from cyxtrain.errors import RendezvousError, reason_of
 from cyxtrain.ring.rendezvous.dial import ClosedError, authenticate
 from cyxtrain.ring.rendezvous.handshake import HandshakeError, Hello, RefusedError, Role
 from cyxtrain.ring.rendezvous.key_values import Connection, KeyValueServer, KeyValueStore
+from cyxtrain.ring.rendezvous.record import refuse_exited
 from cyxtrain.ring.wire.link import Deadline
 
 _log = logging.getLogger("cyxtrain.ring")
@@ -76,7 +77,7 @@ def reach_store(
     hello = Hello("", 0, Role.STORE, rank, world_size, checksums=False)
     rejected = 0
     while True:
-        sock, failure = _connect(address, port, deadline)
+        sock, failure = _connect(address, port, deadline, world_size)
         if sock is None and rejected < _WARN_AFTER_PROOFS:
             raise not_reached(rank, address, port, seconds, failure)
         if sock is None:
@@ -161,8 +162,8 @@ def _listen(address: str, port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def _connect(address: str, port: int, deadline: Deadline) -> tuple[socket.socket | None, str]:
-    """Return a connection, and ""; or at the deadline None, and why there is none."""
+def _connect(address: str, port: int, deadline: Deadline, world_size: int = 0) -> tuple[socket.socket | None, str]:
+    """Return a connection to rank 0, and ""; or at the deadline None, and why there is none."""
     tries, nap_seconds = 0, _SHORTEST_NAP_SECONDS
     while True:
         tries += 1
@@ -175,6 +176,7 @@ def _connect(address: str, port: int, deadline: Deadline) -> tuple[socket.socket
             cause = "connection refused"  # by chance the kernel chose that very port: we connected to ourselves
         except OSError as error:
             cause = _cause(error)
+        refuse_exited(range(world_size), world_size)
         if deadline.passed():
             return None, f"{cause} ({tries} tries)"
         time.sleep(min(deadline.left(), nap_seconds))  # rank 0 may not listen yet

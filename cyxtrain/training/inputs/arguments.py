@@ -21,12 +21,16 @@ _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)
 
 _TRIED: dict[str, Any] = {
     "epochs": 1,
+    "max_steps": None,
     "validation_freq": 1,
+    "validate_every_n_steps": 0,
+    "validate_every_n_minutes": 0.0,
     "checkpoint_every_n_epochs": 0,
     "checkpoint_every_n_steps": 0,
     "checkpoint_every_n_minutes": 0.0,
     "keep_last": 0,
     "keep_best": None,
+    "load_best": False,
 }
 """What fast_dev_run changes in a config."""
 
@@ -40,7 +44,8 @@ class FitArguments:
         targets: y, or None.
         weights: How much each row counts, or None.
         class_weights: How much the rows of a class count, by its number, or None.
-        validation: (X_val, y_val, weights or None), or None.
+        validation: (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
+        groups: What each row belongs to, so that validation_split keeps its rows together; or None.
         config: Complete and valid.
         resume: "auto", the path of a checkpoint, or None.
         callbacks: For this fit.
@@ -51,11 +56,12 @@ class FitArguments:
     targets: Any
     weights: Any
     class_weights: Mapping[int, float] | None
-    validation: tuple[Any, Any, Any] | None
+    validation: Mapping[str, tuple[Any, Any, Any]]
     config: DistributedTrainingConfig
     resume: str | None = None
     callbacks: Sequence[Callback] = ()
     initial_epoch: int | None = None
+    groups: Any = None
 
 
 def parse_fit(
@@ -66,6 +72,7 @@ def parse_fit(
     y_val: Any = None,
     config: Any = None,
     validation_data: Any = None,
+    validation_groups: Any = None,
     sample_weight: Any = None,
     class_weight: Any = None,
     callbacks: Any = None,
@@ -95,6 +102,7 @@ def parse_fit(
         resume=None if checked.fast_dev_run else path,
         callbacks=checked_callbacks(callbacks),
         initial_epoch=initial_epoch,
+        groups=_groups(validation_groups, checked),
     )
 
 
@@ -147,10 +155,13 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
 
 def _from_initial(epoch: int | None, settings: DistributedTrainingConfig) -> DistributedTrainingConfig:
     """Return settings with the number of epochs to train: Keras's `epochs` is the number of the last one."""
+    last = int(settings.epochs)
+    if epoch is not None:
+        require_integer("fit", "initial_epoch", epoch, 0)
+    if settings.max_steps is not None and not settings.has_own_epochs:
+        return dataclasses.replace(settings, epochs=settings.max_steps)  # each epoch has a step at least
     if epoch is None:
-        return settings
-    require_integer("fit", "initial_epoch", epoch, 0)
-    last = settings.epochs
+        return dataclasses.replace(settings, epochs=last)
     require(epoch < last, f"fit.initial_epoch={epoch}: epochs={last} is the last one, and must be above it.")
     return dataclasses.replace(settings, epochs=last - epoch)
 
@@ -163,19 +174,44 @@ def _path(resume: Any) -> str | None:
     return None if resume is None else os.fspath(resume)
 
 
-def _validation(validation: Any, settings: DistributedTrainingConfig) -> tuple[Any, Any, Any] | None:
+def _groups(groups: Any, settings: DistributedTrainingConfig) -> Any:
+    if groups is not None:
+        needs = "validation_groups needs validation_split, such as 0.1: set both."
+        require(bool(settings.validation_split), needs)
+        twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
+        require(not settings.validation_stratify, twice)
+    return groups
+
+
+def _validation(validation: Any, settings: DistributedTrainingConfig) -> dict[str, tuple[Any, Any, Any]]:
+    """Return the sets of validation data by name; a mapping of arrays is one set, with inputs by name."""
     if validation is None:
-        return None
+        return {}
     if settings.validation_split:
         raise ConfigError("fit got validation data and validation_split: give one of them.")
-    if yields_batches(validation):
-        return validation, None, None
-    if not isinstance(validation, (tuple, list)) or len(validation) not in (2, 3):
+    if not isinstance(validation, Mapping):
+        return {"": _validation_set("validation_data", validation)}
+    are_sets = [isinstance(each, (tuple, Mapping)) or yields_batches(each) for each in validation.values()]
+    if not any(are_sets) and validation:
+        return {"": (validation, None, None)}
+    named = all(isinstance(name, str) and name for name in validation)
+    if not validation or not named or not all(are_sets):
         raise ConfigError(
-            "validation_data must be (X_val, y_val) or (X_val, y_val, sample_weight); or what gives them, such as a "
-            "DataLoader."
+            f"validation_data has {', '.join(map(repr, validation)) or 'no set'}: give each set of validation data a "
+            'name, as in {"near": (X_val, y_val), "far": loader}; or give the arrays of a single set.'
         )
-    return validation[0], validation[1], validation[2] if len(validation) == 3 else None
+    return {name: _validation_set(f"validation_data[{name!r}]", each) for name, each in validation.items()}
+
+
+def _validation_set(name: str, given: Any) -> tuple[Any, Any, Any]:
+    if yields_batches(given) or isinstance(given, Mapping):
+        return given, None, None
+    if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
+        raise ConfigError(
+            f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight); or what gives them, such as a "
+            "DataLoader; or several of these by name."
+        )
+    return given[0], given[1], given[2] if len(given) == 3 else None
 
 
 _ARGUMENTS = [name for name in inspect.signature(parse_fit).parameters if name not in ("more", "settings")]

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cyxtrain.callbacks.callback import checked_callbacks
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer
 from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.sources.source import Source
-from cyxtrain.environment import accelerator
+from cyxtrain.errors import brief
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.optim.optimizers import place_state
@@ -70,12 +71,22 @@ class CheckedData(ModelSetup):
         batch_size: Rows at once, outside training.
         flops_per_row: Operations of forward and backward; None: not counted.
         output: What the model returned in the dry run of a prediction, with tensors on the meta device.
+        rows_second: Names of its parts whose rows are in the second dimension, as in the states of an LSTM.
     """
 
     source: Source
     batch_size: int
     flops_per_row: float | None = None
     output: Any = None
+    rows_second: frozenset[str] = frozenset()
+
+    def params(self, verbose: Any) -> dict[str, Any]:
+        """Return what callbacks of `evaluate` and `predict` are given with `set_params`."""
+        steps = self.source.num_batches(self.batch_size)
+        names = ["loss", *([] if self.loss.accuracy is None else ["accuracy"]), *self.loss.shown, *self.metrics.names]
+        better = {"loss": False, "accuracy": True, **self.metrics.larger_is_better}
+        params = {"epochs": 1, "steps": steps, "samples_per_step": self.batch_size, "warmup_steps": 0}
+        return {**params, "verbose": verbose, "validation": False, "metrics": names, "larger_is_better": better}
 
     @property
     def measured(self) -> list[str]:
@@ -113,8 +124,7 @@ def check_data(
     elif trains_on is None:
         measures = dry_run.evaluate(source)
     else:
-        counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
-        measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
+        measures = dry_run.train(source, trains_on, counts_flops=bool(config.profile))
     return CheckedData(
         source=source,
         batch_size=batch_size,
@@ -124,6 +134,7 @@ def check_data(
         metrics=measures,
         flops_per_row=dry_run.flops_per_row,
         output=output,
+        rows_second=dry_run.rows_second,
     )
 
 
@@ -145,15 +156,25 @@ def check_rows(
     *,
     predicting: bool = False,
     pad_value: float | None = None,
+    steps: int | None = None,
+    verbose: Any = 0,
+    callbacks: Any = None,
 ) -> tuple[CheckedData, dict[str, Any]]:
     """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
+    call = "predict" if predicting else "evaluate"
     if batch_size is None:
         batch_size = source.batch_size or config.batch_size
-    require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
+    require_integer(call, "batch_size", batch_size, 1)
+    checked_callbacks(callbacks)
+    require(verbose in (0, 1, 2, "auto"), f"{call}.verbose must be 0, 1, 2 or 'auto', got {brief(verbose)}.")
+    if steps is not None:
+        require_integer(call, "steps", steps, 1)
+        source = source.shortened(steps, batch_size)
     require(pad_value is None or is_number(pad_value), f"predict.pad_value must be a number, got {pad_value!r}.")
     rows = check_data(source, batch_size, config, trainer, predicting=predicting, is_of_fit=False)
     return rows, {
         "the batch size": batch_size,
+        "steps": steps,
         "pad_value": str(pad_value),
         **source.facts("the given"),
         **value_facts(trained_with(trainer.model, rows.loss)),

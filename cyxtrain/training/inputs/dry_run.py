@@ -20,7 +20,7 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, leaves, map_output, output_parts, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
-from cyxtrain.environment.accelerator import remedy_for_devices
+from cyxtrain.environment.accelerator import is_accelerator, remedy_for_devices
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
@@ -72,6 +72,8 @@ class DryRun:
         self._is_of_fit = is_of_fit
         self.flops_per_row: float | None = None
         """Of forward and backward, where they have been counted."""
+        self.rows_second: frozenset[str] = frozenset()
+        """Names of the parts of a prediction whose rows are in the second dimension."""
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
         """Try a step of training; return the metrics, which have seen nothing.
@@ -81,7 +83,7 @@ class DryRun:
         Args:
             source: Whose rows they are.
             rows: Of one micro-batch, as copies: a model may change its input.
-            counts_flops: Whether to count operations.
+            counts_flops: Whether to count operations on a CPU, too.
 
         Raises:
             ConfigError: The model cannot take X, the loss or a metric cannot take its output, their shapes do not fit,
@@ -103,7 +105,7 @@ class DryRun:
             with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
             measures = self._measuring(output, batch, value)
-            if counts_flops:
+            if counts_flops or is_accelerator(self._placement.device):
                 self._count_flops(source, batch)
             self._find_weights(check)
             return measures
@@ -147,7 +149,22 @@ class DryRun:
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
             self._model.eval()
             output = self._output(batch, predicting=True)
+            self.rows_second = self._find_rows_second(source, output, batch.rows)
         return with_parts(output, {name: _without_values(part) for name, part in output_parts(output)})
+
+    def _find_rows_second(self, source: Source, output: Any, rows: int) -> frozenset[str]:
+        """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
+
+        def shapes(output: Any) -> dict[str, torch.Size]:
+            return {name: part.shape for name, part in output_parts(output) if isinstance(part, Tensor)}
+
+        found = {name: shape for name, shape in shapes(output).items() if len(shape) > 2 and shape[1] == rows}
+        found = {name: shape for name, shape in found.items() if shape[:2] != (1, 1)}
+        one: dict[str, torch.Size] = {}
+        if found:
+            with contextlib.suppress(Exception):  # a model that takes no single row
+                one = shapes(self._output(self._placed(source.first(1)), predicting=True))
+        return frozenset(name for name, shape in found.items() if one.get(name, ())[:2] == (shape[0], 1))
 
     def _put_into_evaluation(self) -> None:
         for module in (self._model, *self._loss.modules):

@@ -55,7 +55,7 @@ class FitSettings(TypedDict, total=False):
     learning_rate_scaling: Literal["linear", "sqrt"] | None
     warmup_steps: int | float
     fused_optimizer: bool | str
-    validation_freq: int | list[int]
+    validation_freq: int | float | list[int]
     steps_per_epoch: int | None
     fast_dev_run: bool | int
     sharded_data: bool | None
@@ -67,4 +67,10 @@ class FitSettings(TypedDict, total=False):
     drop_last: bool
     float32_precision: Literal["highest", "high", "medium"] | None
     channels_last: bool
+    max_steps: int | None
+    validate_every_n_steps: int
+    validate_every_n_minutes: float
+    log_every_n_steps: int
+    validation_stratify: bool
+    load_best: bool
     x: Data

@@ -5,7 +5,8 @@ Each rank makes a plan, which changes nothing; then the ranks agree.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from cyxtrain.training.inputs.arguments import FitArguments
 from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments, check_data
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
-from cyxtrain.training.inputs.training_data import Sources, naming_validation
+from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.placement import (
     check_batch_norm,
@@ -47,6 +48,7 @@ class FitPlan:
     """One call of `fit` that passed all checks.
 
     Attributes:
+        validation: Sets of rows to validate with, by name; "" for a set without a name.
         uses_fused_optimizer: Whether the optimizer uses PyTorch's fused kernel.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: those of the trainer.
@@ -58,7 +60,7 @@ class FitPlan:
 
     config: DistributedTrainingConfig
     data: CheckedData
-    validation: CheckedData | None
+    validation: Mapping[str, CheckedData]
     feed: Feed
     display: Display
     resume: str | None
@@ -95,7 +97,7 @@ class FitPlan:
             "samples_per_step": self.feed.effective_batch_size,
             "warmup_steps": self.warmup_steps,
             "verbose": self.config.verbose,
-            "validation": self.validation is not None,
+            "validation": bool(self.validation),
             "metrics": self.measured,
             "larger_is_better": self.larger_is_better,
         }
@@ -103,14 +105,24 @@ class FitPlan:
     @property
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
-        validated = [] if self.validation is None else self.validation.measured
-        return self.data.measured + [f"val_{name}" for name in validated]
+        sets = self.validation.items()
+        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
+        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
+        return self.data.measured + first + named
+
+    def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers of a validation without those that the first of several sets has twice."""
+        first = next(iter(self.validation), "")
+        twice = {name for name in validated if first and name.replace("val_", f"val_{first}_", 1) in validated}
+        return {name: value for name, value in validated.items() if name not in twice}
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Which numbers of the history are better if larger, by name without val_; unknown ones are left out."""
         losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
-        return {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
+        found = {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
+        named = {f"{each}_{name}": better for each in self.validation for name, better in found.items()}
+        return {**named, **found}
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -120,7 +132,33 @@ class FitPlan:
     @property
     def all_steps(self) -> int | None:
         """Steps of the whole fit; None: unknown."""
-        return None if self.steps_per_epoch is None else self.config.epochs * self.steps_per_epoch
+        return all_steps(self.config, self.steps_per_epoch)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the fit, at most."""
+        most, steps = self.config.max_steps, self.steps_per_epoch
+        return self.config.epochs if most is None or not steps else min(self.config.epochs, -(-most // steps))
+
+    def steps_left(self, position: Position) -> int | None:
+        """Return the steps until `max_steps`; None: it is not set."""
+        most = self.config.max_steps
+        return None if most is None else max(0, most - (position.step - position.first_step))
+
+    def end_of_epoch(self, position: Position, steps: int | None) -> int | None:
+        """Return the step after which the running epoch ends, if it may have so many `steps`; None: unknown."""
+        left = self.steps_left(position)
+        return _least(steps, None if left is None else position.epoch_steps + left)
+
+    def validates_at(self, position: Position) -> bool:
+        """Return whether a validation is due after the latest step, in its epoch."""
+        return self.config.validates_at(position.step, position.epoch_steps, self.steps_per_epoch)
+
+    def validates_epoch(self, position: Position) -> bool:
+        """Return whether a validation is due at the end of the running epoch."""
+        epoch = position.epoch + 1
+        is_last = epoch >= position.first_epoch + self.config.epochs or self._is_stopped(position)
+        return bool(self.validation) and self.config.validates_after(epoch, is_last=is_last)
 
     @property
     def warmup_steps(self) -> int:
@@ -140,39 +178,56 @@ class FitPlan:
             warmup_steps: Of the warm-up that are still to be taken; the schedule waits for it.
             position: Of the fit; None: it begins.
         """
-        epochs, done, steps = self.config.epochs, 0, self.steps_per_epoch
+        epochs, done, steps, left = self.config.epochs, 0, self.steps_per_epoch, self.config.max_steps
         if position is not None:
             epochs, done = position.first_epoch + epochs - position.epoch, position.epoch_steps
+            left = self.steps_left(position)
         if self.config.scheduler_interval == "epoch":
+            if left is not None and steps is None:
+                return None
+            epochs = epochs if left is None else min(epochs, -(-(done + left) // (steps or 1)))
             late = 0 if steps is None else max(0, warmup_steps - (steps - done))
             return max(0, epochs - -(-late // (steps or 1)))
-        return None if steps is None else max(0, epochs * steps - done - warmup_steps)
+        to_come = _least(None if steps is None else epochs * steps - done, left)
+        return None if to_come is None else max(0, to_come - warmup_steps)
 
     def shares(self, position: Position) -> Generator[Share]:
         """Yield this rank's shares of the rest of the epoch."""
-        yield from self.feed.shares(place_of(position), self.data.placement, requested_steps(self.config))
+        end = self.end_of_epoch(position, requested_steps(self.config))
+        yield from self.feed.shares(place_of(position), self.data.placement, end)
 
     def is_over(self, position: Position) -> bool:
-        """Return whether the last epoch is complete, or the one after which a callback ends the fit."""
+        """Return whether the last epoch is complete, or the one with which a callback or `max_steps` ends the fit."""
         last = position.first_epoch + self.config.epochs
-        return position.epoch >= last or (position.stopped > 0 and position.samples == 0)
+        return position.epoch >= last or (position.samples == 0 and self._is_stopped(position))
+
+    def _is_stopped(self, position: Position) -> bool:
+        return position.stopped > 0 or self.steps_left(position) == 0
 
     def digests(self) -> dict[str, str]:
         """Return the digests by which a checkpoint recognizes the data; "" for data that are not given."""
-        validation = "" if self.validation is None else self.validation.source.digest()
-        return {"data": self.data.source.digest(), "validation": validation}
+        digests = [name + each.source.digest() for name, each in self.validation.items()]
+        return {"data": self.data.source.digest(), "validation": " ".join(digests)}
 
 
 def requested_steps(config: DistributedTrainingConfig) -> int | None:
     """Return the limit of steps of an epoch that the config sets."""
-    return min(filter(None, (int(config.fast_dev_run), config.steps_per_epoch)), default=None)
+    return _least(int(config.fast_dev_run) or None, config.steps_per_epoch)
 
 
 def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
     """Return how many optimizer steps an epoch has, at most; None: unknown until its batches end."""
     if config.steps_per_epoch is not None:
         return requested_steps(config)  # the data are gone through again when they are over
-    limits = (requested_steps(config), feed.steps_per_epoch)
+    return _least(requested_steps(config), feed.steps_per_epoch)
+
+
+def all_steps(config: DistributedTrainingConfig, steps_per_epoch: int | None) -> int | None:
+    """Return how many optimizer steps a fit has; None: unknown."""
+    return _least(config.max_steps, None if steps_per_epoch is None else config.epochs * steps_per_epoch)
+
+
+def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -190,16 +245,16 @@ def plan_fit(
     trained = trained_with(model, Loss(trainer.loss_fn))
     check_trained(trained, optimizer, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
-    source, validation_source = opened
+    source, validation_sources = opened
     feed = source.feed(config, rank, world_size)
     data = check_data(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
-    validation = None
-    if validation_source is not None:
-        with naming_validation("validation"):
-            size = validation_source.batch_size or config.validation_batch_size or config.batch_size
-            validation = check_data(validation_source, size, config, trainer)
+    validation = {}
+    for name, each in validation_sources.items():
+        with naming_validation(f"validation {name}".rstrip()):
+            size = each.batch_size or config.validation_batch_size or config.batch_size
+            validation[name] = check_data(each, size, config, trainer)
     facts = {
-        **_facts(arguments, source, validation_source, trained, data.placement.device),
+        **_facts(arguments, opened, trained, data.placement.device),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizer, trained),
         "the metrics": data.metrics.names,
@@ -213,6 +268,9 @@ def plan_fit(
     ways = (uses_fused_optimizer, compiles_by_layer(model, config.compile, data.placement.device, world_size))
     plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
     _check_best(plan)
+    _check_validation(plan)
+    if config.log_every_n_batches and runtime.is_master():
+        warn("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
     return plan, facts
 
 
@@ -228,19 +286,17 @@ def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
     return source.first(feed.rows_at_once) if first is None else first
 
 
-def _facts(
-    arguments: FitArguments, source: Source, validation: Source | None, trained: nn.Module, device: torch.device
-) -> dict[str, Any]:
+def _facts(arguments: FitArguments, opened: Sources, trained: nn.Module, device: torch.device) -> dict[str, Any]:
     """Return what must be the same on every rank, and what in the data is not finite."""
     rank, world_size = runtime.get_rank(), runtime.get_world_size()
+    not_finite = {name: source.not_finite(rank, world_size) for name, source in by_name(opened).items()}
+    own = {name: value for found, source in by_name(opened).items() for name, value in source.facts(found).items()}
     return {
         **device_facts(device),
-        **source.facts("training"),
-        **({} if validation is None else validation.facts("validation")),
+        **own,
         "resume": arguments.resume,
         "initial_epoch": arguments.initial_epoch,
-        "_data": source.not_finite(rank, world_size),
-        "_validation": ("", 0) if validation is None else validation.not_finite(rank, world_size),
+        "_not_finite": {name: found for name, found in not_finite.items() if found[1]},
         "_is_on_accelerator": _is_on_accelerator(trained),
     }
 
@@ -262,19 +318,37 @@ def _check_best(plan: FitPlan) -> None:
     raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
 
 
+def _check_validation(plan: FitPlan) -> None:
+    """Refuse validations that cannot be: without data, or at a fraction of an epoch of unknown length."""
+    config = plan.config
+    if config.validates_within_epochs and not plan.validation:
+        name = "validation_freq" if isinstance(config.validation_freq, float) else "validate_every_n_steps"
+        name = name if getattr(config, name) else "validate_every_n_minutes"
+        raise ConfigError(
+            f"{name}={getattr(config, name)} needs validation data: pass validation_data, or set validation_split."
+        )
+    if isinstance(config.validation_freq, float) and plan.steps_per_epoch is None:
+        raise ConfigError(
+            f"validation_freq={config.validation_freq} is a fraction of an epoch, and the number of batches is "
+            "unknown: set steps_per_epoch, or use validate_every_n_steps."
+        )
+    twice = next((name for name, count in Counter(plan.measured).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"validation_data: two metrics would be named {twice!r}. Give the sets other names.")
+
+
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
     """Warn on rank 0 of data that are not finite, and of a loss that is weighted wrongly."""
-    follows = {
-        "_data": "on_nonfinite decides what happens if that makes the loss NaN.",
-        "_validation": "val_loss may become NaN, and then no epoch is the best one.",
-    }
     warnings = [facts["_loss"] for facts in facts_by_rank if facts["_loss"]]
     if warnings and runtime.is_master():
         warn(warnings[0])
-    for name, what in follows.items():
-        found = [facts[name] for facts in facts_by_rank if facts[name][1]]
-        if found and runtime.is_master():
+    for name in dict.fromkeys(name for facts in facts_by_rank for name in facts["_not_finite"]):
+        found = [facts["_not_finite"][name] for facts in facts_by_rank if name in facts["_not_finite"]]
+        if runtime.is_master():
             where, count = found[0][0], sum(rows for _, rows in found)
             more = f", the first of {count:,} such rows" if count > 1 else ""
-            prefix = "validation data: " if name == "_validation" else ""
-            warn(f"{prefix}{where}{more}. {what} Fill or drop such rows first.")
+            what = "on_nonfinite decides what happens if that makes the loss NaN."
+            if name != "training":
+                where = f"{name.replace('validation', 'validation data')}: {where}"
+                what = "val_loss may become NaN, and then no epoch is the best one."
+            warn(f"{where}{more}. {what} Fill or drop such rows first.")

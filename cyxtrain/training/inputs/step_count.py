@@ -9,14 +9,14 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.inputs.arguments import parse_fit
-from cyxtrain.training.inputs.plan import requested_steps, steps_per_epoch
+from cyxtrain.training.inputs.plan import all_steps, requested_steps, steps_per_epoch
 from cyxtrain.training.inputs.training_data import open_fit
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
-    """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments.
+    """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments, at most.
 
     For schedules that need it: the numbers are the same on every rank, and smaller with more ranks. All ranks call it;
     like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
@@ -38,9 +38,10 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
         config = arguments.config
         feed = opened[0].feed(config, *_rank_and_world_size(config))
         steps = steps_per_epoch(config, feed)
-    if steps is None:
-        raise ConfigError("the number of batches is unknown: set steps_per_epoch.")
-    return steps, config.epochs * steps
+    total = all_steps(config, steps)
+    if total is None:
+        raise ConfigError("the number of batches is unknown: set steps_per_epoch, or max_steps.")
+    return total if steps is None else steps, total
 
 
 def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.sources.arrays import ArraySource, validation_rows
+from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.open import open_source
 from cyxtrain.data.sources.source import Source
+from cyxtrain.data.sources.validation_rows import grouped_rows, stratified_rows, validation_rows
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.training.inputs.arguments import FitArguments
@@ -18,10 +19,9 @@ from cyxtrain.training.inputs.facts import config_facts
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on
 
-Sources = tuple[Source, Source | None]
-"""Rows to train on, and rows to validate with."""
+Sources = tuple[Source, dict[str, Source]]
+"""Rows to train on, and sets of rows to validate with, by name."""
 
-_NAMES = ("training", "validation")
 _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
@@ -65,7 +65,7 @@ def open_rows(
 
     def open_and_describe() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
-        sources = (open_source(inputs, targets, weights, asked, 0, trains=False), None)
+        sources: Sources = (open_source(inputs, targets, weights, asked, 0, trains=False), {})
         actual = sources[0].batch_size
         if actual is not None and batch_size not in (None, actual):
             raise ConfigError(f"batch_size={batch_size}, and X makes batches of {actual}: leave batch_size out.")
@@ -92,49 +92,66 @@ def raised_on_all_ranks() -> Iterator[None]:
 
 def _source_facts(sources: Sources) -> dict[str, Any]:
     """Return what ranks compare of their data: the kind, and the facts that `Source.reconcile` takes."""
-    facts: dict[str, Any] = {}
-    for name, source in zip(_NAMES, sources, strict=True):
-        summary = {"kind": "none"} if source is None else source.summary()
+    facts: dict[str, Any] = {"the validation data": [name or "given" for name in sources[1]]}
+    for name, source in by_name(sources).items():
+        summary = source.summary()
         facts |= {f"the kind of the {name} data": summary["kind"], f"_{name}": summary}
     return facts
 
 
+def by_name(sources: Sources) -> dict[str, Source]:
+    """Return the sources of a fit by their names in messages."""
+    return {"training": sources[0], **{f"validation {name}".rstrip(): each for name, each in sources[1].items()}}
+
+
 def _reconcile(sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
-    for name, source in zip(_NAMES, sources, strict=True):
-        if source is not None:
-            with naming_validation(name):
-                source.reconcile([facts[f"_{name}"] for facts in facts_by_rank], rank, sharded=sharded)
+    for name, source in by_name(sources).items():
+        with naming_validation(name):
+            source.reconcile([facts[f"_{name}"] for facts in facts_by_rank], rank, sharded=sharded)
 
 
 def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
-    """Return this rank's data of a fit; the last rows validate, if validation_split is set."""
-    config = arguments.config
+    """Return this rank's data of a fit; some of its rows validate, if validation_split is set."""
+    config, validation = arguments.config, dict[str, Source]()
     given = (arguments.inputs, arguments.targets, arguments.weights)
-    source, validation = open_source(*given, config, epoch, trains=True), None
+    source = open_source(*given, config, epoch, trains=True)
     _check_batch_size(source, config)
-    if arguments.validation is not None:
-        with naming_validation("validation"):
-            own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
-            validation = open_source(*arguments.validation, own, 0, trains=False)
-            if validation.reads_once and config.epochs > 1:
+    own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
+    for name, each in arguments.validation.items():
+        with naming_validation(f"validation {name}".rstrip()):
+            validation[name] = open_source(*each, own, 0, trains=False)
+            if validation[name].reads_once and (config.epochs > 1 or config.validates_within_epochs):
                 raise ConfigError(
                     "it gives its batches once, and each epoch is validated: give the function that makes it, without "
                     "calling it, or a DataLoader."
                 )
-    elif config.validation_split:
+    if config.validation_split:
         if not isinstance(source, ArraySource):
             raise ConfigError(
                 "validation_split divides arrays; of other data, give validation_data=, such as a second DataLoader."
             )
-        first = validation_rows(len(source), config.validation_split)
-        source, validation = source.part(0, first), source.part(first, len(source))
-    if validation is not None:
-        with naming_validation("validation"):
-            validation = _limited(validation, config)
+        source, validation[""] = _split(source, arguments)
+    for name, held_out in validation.items():
+        with naming_validation(f"validation {name}".rstrip()):
+            validation[name] = _limited(held_out, config)
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
     return source, validation
+
+
+def _split(source: ArraySource, arguments: FitArguments) -> tuple[ArraySource, ArraySource]:
+    """Return the rows that train and those that validate."""
+    config = arguments.config
+    first = validation_rows(len(source), config.validation_split)
+    if not (config.validation_stratify or arguments.groups is not None):
+        return source.part(0, first), source.part(first, len(source))
+    count = len(source) - first
+    if config.validation_stratify:
+        held_out = stratified_rows(source.targets, count, config.seed)
+    else:
+        held_out = grouped_rows(arguments.groups, len(source), count, config.seed)
+    return source.chosen(~held_out), source.chosen(held_out)
 
 
 def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None:
@@ -156,8 +173,10 @@ def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
-    """Prefix a ConfigError within, if it is about the validation data."""
+    """Prefix a ConfigError within, if it is about the validation data; `name`: "training", "validation near"."""
+    kind, _, own = name.partition(" ")
+    prefix = f"validation data {own!r}" if own else "validation data"
     try:
         yield
     except ConfigError as error:
-        raise (ConfigError(f"validation data: {error}") if name == "validation" else error) from error
+        raise (ConfigError(f"{prefix}: {error}") if kind == "validation" else error) from error

@@ -34,6 +34,7 @@ _SAME_FIELDS = (
     "shuffle",
     "seed",
     "validation_split",
+    "validation_stratify",
     "batch_size",
     "effective_batch_size",
     "steps_per_epoch",
@@ -230,10 +231,11 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
         text += f"; {counted(later, 'checkpoint')} of later calls of fit there"
     if ranks != runtime.get_world_size():
         text += f"; made by {counted(ranks, 'rank')}, samples keep their order"
+    limit = "max_steps" if plan.steps_left(position) == 0 else "epochs"
     if position.stopped:
         why = f" ({state.stop_reason})" if state.stop_reason else ""
         return f"{text}; the fit was stopped there{why}: to continue, call load_checkpoint() and fit()"
-    return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise epochs"
+    return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise {limit}"
 
 
 def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:

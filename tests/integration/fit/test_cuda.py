@@ -23,6 +23,7 @@ from worlds import run_processes
 
 import cyxtrain as cx
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.batches.batch import BatchShare
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.feed import Place
 from cyxtrain.data.sources.arrays import ArraySource
@@ -243,7 +244,7 @@ def test_rows_that_are_copied_ahead_are_the_rows_that_were_asked_for(kind):
             kept.append(batch.inputs.sum(0))
     assert not wrong.item()
     assert torch.equal(torch.stack(kept).sum(0), expected.sum(0))
-    batches = [batch.inputs.clone() for batch in source.whole_batches(100, placement, 0, 1)]
+    batches = [batch.inputs.clone() for batch in source.whole_batches(100, placement, BatchShare())]
     assert torch.equal(torch.cat(batches), expected)
 
 

@@ -211,7 +211,7 @@ def test_arguments_that_trainer_evaluate_and_predict_do_not_have_are_refused_wit
             call()
     with one_process():
         assert trainer.evaluate(INPUTS, TARGETS, verbose=0) == trainer.evaluate(INPUTS, TARGETS)
-        assert len(trainer.predict(INPUTS, verbose=1)) == len(INPUTS)
+        assert len(trainer.predict(INPUTS, verbose=0)) == len(INPUTS)
     assert capsys.readouterr().out == ""
 
 

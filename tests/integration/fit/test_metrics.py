@@ -233,7 +233,7 @@ def test_lines_and_batch_logs_have_metrics(capsys):
             read.append(dict(logs))
 
     with one_process():
-        fit(callbacks=[Reading()], verbose=True, log_every_n_batches=2)
+        fit(callbacks=[Reading()], verbose=True, log_every_n_steps=2)
     out = capsys.readouterr().out
     assert "batch 2/5  loss" in out
     assert "val_f1 0." in out
@@ -318,7 +318,7 @@ def test_lines_in_the_middle_of_an_epoch_change_no_number():
 
 
 def fit_with_lines(every: int) -> dict[str, list[float]]:
-    return fit_measured(log_every_n_batches=every, metrics=["f1", "top_2", confidence])
+    return fit_measured(log_every_n_steps=every, metrics=["f1", "top_2", confidence])
 
 
 def test_a_direction_that_nobody_has_said_is_asked_for(tmp_path):

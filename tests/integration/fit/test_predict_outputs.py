@@ -262,26 +262,56 @@ def test_scalars_that_a_fit_shows_beside_the_models_loss_are_left_out_of_predict
 class Recurrent(nn.Module):
     """Returns the states of an LSTM, too."""
 
-    def __init__(self, rows_first: bool) -> None:
+    def __init__(self, rows_first: bool, layers: int = 1) -> None:
         super().__init__()
-        self.cell, self.rows_first = nn.LSTM(4, 3, batch_first=True), rows_first
+        self.cell, self.rows_first = nn.LSTM(4, 3, layers, batch_first=True), rows_first
 
     def forward(self, inputs: Tensor) -> Any:
         output, states = self.cell(inputs[:, None])
         return output, tuple(state.transpose(0, 1) if self.rows_first else state for state in states)
 
 
-def test_states_with_rows_in_their_second_dimension_are_refused_with_the_way_to_return_them():
-    inputs = make_rows(4)[0]
-    words = (
-        r"for 4 rows it returned a tensor of shape \[1, 4, 3\] as output\[1\]\[0\]\. Its rows are in the second "
-        r"dimension, .* return it with the rows first \(state\.transpose\(0, 1\)\), or return only what you need"
-    )
+def predict_states(rows_first: bool, layers: int, rows: int) -> tuple[list[Any], list[Any]]:
+    """Returns the shapes of what the model gives and of what is predicted, and where they differ."""
+    with seeded():
+        model = Recurrent(rows_first, layers)
+    output, states = trainer_of(model, "mse").predict(make_rows(rows)[0], batch_size=3)
+    with torch.no_grad():
+        expected, expected_states = model(make_rows(rows)[0])
+    for found, other in zip((output, *states), (expected, *expected_states), strict=True):
+        torch.testing.assert_close(found, other, rtol=0, atol=1e-6)
+    return [list(state.shape) for state in states], list(output.shape)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("layers", "rows"), [(1, 1), (1, 7), (2, 1), (2, 2), (3, 7)])
+def test_states_keep_their_rows_in_the_second_dimension(world_size, layers, rows):
+    for states, output in everywhere(world_size, predict_states, False, layers, rows):
+        assert (states, output) == ([[layers, rows, 3]] * 2, [rows, 1, 3])
+
+
+def test_states_with_rows_first_stay_so_also_if_there_are_as_many_layers():
     with one_process():
-        with pytest.raises(cx.ConfigError, match=words):
-            trainer_of(Recurrent(False), "mse").predict(inputs)
-        output, states = trainer_of(Recurrent(True), "mse").predict(inputs)
-    assert [output.shape, *(state.shape for state in states)] == [(4, 1, 3)] * 3
+        assert predict_states(True, 2, 2) == ([[2, 2, 3]] * 2, [2, 1, 3])
+
+
+def test_rows_in_the_second_dimension_of_something_flat_are_refused_with_the_way_to_return_them():
+    words = (
+        r"for 4 rows it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it with "
+        r"the rows first \(state\.transpose\(0, 1\)\), or return only what you need"
+    )
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        trainer_of(Returns(lambda loss, logits: logits.T)).predict(make_rows(4)[0])
+
+
+def test_packed_sequences_are_refused_with_what_to_give_and_to_return():
+    rows = [torch.ones(length, 4) for length in (2, 1)]
+    packed = nn.utils.rnn.pack_sequence(rows)
+    with one_process():
+        with pytest.raises(cx.ConfigError, match=r"X is a PackedSequence, .* give padded rows and their lengths"):
+            trainer_of(Scaled(), "mse").predict(lambda: iter([packed]))
+        with pytest.raises(cx.ConfigError, match=r"Return padded rows: pad_packed_sequence\(packed, "):
+            trainer_of(Returns(lambda loss, logits: packed)).predict(make_rows(4)[0])
 
 
 def test_a_cache_is_refused_by_its_name():

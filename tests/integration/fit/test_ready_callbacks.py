@@ -216,8 +216,8 @@ def curves(folder: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def show(folder: str, **more: Any) -> dict[str, list[float]]:
-    freq = more.pop("update_freq", "epoch")
-    return fit(TensorBoard(folder, freq), validation_data=VALID, **more).history.history
+    freq, profiled = more.pop("update_freq", "epoch"), more.pop("profile_batch", 0)
+    return fit(TensorBoard(folder, freq, profile_batch=profiled), validation_data=VALID, **more).history.history
 
 
 def test_tensorboard_shows_the_numbers_of_the_history_on_rank_0(tmp_path):
@@ -237,11 +237,95 @@ def test_tensorboard_shows_steps_and_goes_on_where_a_fit_is_resumed(tmp_path):
         show(str(tmp_path / "logs"), update_freq=2, checkpoint_every_n_steps=5, checkpoint_dir=str(tmp_path / "kept"))
         whole = curves(str(tmp_path / "logs"))
         assert [step for step, _ in whole["step/loss so far/train"]] == [2, 4, 6, 8, 10, 12, 14]
-        show(str(tmp_path / "logs"), update_freq=2, resume=str(tmp_path / "kept" / "step-00000005.ckpt"))
+        resumed = {"resume": str(tmp_path / "kept" / "step-00000005.ckpt"), "profile_batch": "2"}
+        show(str(tmp_path / "logs"), update_freq=2, **resumed)
+        assert len([*(tmp_path / "logs" / "train").glob("*.pt.trace.json")]) == 1
         assert curves(str(tmp_path / "logs"))["step/gradient norm/train"] == whole["step/gradient norm/train"]
         for wrong in (0, "step"):
             with pytest.raises(cx.ConfigError, match="update_freq must be a whole number"):
                 TensorBoard(update_freq=wrong)
+
+
+class Convolved(torch.nn.Module):
+    """Has a batch norm in eval mode, dropout, and a named argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.norm = torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)
+        self.drop, self.out = torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.out(self.drop(self.norm(self.kernel(pixels)).flatten(1)))
+
+
+def fit_pictures(folder: str, **settings: Any) -> str:
+    """Return the weights after a fit with TensorBoard; the data have a name."""
+    torch.manual_seed(0)
+    model = Convolved()
+    model.norm.eval()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd")
+    pixels, targets = {"pixels": torch.rand(16, 1, 4, 4)}, torch.arange(16) % 3
+    boards = [TensorBoard(folder, **settings)] if folder else []
+    trainer.fit(pixels, targets, epochs=4, effective_batch_size=8, verbose=False, callbacks=boards)
+    assert not model.norm.training
+    assert not model._forward_pre_hooks
+    return fingerprint(trainer.model)
+
+
+def fit_pictures_with_and_without(folder: str) -> list[str]:
+    everything = {"histogram_freq": 2, "write_graph": True, "write_images": True, "profile_batch": (2, 3)}
+    return [fit_pictures(""), fit_pictures(folder, **everything)]
+
+
+def test_tensorboard_shows_weights_the_graph_and_a_profile_and_changes_no_bit(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (plain, shown), other = run_world(2, fit_pictures_with_and_without, str(tmp_path))
+    assert plain == shown == other[0] == other[1]
+    events = EventAccumulator(str(tmp_path / "train"), size_guidance={"images": 0, "histograms": 0})
+    events.Reload()
+    tags = events.Tags()
+    names = ["kernel.weight", "kernel.bias", "norm.weight", "norm.bias", "out.weight", "out.bias"]
+    assert tags["histograms"] == [f"weights/{name}" for name in names]
+    assert [each.step for each in events.Histograms("weights/out.bias")] == [4, 8]
+    assert tags["images"] == ["images/kernel.weight", "images/out.weight"]
+    sizes = {name: (each.height, each.width) for name in tags["images"] for each in events.Images(name)}
+    assert sizes == {"images/kernel.weight": (6, 3), "images/out.weight": (3, 8)}
+    assert tags["graph"]
+    assert b"kernel" in events.Graph().SerializeToString()
+    [trace] = (tmp_path / "train").glob("*.pt.trace.json")  # of rank 0
+    assert trace.stat().st_size > 1000
+
+
+def test_a_graph_that_cannot_be_traced_is_a_warning(tmp_path):
+    model = make_model()
+    model.register_forward_pre_hook(lambda *_: 1 / 0 if torch.jit.is_tracing() else None)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd")
+    board = TensorBoard(str(tmp_path), write_graph=True)
+    with one_process(), pytest.warns(UserWarning, match="the model's graph could not be written for TensorBoard: "):
+        trainer.fit(*ROWS, epochs=1, verbose=False, callbacks=board)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"histogram_freq": -1}, "histogram_freq must be a whole number of at least 0"),
+        ({"write_images": True}, "write_images needs histogram_freq"),
+        ({"write_graph": 1}, "write_graph must be True or False"),
+        *(
+            ({"profile_batch": wrong}, "profile_batch must be the number of a step")
+            for wrong in (-1, (3, 2), "a", True)
+        ),
+    ],
+)
+def test_wrong_arguments_of_tensorboard_are_refused(wrong, message):
+    with pytest.raises(cx.ConfigError, match=message):
+        TensorBoard(**wrong)
+
+
+def test_two_profiles_at_once_are_refused(tmp_path):
+    with one_process(), pytest.raises(cx.ConfigError, match="both profile steps: choose one"):
+        fit(TensorBoard(str(tmp_path), profile_batch="1,2"), profile=str(tmp_path / "other"))
 
 
 def save_models(folder: str) -> list[str]:

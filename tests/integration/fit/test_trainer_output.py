@@ -47,8 +47,8 @@ def show_all() -> dict[str, tuple[str, dict[str, Any]]]:
         "plain": fit_shown(),
         "quiet": fit_shown(verbose=False),
         "kerass quiet": fit_shown(verbose=0),
-        "with steps": fit_shown(log_every_n_batches=2, validation_data=None, shuffle=False),
-        "steps, quiet": fit_shown(log_every_n_batches=2, verbose=False),
+        "with steps": fit_shown(log_every_n_steps=2, validation_data=None, shuffle=False),
+        "steps, quiet": fit_shown(log_every_n_steps=2, verbose=False),
         "uneven": fit_shown(effective_batch_size=3, epochs=1),
     }
 
@@ -94,10 +94,12 @@ def test_nothing_is_shown_on_other_ranks_or_where_it_shall_be_quiet(shown):
 def test_steps_show_the_loss_over_all_ranks(shown):
     # One process with the joined batch has seen the same rows, and so has the same numbers.
     with one_process():
-        expected, _ = fit_shown(log_every_n_batches=2, validation_data=None, shuffle=False, effective_batch_size=8)
+        expected, _ = fit_shown(log_every_n_steps=2, validation_data=None, shuffle=False, effective_batch_size=8)
     texts = (shown[0]["with steps"][0], expected)
-    ours, theirs = ([line for line in text.splitlines() if "batch 2/3" in line] for text in texts)
-    assert len(ours) == 2
+    ours, theirs = ([line for line in text.splitlines() if "  batch " in line] for text in texts)
+    assert [line.partition("  loss")[0] for line in ours] == [
+        f"epoch {each}" for each in ("1/2  batch 2/3", "2/2  batch 1/3", "2/2  batch 3/3")
+    ]
     assert ours == theirs
     assert re.fullmatch(r"epoch 1/2  batch 2/3  loss \d\.\d{4}  accuracy \d\.\d{4}", ours[0])
 
@@ -206,7 +208,7 @@ def fit_in_terminal(columns: int, fails: bool = False) -> str:
 
     with terminal(columns) as written:
         with contextlib.suppress(ValueError):
-            trainer_of(Slow()).fit(*ROWS, epochs=2, batch_size=2, log_every_n_batches=4)
+            trainer_of(Slow()).fit(*ROWS, epochs=2, batch_size=2, log_every_n_steps=4)
         assert type(sys.stdout) is io.TextIOWrapper  # rich has handed it back
     return written()
 
@@ -237,7 +239,7 @@ def test_a_terminal_has_a_bar_with_loss_accuracy_rate_and_remaining_time(columns
     assert re.search(rf"epoch 1/2 .+ \d+/10 +{numbers} +\d:\d\d:\d\d", "\n".join(bars)), bars
     assert max(len(bar.rstrip()) for bar in bars) <= columns
     left = screen(text)
-    assert len(left) == 9 + 2 * 3  # the header; per epoch two lines of steps and its own
+    assert len(left) == 9 + 5 + 2  # the header; a line for every fourth of twenty steps; one per epoch
     assert not [line for line in left if "━" in line]
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") > 0  # the cursor is hidden, and shown again
 

@@ -100,6 +100,11 @@ def test_only_rank_0_is_told_of_the_terminal_and_a_dumb_one_shows_no_bar(tmp_pat
         assert sorted(filter(None, found)) == [f"[rank 0] {columns}", "[rank 1] 0"]
 
 
+def test_the_terminal_of_a_single_rank_is_as_wide_as_the_launchers(tmp_path: Path) -> None:
+    source = "print([os.get_terminal_size(number).columns for number in range(3)], file=sys.stderr)\nopen(2, 'w')"
+    assert screen(shown_in_terminal(93, *LAUNCHER, "1", write_script(tmp_path, source))) == ["[93, 93, 93]", ""]
+
+
 def test_a_bar_is_the_last_complete_state_of_an_unfinished_line() -> None:
     assembler = output.LineAssembler(clock=iter([0.0, *[1e6] * 9]).__next__, keeps_bar=True)
     found = []

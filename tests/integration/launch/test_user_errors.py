@@ -1,4 +1,18 @@
-"""What a user sees of a mistake, of an error in one rank's own code and of Ctrl-C: lines and exit codes."""
+"""What a user sees of a mistake, of an error in one rank's own code and of Ctrl-C: lines and exit codes.
+
+    lines (exit code)                    python    launch -n 1  launch -n 2  torchrun, 1 rank  torchrun, 2 ranks
+    wrong dtype of y, y missing,
+    a misspelled setting, a class
+    index out of range                   4 (1)     4 (1)        4 (1)        38 (1)            44 (1)
+    an error in forward                  6 (1)     6 (1)        6 (1)        40 (1)            46 (1)
+    one rank's own error                 Python's                            the other rank prints 2 lines
+    Ctrl-C while torch is imported       Python's  1 (130)      1 (130)      57 (1)            57 (1)
+    Ctrl-C before or after a fit         Python's  1 (130)      1 (130)      35 (1)            40 (1)
+    Ctrl-C in a fit                      0 (130)   1 (130)      1 (130)      31 (1)            31 (1)
+
+The 34 lines of one rank under torchrun, and the 40 of two, are torchrun's own report of a rank that failed; 31 lines
+are its report of Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +31,35 @@ from cyxtrain.environment.uncaught import HEADER
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these ranks get POSIX signals")
 SECONDS = 120.0
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+LAUNCHERS = {
+    "python": [sys.executable],
+    "launch 1": [*LAUNCHER, "1", "--"],
+    "launch 2": [*LAUNCHER, "2", "--"],
+    "torchrun 1": [*TORCHRUN, "1"],
+    "torchrun 2": [*TORCHRUN, "2"],
+}
 by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 
 PROGRAM = """
-import sys
+import os, sys, time
 from pathlib import Path
+mistake = sys.argv[1]
+def ready():
+    Path("ready" + os.environ.get("RANK", "0")).touch()
+if mistake == "ctrl-c in imports":
+    ready()
+    time.sleep(1_000)
 import torch
 import cyxtrain as cx
 
 class Ready(cx.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        Path(f"ready{cx.get_rank()}").touch()
+        ready()
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten())
 
 class Raises(cx.callbacks.Callback):
     def on_train_begin(self, logs=None):
@@ -38,7 +70,6 @@ torch.manual_seed(0)
 X, y = torch.randn(40, 4), torch.arange(40) % 2
 def trainer(**settings):
     return cx.DistributedTrainer(torch.nn.Linear(4, 2), "cross_entropy", "sgd", **settings)
-mistake = sys.argv[1]
 if mistake == "shape":
     trainer().fit(X[:, :3], y, epochs=1, verbose=False)
 if mistake == "in a context":
@@ -50,6 +81,19 @@ if mistake == "keyword of the trainer":
     trainer(metric="accuracy")
 if mistake == "targets":
     trainer().fit(X, y.float(), epochs=1, verbose=False)
+if mistake == "no y":
+    trainer().fit(X, epochs=1, verbose=False)
+if mistake == "class":
+    trainer().fit(X, y + 1, epochs=1, verbose=False)
+if mistake == "forward":
+    cx.DistributedTrainer(Net(4, 2), "cross_entropy").fit(X, y, epochs=1)
+if mistake == "exits":
+    if os.environ["RANK"] == "1":
+        sys.exit()
+    cx.init()
+if mistake == "ctrl-c outside":
+    ready()
+    time.sleep(1_000)
 if mistake == "nan":
     trainer().fit(X * float("nan"), y, epochs=1, verbose=False)
 if mistake == "raises":
@@ -59,11 +103,25 @@ if mistake == "ctrl-c":
 """
 
 
-def start(folder: Path, num_ranks: int, mistake: str, **variables: str) -> subprocess.Popen[str]:
+GOLDEN = {
+    "targets": "CrossEntropyLoss wants class indices of an integer dtype, and y has dtype float32: convert it with "
+    "y.long(), or y.astype('int64') in NumPy.",
+    "no y": "y is missing: the loss compares the model's output with it. Only a model that computes its own loss "
+    "(loss_fn=None) does without.",
+    "keyword": "fit has no argument 'epoch'. Did you mean 'epochs'?",
+    "class": "y holds class 2 (row 1), and the model has outputs for classes 0 to 1. Number the classes from 0, or "
+    "give the model's last layer more outputs.",
+    "forward": "the model cannot take X, tried on shape [{rows}, 4]: RuntimeError: mat1 and mat2 shapes cannot be "
+    "multiplied (1x{numbers} and 4x2)",
+}
+"""The message of each mistake."""
+
+
+def start(folder: Path, launcher: int | str, mistake: str, **variables: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
-    launcher = [*LAUNCHER, "2"] if num_ranks == 2 else [sys.executable]
+    words = LAUNCHERS[launcher if isinstance(launcher, str) else {1: "python", 2: "launch 2"}[launcher]]
     return subprocess.Popen(
-        [*launcher, "train.py", mistake],
+        [*words, "train.py", mistake],
         cwd=folder,
         env=child_environment(PYTHONUNBUFFERED="1", PYTHONWARNINGS="ignore", **variables),
         stdout=subprocess.PIPE,
@@ -72,9 +130,9 @@ def start(folder: Path, num_ranks: int, mistake: str, **variables: str) -> subpr
     )
 
 
-def lines_of(folder: Path, num_ranks: int, mistake: str, **variables: str) -> tuple[int, list[str]]:
+def lines_of(folder: Path, launcher: int | str, mistake: str, **variables: str) -> tuple[int, list[str]]:
     """Return the exit code of a program, and its lines on stderr; it prints nothing on stdout."""
-    process = start(folder, num_ranks, mistake, **variables)
+    process = start(folder, launcher, mistake, **variables)
     try:
         out, err = process.communicate(timeout=SECONDS)
     finally:
@@ -128,6 +186,55 @@ def test_the_error_of_one_ranks_own_code_has_its_whole_traceback_and_one_prefix(
     assert "[rank1]" not in "".join(lines)
     quoted = lines.index("rank 1 failed first (exit code 1); its last lines on stderr:")
     assert lines[quoted + 1 :] == own
+    message, place = [line for line in lines if line.startswith("[rank 0] ")]
+    told = "[rank 0] cyxtrain.errors.DistributedTrainingError: rank 1 has failed: KeyError: 'of my own' (its output has"
+    assert message.startswith(told)
+    assert place.startswith('[rank 0]   File "')
+    assert "train.py" in place
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("mistake", GOLDEN)
+def test_five_mistakes_under_every_launcher(mistake, launcher, tmp_path):
+    code, lines = lines_of(tmp_path, launcher, mistake)
+    assert code == 1
+    lines = [line.removeprefix("[rank 0] ").removeprefix("[rank 1] ") for line in lines]
+    assert lines[0] == HEADER
+    number = 5 if mistake == "forward" else 3
+    assert lines[number] == "cyxtrain.errors.ConfigError: " + GOLDEN[mistake].format(
+        rows=20 if launcher.endswith("2") else 40, numbers=80 if launcher.endswith("2") else 160
+    )
+    own = len(lines) if "torchrun" not in launcher else next(n for n, line in enumerate(lines) if "torch/" in line)
+    assert own == number + 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["launch 2", "launch 1", "python"])
+@pytest.mark.parametrize("moment", ["ctrl-c in imports", "ctrl-c outside", "ctrl-c"])
+def test_ctrl_c_at_three_moments(moment, launcher, tmp_path):
+    process = start(tmp_path, launcher, moment)
+    try:
+        ranks = 2 if launcher == "launch 2" else 1
+        wait_until(lambda: len(list(tmp_path.glob("ready?"))) == ranks, SECONDS)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    if launcher != "python":
+        assert (process.returncode, err) == (130, "all ranks were stopped by SIGINT\n")
+    else:
+        assert process.returncode == -signal.SIGINT  # a shell's 130
+        assert err == "" or moment != "ctrl-c"
+
+
+@pytest.mark.nightly
+def test_a_rank_that_exits_without_joining_ends_the_run_at_once(tmp_path):
+    code, lines = lines_of(tmp_path, "launch 2", "exits", DISTRIBUTED_TIMEOUT_MS="1000000")
+    assert code == 1
+    assert lines[0].startswith("[rank 0] cyxtrain.errors.RendezvousError: rank 1 has exited with code 0 without ")
+    assert lines[1].startswith('[rank 0]   File "')
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize("num_ranks", [by_night(1), 2])

@@ -53,6 +53,10 @@ def join_with_patience(folder):
     return [*tries, join(10.0)]
 
 
+def join_unless_exited(exited):
+    return None if own_rank() == exited else join(1_000.0)
+
+
 def join_again_before_rank_0_has_left(folder):
     """The store of rank 0 is still open for the first life when the others want to begin their second one."""
     waiting = [Path(folder) / f"waiting {rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
@@ -461,3 +465,12 @@ def test_rank_0_that_loses_its_own_store_does_not_open_it_again(monkeypatch):
     with pytest.raises(StoreLostError):
         cx.init(cx.DistributedConfig(rank=0, world_size=1))
     assert len(tries) == 1
+
+
+@pytest.mark.parametrize("exited", [0, 2])
+def test_a_rank_that_the_launcher_has_seen_exit_is_not_waited_for(exited, tmp_path):
+    (tmp_path / "exited").write_text(f"{exited}\n")
+    outcomes = values(run_ranks(3, join_unless_exited, exited, CYXTRAIN_EXITED=str(tmp_path / "exited")))
+    for rank, (how, message, *_) in enumerate(filter(None, outcomes)):
+        assert how == "RendezvousError", rank
+        assert message.startswith(f"rank {exited} has exited with code 0 without joining, while others of the 3 ranks")

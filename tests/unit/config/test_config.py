@@ -91,6 +91,12 @@ WRONG = {
         "validation_batch_size": (0, -1, 1.5, "3"),
         "num_processes": (0, -1, 1.5, True, "3", "all"),
         "scheduler_interval": ("batch", 1, True),
+        "max_steps": (0, -1, *WHOLE_NUMBERS),
+        "validate_every_n_steps": (-1, None, *WHOLE_NUMBERS),
+        "validate_every_n_minutes": (-1, math.nan, math.inf, True, "1", None),
+        "log_every_n_steps": (-1, None, *WHOLE_NUMBERS),
+        "validation_stratify": NO_BOOLEAN,
+        "load_best": NO_BOOLEAN,
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from fitting import make_model
+from fitting import make_model, one_process
 from torch import nn
 
 import cyxtrain as cx
@@ -52,8 +53,7 @@ ANSWERS = {
         "on_step_end": "'on_train_batch_end'",
         "on_validation_start": "'on_test_begin'",
         "on_validation_epoch_start": "'on_test_begin'",
-        "on_validation_end": "'on_test_end'",
-        "on_validation_epoch_end": "'on_test_end'",
+        "on_validation_epoch_end": "'on_validation_end'",
         "on_validation_batch_start": "'on_test_batch_begin'",
         "on_validation_batch_end": "'on_test_batch_end'",
         "on_evaluate": "'on_test_end'",
@@ -61,7 +61,9 @@ ANSWERS = {
         "on_after_backward": "'on_before_optimizer_step'",
         "on_before_backward": "no hook between forward and backward",
         "on_save_checkpoint": "state_dict()",
-        "on_predict_end": "predict calls no hooks",
+        "on_predict_start": "'on_predict_begin'",
+        "on_predict_batch_start": "'on_predict_batch_begin'",
+        "on_predict_epoch_end": "'on_predict_end'",
         "on_epoch_ends": "'on_epoch_end'",  # spelled wrongly
     },
     "loss": {
@@ -180,9 +182,10 @@ FIRST = "fit, evaluate and predict take arrays, a Dataset or a DataLoader as the
             "accumulate_grad_batches gradient_accumulation_steps",
         ),
         ("Did you mean 'validation_split'?", "fit(validation_split=...)?", "validation_size val_split test_size"),
+        ("Did you mean 'max_steps'?", "fit(max_steps=...)?", "total_steps num_steps num_train_steps"),
+        ("Did you mean 'validate_every_n_steps'?", "fit(validate_every_n_steps=...)?", "eval_steps val_check_interval"),
         ("Did you mean 'batch_size'?", "fit(batch_size=...)?", "per_device_train_batch_size"),
         ("Did you mean 'resume'?", "fit(resume=...)?", "ckpt_path resume_from_checkpoint"),
-        ("A limit of steps is not there yet", "A limit of steps is not there yet", "max_steps"),
         ("cx.callbacks.TensorBoard(", "cx.callbacks.TensorBoard(", "logger report_to"),
         ("A DataLoader has it", "A DataLoader has it", "num_workers"),
         (
@@ -221,7 +224,7 @@ def test_every_public_call_answers_unknown_arguments():
         (lambda: trainer.evaluate(rows, max_epochs=3), "Did you mean fit(epochs=...)?"),
         (lambda: trainer.predict(rows, y=rows), "predict has no argument 'y'. fit(X, y) and evaluate(X, y) take it"),
         (lambda: trainer.predict(rows, rows), "predict takes X by position, and got 2 arguments"),
-        (lambda: trainer.predict(rows, rows), "evaluate(X, y) compares outputs with y."),
+        (lambda: trainer.predict(rows, rows), "fit(X, y) and evaluate(X, y) take it; predict takes X alone."),
         (lambda: trainer.evaluate(rows, rows, 32), "evaluate takes X, y by position, and got 3 arguments"),
         (lambda: amp(model, lr=0.1), "DistributedAMPTrainer has no argument 'lr'. Did you mean 'learning_rate'?"),
         (lambda: stopping(metric="val_loss"), "EarlyStopping has no argument 'metric'. Did you mean 'monitor'?"),
@@ -261,3 +264,48 @@ def test_no_error_prints_a_long_object_on_several_lines(given):
         cx.DistributedTrainer(make_model(), "cross_entropy", **given)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+PYTORCHS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "scatter", "gather", "reduce", "barrier")
+PYTORCHS += ("send", "recv")
+"""They have PyTorch's signatures, which PyTorch checks."""
+
+
+def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the public functions, and the constructors and methods of classes, that take an argument."""
+    for module in (cx, cx.callbacks, cx.datasets):
+        for name in getattr(module, "__all__", ["load_digits"]):
+            value = getattr(module, name)
+            is_error = isinstance(value, type) and issubclass(value, BaseException)
+            if name in (*PYTORCHS, "ReduceOp", "BackendType") or is_error or inspect.ismodule(value):
+                continue
+            yield name, value
+            called_by_fit = name.endswith("Config") or (
+                inspect.isclass(value) and issubclass(value, (cx.callbacks.Callback, torch.nn.Module))
+            )
+            for method in vars(value) if inspect.isclass(value) and not called_by_fit else ():
+                if not method.startswith("_") and callable(getattr(value, method)):
+                    yield f"{name}.{method}", getattr(value, method)
+
+
+def test_an_unknown_argument_of_any_public_call_is_answered_as_fit_answers_it() -> None:
+    given = {"DistributedDataParallel": (nn.Linear(1, 1),), "count_steps": (torch.ones(4, 2), torch.ones(4))}
+    checked = 0
+    for name, call in public_calls():
+        if name in ("Callback", "DistributedTrainer.fit") or [*inspect.signature(call).parameters] in ([], ["self"]):
+            continue  # Python's answer is that it takes none
+        with one_process(), pytest.raises(cx.ConfigError, match=r"has no (argument|field|hook named) 'a_banana'"):
+            call(*given.get(name, ()), a_banana=1)
+        checked += 1
+    assert checked > 60
+
+
+def test_too_many_arguments_by_position_are_answered_too() -> None:
+    with pytest.raises(cx.ConfigError, match="init takes config by position, and got 2 arguments: name the others"):
+        cx.init(None, 2)  # type: ignore[call-arg]
+    with pytest.raises(cx.ConfigError, match=r"init has no argument 'rank': it belongs to cx.init"):
+        cx.init(rank=0)  # type: ignore[call-arg]
+    with pytest.raises(cx.ConfigError, match=r"Timer has no argument 'max_time'. Did you mean"):
+        cx.callbacks.Timer(max_time=3)  # type: ignore[call-arg]
+    with pytest.raises(cx.ConfigError, match=r"DistributedSampler has no argument 'random_state'. Did you mean 'seed'"):
+        cx.DistributedSampler(8, random_state=3)  # type: ignore[call-arg]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cyxtrain.data import sampler as sampler_module
 from cyxtrain.data.sampler import DistributedSampler, global_order, sharded_size
-from cyxtrain.data.sources.arrays import validation_rows
+from cyxtrain.data.sources.validation_rows import validation_rows
 from cyxtrain.errors import ConfigError
 
 SIZES = [1, 2, 7, 64, 100, 1797]

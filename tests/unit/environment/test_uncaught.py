@@ -112,7 +112,7 @@ def test_another_error_is_left_to_the_previous_hook(capsys):
     cx.ConfigError("caught")
     assert sys.excepthook is not by_python
     assert printed(raised(ValueError("wrong")), capsys) == ["python: ValueError('wrong')"]
-    assert printed(raised(cx.PeerLostError("lost")), capsys) == ["python: PeerLostError('lost')"]
+    assert printed(raised(cx.CheckpointError("none")), capsys) == ["python: CheckpointError('none')"]
     assert printed(raised(on_all_ranks(ValueError("of one rank"))), capsys) == ["python: ValueError('of one rank')"]
     assert printed(raised(KeyboardInterrupt()), capsys) == ["python: KeyboardInterrupt()"]
 
@@ -134,6 +134,25 @@ def test_what_all_ranks_raise_is_printed_by_one_of_them(capsys):
     of_this_rank = cx.ConfigError("epochs is 0")
     uncaught.install(is_printing=False)
     assert printed(raised(of_this_rank), capsys)[-1] == "cyxtrain.errors.ConfigError: epochs is 0"
+
+
+def failed_in_fit() -> None:
+    other = cx.DistributedTrainingError.because_of(KeyError("a banana"), 3)
+    raise cx.DistributedTrainingError(f"{other} (reported by rank 3)", during="barrier #7", failures=other.failures)
+
+
+def test_an_error_of_another_rank_is_the_message_and_the_users_line(capsys):
+    message, place = printed(functools.partial(library("cyxtrain")["call"], failed_in_fit), capsys)
+    assert message == (
+        "cyxtrain.errors.DistributedTrainingError: rank 3 has failed: KeyError: 'a banana' (its output has the "
+        "traceback); this rank was in barrier #7"
+    )
+    assert place.startswith(f'  File "{__file__}", line ')
+    lost = printed(raised(cx.PeerLostError("rank 1 has ended: KeyError: 'a'", rank=1)), capsys)
+    assert lost[0] == "cyxtrain.errors.PeerLostError: rank 1 has ended: KeyError: 'a'"
+    assert len(lost) == 2
+    uncaught.install(uncaught.ONE_LINE)
+    assert printed(raised(cx.PeerLostError("lost")), capsys) == ["PeerLostError: lost"]
 
 
 def test_nothing_is_printed_after_ctrl_c_in_a_fit(capsys):

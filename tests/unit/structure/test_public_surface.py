@@ -85,11 +85,12 @@ SIGNATURES = {
     "DistributedTrainer.test_step": "(self, batch)",
     "DistributedTrainer.predict_step": "(self, batch)",
     "DistributedTrainer.fit": "(self, X=None, y=None, *more, X_val=None, y_val=None, config=None, "
-    "validation_data=None, sample_weight=None, class_weight=None, callbacks=None, initial_epoch=None, resume=None, "
-    "**settings)",
+    "validation_data=None, validation_groups=None, sample_weight=None, class_weight=None, callbacks=None, "
+    "initial_epoch=None, resume=None, **settings)",
     "DistributedTrainer.evaluate": "(self, X, y=None, *, batch_size=None, distributed=True, sample_weight=None, "
-    "verbose=0)",
-    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, pad_value=None, verbose=0)",
+    "callbacks=None, steps=None, verbose=0, return_dict=False)",
+    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, pad_value=None, callbacks=None, "
+    "steps=None, verbose=0)",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
     "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "
@@ -110,7 +111,9 @@ SIGNATURES = {
     "warmup_steps=0, fused_optimizer='auto', validation_freq=1, steps_per_epoch=None, "
     "fast_dev_run=False, sharded_data=None, profile=False, "
     "validation_steps=None, validation_batch_size=None, num_processes=None, "
-    "scheduler_interval=None, drop_last=False, float32_precision=None, channels_last=False)",
+    "scheduler_interval=None, drop_last=False, float32_precision=None, channels_last=False, "
+    "max_steps=None, validate_every_n_steps=0, validate_every_n_minutes=0.0, log_every_n_steps=0, "
+    "validation_stratify=False, load_best=False)",
     "AMPConfig": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0, growth_factor=2.0, "
     "backoff_factor=0.5)",
     "create_default_amp_config": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0)",

@@ -85,7 +85,7 @@ INSIDE = {
         "state",
         "model",
         "inputs",
-        "nonfinite",
+        "nonfinite outside_fit",
         "step",
         "stopping checkpoint_manager resume evaluation header delegation",
         "fit_loop",

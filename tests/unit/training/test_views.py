@@ -6,6 +6,7 @@ import io
 import sys
 import xml.etree.ElementTree as ElementTree
 
+import numpy as np
 import pytest
 from fitting import CLASSES, FEATURES, make_model, make_rows, one_process, run_world
 from IPython.core.formatters import DisplayFormatter
@@ -56,7 +57,7 @@ def test_a_summary_has_each_layer_with_its_output_and_parameters(capsys):
     count = sum(parameter.numel() for parameter in model[0].parameters())
     assert linear[-1] == str(count)
     last = [row for row in rows if "Linear" in row][-1]
-    assert " ".join(last[2:4]) == f"(n, {CLASSES})"
+    assert " ".join(last[2:4]) == f"(2, {CLASSES})"
     everything = sum(parameter.numel() for parameter in model.parameters())
     assert f"parameters: {everything:,} (" in text
     assert not any(layer._forward_hooks for layer in model.modules())
@@ -66,13 +67,14 @@ def test_a_summary_counts_tied_parameters_once_and_says_what_is_frozen():
     with one_process():
         trainer = cx.DistributedTrainer(Tied(), None, "sgd")
         without = trainer.summary()
-        assert "(n" not in without
+        assert "(2" not in without
         text = trainer.summary(make_rows(5)[0])
     shared = FEATURES * FEATURES + FEATURES
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert lines["encode"].endswith(str(shared))
     assert not lines["decode"].rstrip().endswith(str(shared))
-    assert f"(n, {FEATURES}), (n, 2)" in lines["model"]
+    assert f"(2, {FEATURES})" in lines["model"]
+    assert "(2, 2)" in lines["(2,"]
     assert f"frozen: {2 * FEATURES + 2}" in text
     assert "numbers in buffers: 9" in text
 
@@ -147,5 +149,66 @@ class Parts(nn.Module):
 def test_a_summary_shows_outputs_of_all_kinds():
     with one_process():
         lines = cx.DistributedTrainer(Parts(), "cross_entropy", "sgd").summary(make_rows(5)[0]).splitlines()
-    assert any(f"scores (n, {CLASSES}), x (n, {FEATURES})" in line for line in lines)
+    assert f" scores (2, {CLASSES}) " in lines[2]
+    assert lines[3].strip() == f"x (2, {FEATURES})"
     assert any(line.split()[:3] == ["words", "Words", "str"] for line in lines)
+
+
+class Reader(nn.Module):
+    """Returns more than fits into a line: the states of an LSTM, and of a transformer."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.memory = nn.LSTM(8, 4, num_layers=3, batch_first=True)
+        self.again = self.memory
+
+    def forward(self, x):
+        states = self.encoder(x)
+        output, memory = self.memory(states)
+        return {"output": output, "memory": memory, "each": [states] * 3}
+
+
+SUMMARY = """\
+layer      kind                output            parameters
+-----------------------------------------------------------
+model      Reader              output (2, 5, 4)       1,744
+                               memory (3, 2, 4)
+                               memory (3, 2, 4)
+                               each (2, 5, 8)
+                               and 2 more
+  encoder  TransformerEncoder  (2, 5, 8)              1,200
+  memory   LSTM                (2, 5, 4)                544
+                               (3, 2, 4)
+                               (3, 2, 4)
+  again    LSTM                (2, 5, 4)
+                               (3, 2, 4)
+                               (3, 2, 4)
+
+parameters: 1,744 (0.0 MiB), trained: 1,744, frozen: 0"""
+
+
+def test_a_summary_goes_down_to_a_depth_and_fits_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    rows = np.zeros((3, 5, 8), np.float32)
+    with one_process():
+        trainer = cx.DistributedTrainer(Reader(), None, "sgd")
+        assert trainer.summary(rows, depth=1) == SUMMARY
+        assert len(trainer.summary(depth=0).splitlines()) == 5
+        whole = trainer.summary(rows).splitlines()
+        monkeypatch.setenv("COLUMNS", "120")
+        assert "NonDynamicallyQuantizableLinear " in trainer.summary(rows)
+        for depth in (-1, True, "2"):
+            with pytest.raises(cx.ConfigError, match=r"summary.depth must be a whole number of at least 0"):
+                trainer.summary(rows, depth=depth)
+    assert max(map(len, whole)) == 80
+    assert "          out_proj  NonDynamicallyQuantizableLi...                            72" in whole
+    assert whole[-1] == SUMMARY.splitlines()[-1]
+
+
+def test_a_summary_is_not_shown_again_by_a_prompt_or_a_notebook():
+    with one_process():
+        text = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd").summary()
+    assert repr(text) == ""
+    assert DisplayFormatter().format(text) == ({}, {})

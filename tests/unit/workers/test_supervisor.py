@@ -275,8 +275,7 @@ def test_ctrl_c_stops_one_rank_alone(tmp_path: Path) -> None:
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=SECONDS)
         assert launcher.returncode == 130
-        # The rank and its child, which share the terminal, both write their traceback: lines may mix.
-        assert b"KeyboardInterrupt" in errors
+        # Lines of the tracebacks of the rank and its child may mix; what is left of them comes before.
         assert errors.endswith(b"all ranks were stopped by SIGINT\n")
         assert not any(runs(pid) for pid in pids)
 

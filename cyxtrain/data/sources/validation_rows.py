@@ -1,0 +1,97 @@
+"""Which rows validation_split holds out: the last ones, or rows that the seed draws. The same on every rank."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from cyxtrain.config.settings import require, require_integer
+from cyxtrain.data.sampler import global_order
+from cyxtrain.errors import ConfigError, counted, shortened
+
+_Chosen = npt.NDArray[np.bool_]
+
+
+def validation_rows(num_rows: int, fraction: float) -> int:
+    """Return the first row of the validation part: the last `fraction` of the rows, before shuffling.
+
+    The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 rows is one row, although
+    in binary 10 * (1 - 0.9) is less than one. Raises ConfigError if either part would be empty.
+    """
+    require_integer("validation_split", "num_rows", num_rows, 0)
+    require(0 < fraction < 1, f"validation_split must be above 0 and below 1 to split data, got {fraction!r}.")
+    first = math.floor(num_rows * (1 - Fraction(str(float(fraction)))))
+    if not 0 < first < num_rows:
+        raise ConfigError(
+            f"validation_split={fraction} of {num_rows} rows leaves {first} for training and {num_rows - first} for "
+            "validation; both need at least one. Give more rows or another fraction."
+        )
+    return first
+
+
+def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
+    """Return whether each row validates: `count` rows, with the same share of each class, up to rounding.
+
+    Raises:
+        ConfigError: The targets are not classes, or a class has a single row.
+    """
+    classes = targets.cpu().numpy() if isinstance(targets, Tensor) and targets.numel() == len(targets) else None
+    if classes is None or not np.array_equal(classes, classes.astype(np.int64)):
+        what = (
+            f"{targets.dtype} of shape {list(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
+        )
+        raise ConfigError(
+            f"validation_stratify=True holds out the same share of each class, and y is {what}: give one class number "
+            "per row, or leave validation_stratify out."
+        )
+    names, numbers, sizes = np.unique(classes, return_inverse=True, return_counts=True)
+    single = [str(name) for name in names[sizes < 2]]
+    if single:
+        raise ConfigError(
+            f"validation_stratify=True needs two rows of each class, and these have one: {shortened(single)}. Leave "
+            "the classes out, or validation_stratify."
+        )
+    # The largest remainders are rounded up, so that `count` rows are held out in all.
+    most, remainders = np.divmod(sizes * count, len(classes))
+    left = count - int(most.sum())
+    most[np.argsort(-remainders, kind="stable")[:left]] += 1
+    order = global_order(len(classes), True, seed, 0)
+    drawn = order[np.argsort(numbers.reshape(-1)[order], kind="stable")]  # by class, in the seed's order
+    place = np.arange(len(drawn)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chosen = np.zeros(len(classes), dtype=bool)
+    chosen[drawn[place < np.repeat(np.minimum(most, sizes - 1), sizes)]] = True
+    return chosen
+
+
+def grouped_rows(groups: Any, num_rows: int, count: int, seed: int) -> _Chosen:
+    """Return whether each row validates: whole groups, of at most `count` rows, or the smallest group.
+
+    Raises:
+        ConfigError: There is not one entry for each row, or a single group.
+    """
+    found = groups.cpu().numpy() if isinstance(groups, Tensor) else np.asarray(groups)
+    if found.shape != (num_rows,):
+        raise ConfigError(
+            f"validation_groups has the shape {list(found.shape)}, and X has {counted(num_rows, 'row')}: give one "
+            "entry for each row."
+        )
+    known: dict[Any, int] = {}
+    numbers = np.array([known.setdefault(each, len(known)) for each in found.tolist()])
+    if len(known) < 2:
+        raise ConfigError(
+            "validation_groups has 1 group, and a group is never split: give at least two, or leave it out."
+        )
+    sizes = np.bincount(numbers)
+    order, held_out, rows = global_order(len(sizes), True, seed, 0), [int(sizes.argmin())], 0
+    if sizes.min() <= count:
+        held_out = []
+        for group in order.tolist():
+            if rows + sizes[group] <= count:
+                held_out.append(group)
+                rows += sizes[group]
+    return np.isin(numbers, held_out)

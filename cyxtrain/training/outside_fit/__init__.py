@@ -1,0 +1,1 @@
+"""What `evaluate` and `predict` do besides computing: callbacks, progress, and predictions in files."""

@@ -1,0 +1,135 @@
+"""Claims about max_steps: a fit ends after so many optimizer steps, in the middle of an epoch too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
+from rank_processes import rank_server  # noqa: F401 - a fixture
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+ROWS, VALID = make_rows(40), make_rows(9, seed=1)
+FIT: dict[str, Any] = {"effective_batch_size": 8, "verbose": False}
+"""Five steps an epoch."""
+
+
+class Steps(cx.callbacks.Callback):
+    """The steps of each epoch, and the learning rate in each."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append((self.trainer.epoch, batch))
+        self.rates.append(float(self.trainer.optimizer.param_groups[0]["lr"]))
+
+
+def make_trainer(scheduler: Any = None) -> cx.DistributedTrainer:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=scheduler)
+
+
+def test_a_fit_ends_after_so_many_steps_and_its_last_epoch_is_shorter():
+    seen, trainer = Steps(), make_trainer()
+    with one_process():
+        history = trainer.fit(*ROWS, max_steps=7, validation_data=VALID, callbacks=seen, **FIT)
+        assert seen.steps == [*((0, step) for step in range(5)), (1, 0), (1, 1)]
+        assert history.epochs == [1, 2]
+        assert len(history.val_losses) == 2
+        assert [row["step"] for row in history.validations] == [5, 7]
+        assert seen.params["epochs"] == 2
+        trainer.fit(*ROWS, max_steps=7, **FIT)  # of this fit: those of earlier ones do not count
+        assert trainer.step == 14
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_steps": 12, "effective_batch_size": 40}, 12),  # more than ten epochs, the default
+        ({"max_steps": 100, "epochs": 2}, 10),
+        ({"config": cx.DistributedTrainingConfig(max_steps=11)}, 11),
+        ({"config": cx.DistributedTrainingConfig(epochs=1), "max_steps": 11}, 5),
+        ({"max_steps": 3, "steps_per_epoch": 2}, 3),
+        ({"max_steps": 9, "epochs": 3, "initial_epoch": 2}, 5),
+        ({"max_steps": 9, "initial_epoch": 2}, 9),
+        ({"max_steps": 9, "fast_dev_run": True}, 1),
+    ],
+)
+def test_epochs_are_a_bound_or_absent(settings, steps):
+    with one_process():
+        trainer = make_trainer()
+        trainer.fit(*ROWS, **{**FIT, **settings})
+        assert trainer.step == steps
+
+
+def on_ranks() -> tuple[Any, list[float]]:
+    trainer = make_trainer("cosine")
+    losses = trainer.fit(*ROWS, max_steps=7, **FIT).train_losses
+    return flat(trainer.model.parameters()), losses
+
+
+def test_it_is_the_same_on_more_ranks():
+    [(parameters, losses)] = everywhere(1, on_ranks)
+    for found in run_world(2, on_ranks):
+        assert abs(found[0] - parameters).max() < 1e-6
+        assert found[1] == pytest.approx(losses, rel=1e-6)
+
+
+def test_schedules_have_as_many_steps():
+    totals: list[int] = []
+
+    def linear(optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+        totals.append(total_steps)
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_steps)
+
+    with one_process():
+        assert cx.count_steps(*ROWS, max_steps=7, **FIT) == (5, 7)
+        assert cx.count_steps(*ROWS, max_steps=7, epochs=1, **FIT) == (5, 5)
+        assert cx.count_steps(iter([ROWS]), max_steps=7) == (7, 7)
+        make_trainer(linear).fit(*ROWS, max_steps=7, warmup_steps=2, **FIT)
+        make_trainer(linear).fit(*ROWS, max_steps=7, scheduler_interval="epoch", **FIT)
+        make_trainer(linear).fit(lambda: iter([ROWS] * 9), max_steps=7, verbose=False)
+    assert [*dict.fromkeys(totals)] == [5, 2, 7]
+    seen = Steps()
+    with one_process():
+        make_trainer("linear").fit(*ROWS, max_steps=4, callbacks=seen, **FIT)
+    assert seen.rates == pytest.approx([0.075, 0.05, 0.025, 0.0])
+
+
+def test_it_resumes_from_any_step(tmp_path):
+    def fit(**more: Any) -> str:
+        trainer = make_trainer("cosine")
+        trainer.fit(*ROWS, epochs=1, **FIT)
+        trainer.fit(*ROWS, max_steps=7, checkpoint_dir=str(tmp_path), **FIT, **more)
+        assert trainer.step == 12
+        return fingerprint(trainer.model)
+
+    with one_process():
+        whole = fit(checkpoint_every_n_steps=1)
+        paths = sorted(Path(tmp_path).glob("*.ckpt"))
+        assert len(paths) == 8  # seven steps, and the end
+        for path in (paths[0], paths[-2], paths[-1]):
+            assert fit(resume=str(path)) == whole
+
+
+def test_batches_without_an_end_are_read_as_far_as_that(recwarn):
+    def batches(count: int) -> Iterator[Any]:
+        for number in range(count):
+            yield make_rows(8, seed=number)
+
+    with one_process():
+        trainer = make_trainer()
+        history = trainer.fit(batches(10**9), max_steps=4, validation_data=VALID, verbose=False)
+        assert (trainer.step, history.epochs) == (4, [1])
+        assert not recwarn.list
+        trainer.fit(batches(3), max_steps=5, verbose=False)
+        assert trainer.step == 7
+    assert "X ended after 3 steps" in str(recwarn.pop(UserWarning).message)
