@@ -414,7 +414,7 @@ class Loss:
         return output.get("output") if isinstance(output, Mapping) else None
 
     def without_own(self, output: Any) -> Any:
-        """Return a model's output without the loss and other scalars that it computed; in a dataclass they are None."""
+        """Return a model's output without its own loss and other scalars; in a dataclass they are None."""
         named = fields_of(output)
         if self.function is not None or self.used is not None or named is None or "loss" not in named:
             return output
