@@ -1,4 +1,4 @@
-"""GPT-2 from a config with Cyxtrain; beside it are the same with Lightning, Accelerate and Hugging Face's Trainer.
+"""GPT-2 from a config with Cyxtrain, to compare with Lightning, Accelerate and Hugging Face's Trainer.
 
 Run it alone, or on two ranks (`pip install transformers`):
 

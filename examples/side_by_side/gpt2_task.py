@@ -1,6 +1,6 @@
 """The language model that four libraries train: examples/side_by_side/gpt2_task.py has model and data.
 
-Expect nothing from running it: the programs beside it import it. A text is a word, ">", and the word reversed; the
+Expect no output: the other programs import it. A text is a word, ">", and the word reversed; the
 model learns the second half: the labels of the first half, and of the padding, are -100.
 """
 

@@ -1,4 +1,4 @@
-"""The text classifier with Cyxtrain; beside it are the same with Lightning, Accelerate and Hugging Face's Trainer.
+"""The text classifier with Cyxtrain, to compare with Lightning, Accelerate and Hugging Face's Trainer.
 
 Run it alone, or on two ranks:
 

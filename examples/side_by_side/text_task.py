@@ -1,6 +1,6 @@
 """The text classifier that four libraries train: examples/side_by_side/text_task.py has model and data.
 
-Expect nothing from running it: the programs beside it import it. A review is a few words, one of them good or bad;
+Expect no output: the other programs import it. A review is a few words, one of them good or bad;
 "not" in front of it reverses its meaning. Reviews have different lengths, and are padded with 0.
 """
 

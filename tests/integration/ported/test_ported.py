@@ -55,6 +55,7 @@ PROGRAMS = {
     "char_rnn": Ported(PORTED / "char_rnn.py", r"invented: \S+.*", (), ()),
     "seq2seq": Ported(PORTED / "seq2seq.py", f"translated: {NUMBER}", (0.9,), (1,)),
     "text": Ported(SIDE / "text_cyxtrain.py", f"loss {NUMBER}  accuracy {NUMBER}", (0, 0.95), (0.2, 1)),
+    "gan": Ported(SIDE / "gan_cyxtrain.py", rf"clusters (\d)  near one {NUMBER}", (8, 0.7), (8, 1)),
     "frozen_resnet": Ported(
         PORTED / "frozen_resnet.py",
         f"test loss {NUMBER}  accuracy {NUMBER}",
@@ -123,8 +124,8 @@ def test_it_has_the_losses_of_one_rank_on_several(name, world_size):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
-@pytest.mark.parametrize("task", ["text", "gpt2"])
-def test_the_program_beside_it_runs_and_reaches_the_same(task, library):
+@pytest.mark.parametrize("task", ["text", "gpt2", "gan"])
+def test_the_same_program_in_another_library_reaches_the_same(task, library):
     for package in ("transformers",) * (task == "gpt2"):
         pytest.importorskip(package)
     pytest.importorskip(library)
