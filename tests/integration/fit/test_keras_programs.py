@@ -54,10 +54,8 @@ def test_what_a_model_draws_in_predict_is_new_in_each_batch():
     trainer = trainer_of(DropsAlways())
     first, second = trainer.predict(torch.ones(8, 4), batch_size=4).split(4)
     assert not torch.equal(first == 0, second == 0)
-    torch.manual_seed(1)
-    one = trainer.predict(torch.ones(8, 4), batch_size=4)
-    torch.manual_seed(2)
-    assert not torch.equal(one, trainer.predict(torch.ones(8, 4), batch_size=4))
+    one, other = (trainer.predict(torch.ones(8, 4)) for _ in range(2))
+    assert not torch.equal(one, other)
 
 
 def test_another_trainer_of_the_model_has_other_metrics():
@@ -101,6 +99,26 @@ def test_validation_data_without_an_end_are_read_as_far_as_asked_for():
     settings = {"steps_per_epoch": 3, "validation_steps": 4, "epochs": 1, "callbacks": [counting], **QUIET}
     trainer_of(make_model()).fit(iter(batches), validation_data=iter(batches), **settings)
     assert (counting.trained, counting.tested) == (3, 4)
+
+
+class WithNumbers(cx.DistributedTrainer):
+    """Returns numbers of its own from its steps."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {**super().train_step(batch), "mine": torch.tensor(10.0)}
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        return {**super().test_step(batch), "mine": torch.tensor(5.0)}
+
+
+def test_numbers_that_steps_return_are_in_the_history_and_in_evaluations():
+    model = make_model()
+    trainer = WithNumbers(model, "mse", torch.optim.SGD(model.parameters(), lr=0.1), metrics=["mae"])
+    history = trainer.fit(INPUTS, TARGETS, validation_split=0.2, epochs=2, **QUIET).history
+    assert (history["mine"], history["val_mine"]) == ([10.0] * 2, [5.0] * 2)
+    measured = trainer.evaluate(INPUTS, TARGETS)
+    assert measured["mine"] == 5.0
+    assert set(measured.keys()) == {"loss", "mae", "mine"}
 
 
 class NotNegative(nn.Module):
