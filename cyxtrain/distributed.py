@@ -2,7 +2,7 @@
 
 from torch.distributed import ReduceOp
 
-from cyxtrain import callbacks, datasets
+from cyxtrain import callbacks, datasets, metrics
 from cyxtrain.checkpoint.weights import load_weights, save_weights
 from cyxtrain.config import (
     AMPConfig,
@@ -98,6 +98,7 @@ __all__ = [  # noqa: RUF022
     "DistributedAMPTrainer",
     "count_steps",
     "callbacks",
+    "metrics",
     "TrainingHistory",
     "DistributedTrainingHistory",
     "Config",

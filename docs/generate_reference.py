@@ -212,7 +212,8 @@ def call_of(name: str, function: Callable[..., Any]) -> str:
 def members(owner: type, hidden: Sequence[str]) -> list[tuple[str, str]]:
     """Return call and summary of a class and of each public method and property of it."""
     rows = [(call_of(owner.__name__, owner), summary(owner))]
-    own = [base for base in owner.__mro__ if base is owner or base.__module__.startswith("cyxtrain.training")]
+    inner = ("cyxtrain.training", "cyxtrain.metrics")
+    own = [base for base in owner.__mro__ if base is owner or base.__module__.startswith(inner)]
     for name, value in (each for base in own for each in vars(base).items()):
         function = getattr(value, "__func__", value)
         if name.startswith("_") or name in hidden:
@@ -238,9 +239,19 @@ def group_table(names: Sequence[str], page: str) -> str:
 
 def callbacks_table() -> str:
     """Return the table of callbacks."""
-    classes = [getattr(cx.callbacks, name) for name in cx.callbacks.__all__ if name != "Logs"]
+    return classes_table(cx.callbacks, "callback")
+
+
+def metrics_table() -> str:
+    """Return the table of classes of metrics."""
+    return classes_table(cx.metrics, "metric")
+
+
+def classes_table(module: Any, what: str) -> str:
+    """Return the table of a module's public classes."""
+    classes = [getattr(module, name) for name in module.__all__ if name != "Logs"]
     rows = [(call_of(each.__name__, each), summary(each)) for each in classes if inspect.isclass(each)]
-    return table(("callback", "what it does"), sorted(rows))
+    return table((what, "what it does"), sorted(rows))
 
 
 def errors_table() -> str:
@@ -256,7 +267,8 @@ def generate(name: str, page: str) -> str:
         return settings_table(configs[name])
     if name in GROUPS:
         return group_table(GROUPS[name], page)
-    return {"environment": environment_table, "callbacks": callbacks_table, "errors": errors_table}[name]()
+    tables = {"environment": environment_table, "callbacks": callbacks_table, "metrics": metrics_table}
+    return {**tables, "errors": errors_table}[name]()
 
 
 def updated(page: str) -> str:

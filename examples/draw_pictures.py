@@ -1,12 +1,12 @@
-"""Draw the plots of docs/: the history of a fit, and TensorBoard's page of the same fit.
+"""Draw the plots of docs/: the history of a fit, its confusion matrix, and TensorBoard's page.
 
 Run it:
 
     pip install '.[plot]' playwright && playwright install chromium
     python examples/draw_pictures.py
 
-Expect examples/pictures/history.png and examples/pictures/tensorboard.png, after half a minute. To use an installed
-Chromium: `--chromium /usr/bin/chromium`.
+Expect history.png, confusion_matrix.png and tensorboard.png in examples/pictures/, after half a minute. To use an
+installed Chromium: `--chromium /usr/bin/chromium`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def train(logs: str) -> cx.TrainingHistory:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler="cosine")
+    matrix = cx.metrics.ConfusionMatrix(FOLDER / "confusion_matrix.png")
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler="cosine", metrics=[matrix])
     board = cx.callbacks.TensorBoard(logs, update_freq=10)
     return trainer.fit(x_train, y_train, *test, epochs=20, effective_batch_size=32, warmup_steps=50, callbacks=[board])
 

@@ -16,11 +16,10 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
@@ -51,17 +50,28 @@ class Trainer(Protocol):
     @property
     def config(self) -> DistributedTrainingConfig: ...  # noqa: D102
     @property
-    def scheduler(self) -> LRScheduler | None: ...  # noqa: D102
+    def scheduler(self) -> Any: ...  # noqa: D102
     @property
     def step_seconds(self) -> list[dict[str, float]]: ...  # noqa: D102
     @property
     def device_usage(self) -> dict[str, float]: ...  # noqa: D102
+    @property
+    def metrics(self) -> dict[str, Any]: ...  # noqa: D102
     @property
     def metadata(self) -> dict[str, Any]: ...  # noqa: D102
     @property
     def history(self) -> TrainingHistory: ...  # noqa: D102
 
     def set_learning_rates(self, rates: Sequence[float]) -> None: ...  # noqa: D102
+    def log(  # noqa: D102
+        self,
+        name: str,
+        value: Any,
+        *,
+        reduce: Literal["mean", "sum", "max", "min", "last"] = "mean",
+        weight: Any = None,
+        larger_is_better: bool | None = None,
+    ) -> None: ...
     def evaluate(  # noqa: D102
         self,
         X: Any,  # noqa: N803
@@ -112,6 +122,8 @@ class Callback:
     """Whether it stays in the notebook while worker processes train (`num_processes`), to draw or to ask: its hooks of
     training, epochs and validation are called as on rank 0, not those of batches, and the weights arrive at the end.
     Without workers it is an ordinary callback."""
+    runs_last = False
+    """Whether its `on_epoch_end` runs after those of the other callbacks, and sees what they have logged."""
     ends_on_nonfinite = False
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
     stop_reason = ""
@@ -264,10 +276,17 @@ class Callbacks:
             callback.set_trainer(trainer)
             callback.set_params(dict(params))
 
-    def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook, by its name, of each."""
+    def call(self, hook: str, *arguments: Any, last: bool | None = None) -> None:
+        """Call a hook, by its name, of each; `last`: of those that run last, or of the others."""
         for callback in self._callbacks:
-            self._run(callback, hook, *arguments)
+            if last is None or callback.runs_last is last:
+                self._run(callback, hook, *arguments)
+
+    @property
+    def may_log(self) -> bool:
+        """Whether there is one of the user's own, which may log numbers."""
+        kinds = {type(callback) for callback in self._callbacks}
+        return any(kind is LambdaCallback or not kind.__module__.startswith("cyxtrain.") for kind in kinds)
 
     def on_train_batch_begin(self, batch: int) -> None:
         """Call the hook of those that override it."""

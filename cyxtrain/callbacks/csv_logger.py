@@ -29,6 +29,8 @@ class CSVLogger(Callback):
         ConfigError: An argument is invalid.
     """
 
+    runs_last = True
+
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         owner = "CSVLogger"
         require(isinstance(filename, (str, os.PathLike)), f"{owner}.filename must be a path, got {filename!r}.")

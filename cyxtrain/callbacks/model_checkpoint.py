@@ -36,6 +36,8 @@ class ModelCheckpoint(Monitoring):
         ConfigError: An argument is invalid.
     """
 
+    runs_last = True
+
     def __init__(
         self,
         filepath: str | os.PathLike[str],

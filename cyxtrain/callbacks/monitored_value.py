@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.config.settings import require, require_choice, require_integer, unknown_name
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, warn
+from cyxtrain.world import runtime
 
 
 class Monitoring(Callback):
@@ -32,19 +33,28 @@ class Monitoring(Callback):
         require_choice(owner, "mode", mode, ("auto", "min", "max"))
         require_float(owner, "min_delta", min_delta)
         self.monitor = monitor
+        self._has_warned = False
         self.mode = mode
         self.min_delta = abs(min_delta)
         self._sign = -1.0 if mode == "max" or (mode == "auto" and monitor.endswith("accuracy")) else 1.0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Compare the epoch, unless the metric is of validations."""
-        if not self.monitor.startswith("val_"):
+        if not self._is_of_validations:
             self._compare(epoch, logs)
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Compare the validation, if the metric is of validations."""
-        if self.monitor.startswith("val_"):
+        if self._is_of_validations:
             self._compare(epoch, logs)
+
+    @property
+    def _is_of_validations(self) -> bool:
+        """Whether a validation measures it; a callback may log a number with such a name in an epoch."""
+        if not self.monitor.startswith("val_"):
+            return False
+        is_known = self.monitor in self.params["metrics"]
+        return is_known or any(self.monitor in row for row in self.trainer.history.validations[-1:])
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         """Compare the metric with the best one."""
@@ -67,13 +77,15 @@ class Monitoring(Callback):
             ConfigError: It is not, or there is no validation data.
         """
         super().set_params(params)
+        self.runs_last = self.runs_last or self.monitor not in params["metrics"]
         name = self.monitor.removeprefix("val_")
+        own = self.monitor not in params["metrics"] and params["may_log"]
         if name != self.monitor and name in params["metrics"] and not params["validation"]:
             raise ConfigError(
                 f"{type(self).__name__} monitors {self.monitor!r}, but there is no validation data: pass some, or set "
                 f'monitor="{name}".'
             )
-        if self.monitor not in params["metrics"]:
+        if not own and self.monitor not in params["metrics"]:
             raise unknown_name("this fit", self.monitor, params["metrics"], "metric named")
         if self.mode == "auto":
             known = params["larger_is_better"].get(name, name.endswith("accuracy") or None)
@@ -85,17 +97,23 @@ class Monitoring(Callback):
             self._sign = -1.0 if known else 1.0
 
     def value_in(self, logs: Logs | None) -> float | None:
-        """Return the metric's value; None if the epoch had no validation.
+        """Return the metric's value; None if the epoch had no validation, or the program has not logged it.
 
         Raises:
             ConfigError: This fit does not measure it.
         """
         logs = logs or {}
-        value = logs.get(self.monitor)
-        if value is None and not (self.monitor.startswith("val_") and "val_loss" not in logs):
+        value, known = logs.get(self.monitor), ", ".join(logs)
+        if value is None and self.monitor not in self.params["metrics"]:
+            if runtime.is_master() and not self._has_warned:
+                warn(
+                    f"{type(self).__name__} monitors {self.monitor!r}, which this epoch has not logged (available: "
+                    f"{known}). It waits for an epoch that does."
+                )
+            self._has_warned = True
+        elif value is None and not (self.monitor.startswith("val_") and "val_loss" not in logs):
             raise ConfigError(
-                f"{type(self).__name__} monitors {self.monitor!r}, which this fit does not measure (available: "
-                f"{', '.join(logs)})."
+                f"{type(self).__name__} monitors {self.monitor!r}, which this fit does not measure (it has {known})."
             )
         return value
 

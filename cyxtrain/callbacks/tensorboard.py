@@ -12,6 +12,7 @@ from torch import Tensor
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.tensorboard_model import GraphWriter, profiler_of, steps_to_profile, write_weights
 from cyxtrain.config.settings import require, require_boolean, require_integer
+from cyxtrain.metrics import ConfusionMatrix
 from cyxtrain.optim.clipping import gradient_norm
 from cyxtrain.optim.learning_rates import rates_of
 from cyxtrain.world import runtime
@@ -30,10 +31,10 @@ _USAGE = {
 class TensorBoard(Callback):
     """Write logs for TensorBoard on rank 0; show them with `tensorboard --logdir logs`.
 
-    They hold losses and metrics of each epoch, training and validation in one chart; the learning rate, samples per
-    second and the gradient norm (averaged over ranks, before clipping); on GPUs peak memory, FLOP/s and MFU, as in
-    `trainer.device_usage`; the settings as a table. The horizontal axis is the optimizer step. A resumed fit continues
-    its curves.
+    They hold losses and metrics of each epoch, training and validation in one chart, and pictures of
+    `cyxtrain.metrics.ConfusionMatrix`; the learning rate, samples per second and the gradient norm (averaged over
+    ranks, before clipping); on GPUs peak memory, FLOP/s and MFU, as in `trainer.device_usage`; the settings as a table.
+    The horizontal axis is the optimizer step. A resumed fit continues its curves.
 
     Args:
         log_dir: Folder; use one per training. As in Keras it gets the folders "train" and "validation".
@@ -49,6 +50,8 @@ class TensorBoard(Callback):
     Raises:
         ConfigError: An argument is invalid.
     """
+
+    runs_last = True
 
     def __init__(
         self,
@@ -149,6 +152,9 @@ class TensorBoard(Callback):
             self._validation = self._validation or self._open("validation")
             for name, value in (logs or {}).items():
                 self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, self.trainer.step)
+            for name, metric in self.trainer.metrics.items():
+                if isinstance(metric, ConfusionMatrix) and metric.figure is not None:
+                    self._validation.add_figure(f"epoch/{name}", metric.figure, self.trainer.step)
 
     def _write_step(self, step: int) -> None:
         assert self._writer is not None

@@ -55,11 +55,16 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "top_5: Any number will do, as in 'top_3'.": (
             "top_k top_k_accuracy top_5_accuracy top_k_categorical_accuracy sparse_top_k_categorical_accuracy"
         ),
-        "f1": "f1_score f_score fbeta f1_macro",
-        "precision": "precision_score",
-        "recall": "recall_score sensitivity",
-        "recall: It is the mean over classes, which is the balanced accuracy.": "balanced_accuracy",
-        "auc": "auroc roc_auc roc_auc_score",
+        "f1": "f1_score f_score fbeta f1_binary",
+        "precision": "precision_score positive_predictive_value ppv",
+        "recall": "recall_score sensitivity true_positive_rate tpr",
+        "recall_macro: It is the mean over classes, which is the balanced accuracy.": (
+            "balanced_accuracy balanced_accuracy_score"
+        ),
+        "specificity": "true_negative_rate tnr",
+        "jaccard": "jaccard_score jaccard_index iou mean_iou miou binary_iou",
+        "calibration_error": "ece expected_calibration_error",
+        "auc": "auroc roc_auc roc_auc_score roc_auc_ovr",
         "average_precision": "average_precision_score pr_auc auprc",
         "cohen_kappa": "kappa cohen_kappa_score",
         "matthews": "mcc matthews_corrcoef",
@@ -67,16 +72,27 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "mse": "mean_squared_error l2",
         "rmse": "root_mean_squared_error",
         "r2": "r2_score r_squared",
+        "mape": "mean_absolute_percentage_error",
+        "msle": "mean_squared_log_error mean_squared_logarithmic_error",
+        "pearson": "pearsonr pearson_corrcoef correlation",
+        "spearman": "spearmanr spearman_corrcoef",
+        "explained_variance": "explained_variance_score",
+        "Perplexity is math.exp of a mean cross-entropy, such as history.val_losses[-1]": "perplexity ppl",
+        "Pass metrics=[cx.metrics.ConfusionMatrix()], which draws it": "confusion_matrix classification_report",
+        "Pass a function of all outputs and targets, as in metrics={'mine': cx.metrics.WholeSet(function)}": (
+            "bleu sacrebleu chrf rouge meteor wer cer map mean_average_precision ndcg seqeval squad"
+        ),
     },
     "optimizer": {
         "adam: fit uses PyTorch's fused kernel by itself.": "fused_adam",
         "adamw: fit uses PyTorch's fused kernel by itself.": "adamw_torch adamw_hf adamw_torch_fused adamw_apex_fused",
         "sgd: With momentum, pass torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9).": "momentum nesterov",
-        "Pass the class, as in optimizer=torch.optim.NAdam; or an object with its own settings": (
-            "adadelta adamax nadam radam asgd rprop adafactor muon sparse_adam"
-        ),
+        "Muon is for weight matrices of hidden layers, and PyTorch advises AdamW for the rest: pass optimizers="
+        '{"matrices": torch.optim.Muon(matrices), "others": torch.optim.AdamW(others)}': "muon",
         "Pass an optimizer of another package, built with model.parameters()": (
-            "lion lamb lars ftrl adamw_bnb_8bit adamw_8bit paged_adamw_8bit paged_adamw_32bit lion_8bit"
+            "lion lamb lars ftrl adamw_bnb_8bit adamw_8bit paged_adamw_8bit paged_adamw_32bit lion_8bit "
+            "adabelief adan adahessian adopt apollo d_adaptation galore novograd prodigy ranger schedule_free "
+            "schedule_free_adamw shampoo soap sophia"
         ),
         "LBFGS evaluates the loss several times per step, which fit does not do: use 'adam' or 'sgd'": "lbfgs",
         "That is a loss: the order is DistributedTrainer(model, loss_fn, optimizer)": "cross_entropy bce mse mae huber",
@@ -123,7 +139,8 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "lr": "learning_rate",
         "max_steps": "num_steps num_train_steps total_steps",
         "max_time_seconds": "max_time",
-        "metrics: They are names, functions of (output, y), or torchmetrics objects.": "compute_metrics metric",
+        "metrics: They are names, functions of (output, y), or torchmetrics objects.": "metric",
+        "metrics: Pass cx.metrics.WholeSet(compute_metrics), of all predictions.": "compute_metrics",
         "monitor": "metric metric_for_best_model",
         "num_processes: A launcher starts them too: cyxtrain launch -n 4 -- python train.py.": (
             "devices gpus num_gpus num_devices nprocs nproc_per_node"

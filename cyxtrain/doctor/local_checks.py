@@ -113,13 +113,9 @@ def _backends(config: DistributedConfig) -> list[Check]:
 
 def _gpus() -> list[Check]:
     found = [
-        Check("GPUs", f"cuda:{number}", "", f"{name}, {size(memory)}")
-        for number, (name, memory) in enumerate(machine_facts.gpus())
+        Check("GPUs", device, "", f"{name}, {size(memory)}" if memory else name)
+        for device, name, memory in accelerator.all_with_memory()
     ]
-    other = accelerator.visible()
-    if not found and other is not None:
-        name = accelerator.name_of(other)
-        found = [Check("GPUs", f"{other.type}:{number}", "", name) for number in range(accelerator.count())]
     return found or [Check("GPUs", "none", "", "PyTorch sees none: training runs on CPUs")]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.doctor.terminal import size
-from cyxtrain.environment import process_env
+from cyxtrain.environment import accelerator, process_env
 from cyxtrain.workers.machine import usable_cores
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -37,7 +37,7 @@ class Machine:
 
 def this_machine(address: str = "") -> Machine:
     """Return this process's machine; `address` is where it listens."""
-    counts = Counter(name for name, _ in gpus())
+    counts = Counter(name for _, name, _ in accelerator.all_with_memory())
     return Machine(
         host=socket.gethostname(),
         interface=interface_of(address),
@@ -59,14 +59,6 @@ def memory_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             found.append(int(Path(file).read_text()))
     return min(found)
-
-
-def gpus() -> list[tuple[str, int]]:
-    """Return (name, bytes of memory) of each CUDA GPU that this process sees."""
-    if not torch.cuda.is_available():
-        return []
-    found = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
-    return [(str(properties.name), int(properties.total_memory)) for properties in found]
 
 
 def interface_of(address: str) -> str:

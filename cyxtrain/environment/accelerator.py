@@ -1,4 +1,6 @@
-"""Accelerators of any kind that PyTorch supports: CUDA, ROCm, XPU and others.
+"""Accelerators of any kind that PyTorch supports: CUDA, ROCm, XPU, MPS and others, by its device-neutral interface.
+
+What belongs to NVIDIA alone stays where it is used: NCCL, TF32, CUDA graphs, datasheets.
 
 Host and accelerator run asynchronously. Reading a number makes the host wait for all operations before it; reading a
 copy later does not.
@@ -15,8 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cyxtrain.errors import warn
+
 _NOT_DEFAULT = ("mps",)
 """Kinds that are never chosen by default: MPS has no float64, in which losses are summed."""
+_HAS_RUN_ON = ("cpu", "cuda", "meta")
+"""Kinds of device on which this package has been run."""
 _OTHER_DEVICE = ("on the same device", "and weight type")
 """PyTorch's words in the errors of operations whose tensors are on several devices."""
 
@@ -46,6 +52,31 @@ def name_of(device: torch.device) -> str:
     """Return the product name of a device, such as "NVIDIA H100", or its kind."""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if named is None else str(named(device))
+
+
+def is_there(kind: str) -> bool:
+    """Return whether this process sees a device of a kind, also of those that are never chosen by default."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == kind and torch.accelerator.is_available()
+
+
+def all_with_memory() -> list[tuple[str, str, int]]:
+    """Return (device, product name, bytes of memory or 0) of each accelerator."""
+    kind = visible()
+    devices = [] if kind is None else [torch.device(kind.type, index) for index in range(count())]
+    found = []
+    for device in devices:
+        properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+        memory = 0 if properties is None else getattr(properties(device), "total_memory", 0)
+        found.append((str(device), name_of(device), int(memory)))
+    return found
+
+
+@functools.lru_cache
+def warn_if_untested(kind: str) -> None:
+    """Warn, once in a process, that this package has never run on this kind of device."""
+    if kind not in _HAS_RUN_ON:
+        warn(f"Cyxtrain has never been tested on {kind}: compare the first losses with those of device='cpu'.")
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -80,7 +80,8 @@ def _complete_overrides(context: click.Context, parameter: click.Parameter, inco
     epilog="""\b
 examples:
   cyxtrain fit configs/digits_mlp.yaml
-  cyxtrain fit configs/digits_cnn.yaml training.epochs=3 optimizer.lr=1e-3 'model.channels=[16, 32]'
+  cyxtrain fit configs/digits_cnn.yaml training.epochs=3 optimizer.lr=1e-3
+  cyxtrain fit configs/digits_cnn.yaml 'model.channels=[16, 32]'
   cyxtrain fit configs/digits_cnn.yaml training.num_processes=auto
   cyxtrain launch -n 4 -- cyxtrain fit configs/digits_cnn.yaml --resume auto
   torchrun --nproc-per-node 4 -m cyxtrain fit configs/digits_cnn.yaml
@@ -116,7 +117,7 @@ examples:
   cyxtrain evaluate checkpoints/best.ckpt
   cyxtrain evaluate checkpoints
   cyxtrain launch -n 4 -- cyxtrain evaluate checkpoints/best.ckpt
-  cyxtrain evaluate checkpoints/best.ckpt --config configs/digits_cnn.yaml data.path=other.npz""",
+  cyxtrain evaluate best.ckpt --config digits.yaml data.path=other.npz""",
 )
 @click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -159,7 +160,7 @@ def _evaluate(experiment: Experiment) -> None:
 examples:
   cyxtrain doctor
   cyxtrain launch -n 4 -- cyxtrain doctor
-  cyxtrain launch --nnodes 2 --node-rank 0 --master-addr node0 -n 1 -- cyxtrain doctor
+  cyxtrain launch --nnodes 2 --node-rank 0 --master-addr n0 1 cyxtrain doctor
   srun cyxtrain doctor
 
 Exit code: 0 if all is well, 1 if something is broken.""",

@@ -22,10 +22,10 @@ _HELP = """\b
 examples:
   cyxtrain launch -n 4 -- python train.py --lr 0.1 --name "two words"
   cyxtrain launch 4 train.py
-  cyxtrain launch -n 2 --restarts 3 --logs logs -- cyxtrain fit configs/digits_mlp.yaml
+  cyxtrain launch -n 2 --restarts 3 --logs logs -- python train.py
   cyxtrain launch --gpus 0,2 -- python train.py
-  cyxtrain launch --nnodes 2 --node-rank 0 --master-addr node0 -n 4 -- python train.py
-  cyxtrain launch --nnodes 1:4 --master-addr node0 -n 4 -- cyxtrain fit FILE --resume auto
+  cyxtrain launch --nnodes 2 --node-rank 0 --master-addr node0 4 train.py
+  cyxtrain launch --nnodes 1:4 --master-addr node0 4 train.py
   ./launch_distributed.sh 2 --config configs/digits_mlp.yaml
   ./launch_distributed.sh --num_gpus 4 --config configs/digits_mlp.yaml
 

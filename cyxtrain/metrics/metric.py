@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import copy
+import functools
 import json
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,20 @@ from cyxtrain.data.batches.structure import as_tensor
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import own_copy
 from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.whole_set import TriedSet
 from cyxtrain.world import runtime
 
 
 class Metric(ABC):
-    """One number per epoch."""
+    """A number per epoch, or several, such as one for each class.
+
+    Attributes:
+        names: Of the numbers in the history.
+    """
 
     def __init__(self, name: str, larger_is_better: bool | None) -> None:
         self.name = name
+        self.names = [name]
         self.larger_is_better = larger_is_better
 
     @abstractmethod
@@ -39,12 +46,12 @@ class Metric(ABC):
         """Add a batch of `rows` rows."""
 
     @abstractmethod
-    def local_value(self) -> float:
-        """Return the value over this rank's rows; NaN if there were none."""
+    def local_values(self) -> list[float]:
+        """Return the numbers over this rank's rows; NaN if there were none."""
 
     @abstractmethod
-    def over_ranks(self) -> float:
-        """Return the value over all ranks' rows; collective."""
+    def over_ranks(self) -> list[float]:
+        """Return the numbers over all ranks' rows; collective."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -104,14 +111,14 @@ class MeanMetric(Metric):
         self.sums = earlier + torch.stack([total, weight.to(device)])
 
     @override
-    def local_value(self) -> float:
-        return mean_of(self.sums)
+    def local_values(self) -> list[float]:
+        return [mean_of(self.sums)]
 
     @override
-    def over_ranks(self) -> float:
+    def over_ranks(self) -> list[float]:
         sums = self.sums.cpu().clone()
         dist.all_reduce(sums, group=runtime.cpu_group())
-        return mean_of(sums)
+        return [mean_of(sums)]
 
     @override
     def reset(self) -> None:
@@ -168,9 +175,10 @@ class LibraryMetric(Metric):
 
     Args:
         name: In the history.
-        metric: Any `torchmetrics.Metric` with one value.
+        metric: Any `torchmetrics.Metric` with one number, or one for each class.
         prepare: Makes of (output, target) the arguments of `update`.
         joins: Whether several batches may be concatenated before `update`, which often waits for an accelerator.
+        num_classes: Of the metric, which has a number for each; 0: it has one number.
     """
 
     def __init__(
@@ -181,8 +189,10 @@ class LibraryMetric(Metric):
         larger_is_better: bool | None = None,
         *,
         joins: bool = False,
+        num_classes: int = 0,
     ) -> None:
         super().__init__(name, metric.higher_is_better if larger_is_better is None else larger_is_better)
+        self.name_classes(num_classes)
         _refuse_what_cannot_be_joined(name, metric)
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
@@ -218,16 +228,26 @@ class LibraryMetric(Metric):
             predictions, answers = zip(*kept, strict=True)
             self._metric.update(torch.cat(predictions), torch.cat(answers))
 
-    @override
-    def local_value(self) -> float:
-        return self._compute() if self._has_seen else math.nan
+    def name_classes(self, num_classes: int) -> None:
+        """Name a number for each class, such as "f1_class_0"."""
+        if num_classes:
+            prefix = self.name.removesuffix("_per_class")
+            self.names = [f"{prefix}_class_{number}" for number in range(num_classes)]
+
+    @property
+    def _nothing(self) -> list[float]:
+        return [math.nan] * len(self.names)
 
     @override
-    def over_ranks(self) -> float:
+    def local_values(self) -> list[float]:
+        return self._compute() if self._has_seen else self._nothing
+
+    @override
+    def over_ranks(self) -> list[float]:
         if dist.get_world_size() == 1:
-            return self.local_value()
+            return self.local_values()
         if not any(json.loads(text) for text in runtime.gather_texts(json.dumps(self._has_seen))):
-            return math.nan
+            return self._nothing
         self._computes_together = True
         try:
             return self._compute()
@@ -237,20 +257,21 @@ class LibraryMetric(Metric):
     def _is_collective(self) -> bool:
         return self._computes_together
 
-    def _compute(self) -> float:
+    def _compute(self) -> list[float]:
         self._update_with_kept()
         with warnings.catch_warnings():  # of a rank without rows, which gets the states of other ranks
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
             try:
                 value = as_tensor(self._metric.compute())
             except ValueError:  # too few rows, on all ranks alike
-                return math.nan
-        if value.numel() != 1:
+                return self._nothing
+        if value.numel() != 1 and value.dim() != 1:
             raise ConfigError(
-                f"the metric {self.name} has shape {list(value.shape)}, and an epoch has one number: build it with an "
-                'average, such as average="macro".'
+                f"the metric {self.name} has shape {list(value.shape)}, and the history takes a number, or one for "
+                'each class: build it with an average, such as average="macro".'
             )
-        return float(value)
+        found: list[float] = value.double().reshape(-1).tolist()
+        return found
 
     @override
     def reset(self) -> None:
@@ -329,6 +350,7 @@ def _gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
     for rank, kind in enumerate(kinds):
         is_empty = math.prod(kind["shape"]) == 0
         shape = [0, *largest["shape"][1:]] if is_empty and largest["shape"] else kind["shape"]
+        shape = shape or largest["shape"]  # a rank without rows has one sum, others have one for each output
         dtype = largest["dtype"] if is_empty else kind["dtype"]
         mine = rank == dist.get_rank()
         part = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
@@ -341,28 +363,35 @@ def _gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class Metrics:
-    """The metrics of a fit, an evaluation or a validation, besides loss and accuracy."""
+    """The metrics of a fit, an evaluation or a validation, besides loss and accuracy.
 
-    def __init__(self, metrics: Sequence[Metric] = ()) -> None:
+    Args:
+        metrics: Of batches.
+        whole_sets: Of all rows; not computed in training epochs.
+    """
+
+    def __init__(self, metrics: Sequence[Metric] = (), whole_sets: Sequence[TriedSet] = ()) -> None:
         self._metrics = list(metrics)
+        self.whole_sets = list(whole_sets)
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
     @property
     def names(self) -> list[str]:
-        """Their names in the history."""
-        return [metric.name for metric in self._metrics]
+        """Their names in the history, without those over whole sets."""
+        return [name for metric in self._metrics for name in metric.names]
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Whether larger values are better, by name, if known."""
-        known = {metric.name: metric.larger_is_better for metric in self._metrics}
-        return {name: is_better for name, is_better in known.items() if is_better is not None}
+        known = [(metric.names, metric.larger_is_better) for metric in self._metrics]
+        known += [(each.names, each.larger_is_better) for each in self.whole_sets]
+        return {name: is_better for names, is_better in known if is_better is not None for name in names}
 
     def copy(self) -> Metrics:
         """Return metrics of the same kinds without any rows."""
-        made = Metrics(copy.deepcopy(self._metrics))
+        made = Metrics(copy.deepcopy(self._metrics), self.whole_sets)
         for metric in made._metrics:
             metric.reset()
         return made
@@ -375,20 +404,24 @@ class Metrics:
                     metric.add(output, target, rows)
 
     def local_values(self) -> dict[str, float]:
-        """Return each value over this rank's rows."""
-        return {metric.name: metric.local_value() for metric in self._metrics}
+        """Return each number over this rank's rows."""
+        return _by_name((metric.names, metric.local_values()) for metric in self._metrics)
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
-        """Return functions that calculate each value over this rank's rows."""
-        return {metric.name: metric.local_value for metric in self._metrics}
+        """Return functions that calculate each number over this rank's rows."""
+        return {
+            name: functools.partial(lambda metric, place: metric.local_values()[place], metric, place)
+            for metric in self._metrics
+            for place, name in enumerate(metric.names)
+        }
 
     def cheap_sums(self) -> dict[str, Tensor]:
         """Return (sum, count) of this rank, of those metrics that are means."""
         return {metric.name: metric.sums for metric in self._metrics if isinstance(metric, MeanMetric)}
 
     def over_ranks(self) -> dict[str, float]:
-        """Return each value over all ranks' rows; collective."""
-        return {metric.name: metric.over_ranks() for metric in self._metrics}
+        """Return each number over all ranks' rows; collective."""
+        return _by_name((metric.names, metric.over_ranks()) for metric in self._metrics)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's state of each, as JSON values."""
@@ -398,3 +431,7 @@ class Metrics:
         """Continue from the states of one or several ranks; metrics without a state start empty."""
         for metric in self._metrics:
             metric.merge([state[metric.name] for state in states if metric.name in state])
+
+
+def _by_name(found: Iterable[tuple[list[str], list[float]]]) -> dict[str, float]:
+    return {name: value for names, values in found for name, value in zip(names, values, strict=True)}

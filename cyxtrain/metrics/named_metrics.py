@@ -1,7 +1,8 @@
 """Metrics by name, functions and torchmetrics objects, as a user passes them, turned into `Metrics`.
 
-Metrics by name are calculated as scikit-learn calculates them, with the macro average over classes. torchmetrics
-calculates all but means: its top-k accuracy takes 12 times as long per batch as ours, and importing it takes a second.
+Metrics by name are calculated as scikit-learn calculates them, by default with the macro average over classes.
+torchmetrics calculates all but means: its top-k accuracy takes 12 times as long per batch as ours, and importing it
+takes a second.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError, brief
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
+from cyxtrain.metrics.whole_set import WholeSet
 
 _TOP = re.compile(r"top_([1-9]\d*)$")
 ACCURACY = "accuracy"
@@ -30,7 +32,7 @@ Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _Task(NamedTuple):
-    """What a model predicts: "binary", "multiclass" or "regression"."""
+    """What a model predicts: "binary", "multiclass", "multilabel" or "regression"."""
 
     kind: str
     num_classes: int
@@ -39,23 +41,37 @@ class _Task(NamedTuple):
     num_outputs: int = 1  # numbers per row, in a regression
 
 
-_OF_CLASSES = {
+_AVERAGED = {
     "f1": "F1Score",
     "precision": "Precision",
     "recall": "Recall",
-    "auc": "AUROC",
-    "average_precision": "AveragePrecision",
+    "specificity": "Specificity",
+    "jaccard": "JaccardIndex",
+}
+_RANKED = {"auc": "AUROC", "average_precision": "AveragePrecision"}
+_OF_CLASSES = {
+    **_AVERAGED,
+    **_RANKED,
     "cohen_kappa": "CohenKappa",
     "matthews": "MatthewsCorrCoef",
+    "calibration_error": "CalibrationError",
 }
-_AVERAGED = ("F1Score", "Precision", "Recall")
-_RANKED = ("AUROC", "AveragePrecision")
+_BY_AVERAGE = {f"{name}_{average}": (name, average) for average in ("macro", "micro", "weighted") for name in _AVERAGED}
+_BY_AVERAGE |= {f"{name}_weighted": (name, "weighted") for name in _RANKED}
+_BY_AVERAGE |= {f"{name}_per_class": (name, "none") for name in (*_AVERAGED, *_RANKED)}
 _OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mae": lambda output, target: (output - target).abs(),
     "mse": lambda output, target: (output - target).square(),
+    "mape": lambda output, target: (output - target).abs() / target.abs().clamp_min(torch.finfo(target.dtype).eps),
+    "msle": lambda output, target: (output.log1p() - target.log1p()).square(),
 }
-_FROM_LIBRARY = {"rmse": ("MeanSquaredError", {"squared": False}), "r2": ("R2Score", {})}
-_KNOWN = ["accuracy", *_OF_CLASSES, *_OF_NUMBERS, *_FROM_LIBRARY, "top_5"]
+_FROM_LIBRARY = {
+    "rmse": ("MeanSquaredError", {"squared": False}),
+    "r2": ("R2Score", {}),
+    "explained_variance": ("ExplainedVariance", {}),
+}
+_CORRELATIONS = ("pearson", "spearman")
+_KNOWN = [ACCURACY, "top_5", *_OF_CLASSES, *_BY_AVERAGE, *_OF_NUMBERS, *_FROM_LIBRARY, *_CORRELATIONS]
 
 
 def metrics_by_name(metrics: Any) -> dict[str, Any]:
@@ -111,16 +127,21 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
 def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
     """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
     given = {name: each for name, each in given.items() if name != ACCURACY or not isinstance(each, str)}
+    given = {name: each for name, each in given.items() if not isinstance(each, WholeSet)}
     if not given:
         return Metrics()
     task = _task_of(loss, output, target)
-    made = [_made(name, each, task) for name, each in given.items()]
+    with warnings.catch_warnings():  # some keep all rows, which is what is wanted
+        warnings.simplefilter("ignore")
+        made = [_made(name, each, task) for name, each in given.items()]
     for metric in made if output is not None else ():
         try:
             with warnings.catch_warnings():  # in a few rows some classes are missing
                 warnings.simplefilter("ignore")
                 metric.add(output, target, rows)
-                metric.local_value()
+                count = len(metric.local_values())
+                if isinstance(metric, LibraryMetric) and count > 1:
+                    metric.name_classes(count)
         except ConfigError:
             raise
         except Exception as error:
@@ -133,7 +154,8 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if loss.is_binary:
-        return _Task("binary", 2, loss, _as_binary(loss)) if output.numel() == len(output) else None
+        labels = output.shape[1] if output.dim() > 1 else 1
+        return _Task("multilabel" if labels > 1 else "binary", max(labels, 2), loss, _as_binary(loss))
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
         return _Task("multiclass", output.shape[1], loss, _as_classes(loss))
     return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
@@ -149,22 +171,27 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
             f"the metric {metric!r} needs a model with one output and one y: pass a function of (output, target)."
         )
     top = _TOP.match(metric)
-    if top is not None or metric in _OF_CLASSES:
-        if task.kind == "regression" or (top is not None and task.kind == "binary"):
+    base, average = _BY_AVERAGE.get(metric, (metric, ""))
+    if top is not None or base in _OF_CLASSES:
+        if task.kind == "regression" or (top is not None and task.kind != "multiclass"):
             raise ConfigError(f"the metric {metric!r} is for classes, and the targets are not among several classes.")
-        return _of_top(name, int(top[1]), task) if top is not None else _of_classes(name, _OF_CLASSES[metric], task)
+        return _of_classes(name, base, average, task) if top is None else _of_top(name, int(top[1]), task)
     if task.kind != "regression":
         raise ConfigError(f"the metric {metric!r} is for numbers, and the targets are classes.")
     if metric in _OF_NUMBERS:
         difference = _OF_NUMBERS[metric]
         return MeanMetric(name, lambda output, target: difference(output.double(), target.double()), False)
-    kind, given = _FROM_LIBRARY[metric]
-    settings: dict[str, Any] = dict(given)
-    if task.num_outputs > 1:
-        settings |= {"multioutput": "uniform_average"} if metric == "r2" else {"num_outputs": task.num_outputs}
     from torchmetrics import regression  # takes a second
 
-    metric_class = _averaging(getattr(regression, kind), lambda found, _: found.mean())
+    several = {"num_outputs": task.num_outputs} if task.num_outputs > 1 else {}
+    if metric in _CORRELATIONS:  # both from all rows: sums of squares would be less exact
+        of_ranks = metric == "spearman"
+        metric_class = _computing(regression.SpearmanCorrCoef, lambda rows: _correlation(rows, of_ranks=of_ranks))
+        return LibraryMetric(name, metric_class(**several), task.prepare, joins=True)
+    kind, given = _FROM_LIBRARY[metric]
+    settings = {**given, **(several if metric == "rmse" else {})}
+    library = getattr(regression, kind)
+    metric_class = _computing(library, lambda sums: library.compute(sums).mean())
     return LibraryMetric(name, metric_class(**settings), task.prepare, joins=True)
 
 
@@ -180,37 +207,65 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
     return MeanMetric(name, is_among_the_best, larger_is_better=True)
 
 
-def _of_classes(name: str, kind: str, task: _Task) -> Metric:
+def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
     from torchmetrics import classification  # takes a second
 
-    if task.kind == "binary":
-        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), task.prepare, joins=True)
-    settings: dict[str, Any] = {"num_classes": task.num_classes, "ignore_index": task.loss.ignored}
-    metric_class = getattr(classification, f"Multiclass{kind}")
-    if kind in _RANKED:
-        metric_class = _averaging(metric_class, _mean_of_ranked)
+    kind, prepare, count = _OF_CLASSES[base], task.prepare, task.num_classes
+    if task.kind == "binary" and not average:
+        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), prepare, joins=True)
+    settings: dict[str, Any] = {"average": average or "macro"} if base in _AVERAGED else {}
+    if task.kind == "multilabel":
+        library = getattr(classification, f"Multilabel{kind}", None)
+        settings |= {"num_labels": count}
+    else:
+        library = getattr(classification, f"Multiclass{kind}")
+        settings |= {"num_classes": count, "ignore_index": task.loss.ignored}
+    if library is None:
+        raise ConfigError(f"the metric {base!r} is for one class per row, and the targets are several labels.")
+    metric_class = library
+    if base in _RANKED:
+        metric_class = _computing(library, lambda metric: _mean_of_ranked(library.compute(metric), metric, average))
         settings["average"] = "none"
-    elif kind in _AVERAGED:
-        settings["average"] = "macro"
-    return LibraryMetric(name, metric_class(**settings), task.prepare, joins=True)
+    prepare = _as_two_classes(prepare) if task.kind == "binary" else prepare
+    num_classes = count if average == "none" else 0
+    return LibraryMetric(name, metric_class(**settings), prepare, joins=True, num_classes=num_classes)
 
 
-def _averaging(metric_class: Any, mean: Callable[[Tensor, Any], Tensor]) -> Any:
-    """Return a subclass whose values are averaged to one."""
-
-    def compute(metric: Any) -> Tensor:
-        return mean(metric_class.compute(metric), metric)
-
+def _computing(metric_class: Any, compute: Callable[[Any], Tensor]) -> Any:
+    """Return a subclass with another `compute`."""
     return type(metric_class.__name__, (metric_class,), {"compute": compute, "__module__": metric_class.__module__})
 
 
-def _mean_of_ranked(scores: Tensor, metric: Any) -> Tensor:
-    """Return the mean over the classes that have rows, and of which other classes have rows."""
-    answers = torch.cat(list(metric.target)) if isinstance(metric.target, list) else metric.target
+def _mean_of_ranked(scores: Tensor, metric: Any, average: str) -> Tensor:
+    """Return the mean over the classes that have rows, and of which other classes have rows; "none": the scores."""
+    answers = torch.cat(_parts(metric.target))
     answers = answers[answers != metric.ignore_index] if metric.ignore_index is not None else answers
-    counts = torch.bincount(answers.reshape(-1), minlength=len(scores))
-    known = (counts > 0) & (counts < counts.sum())
-    return scores[known].mean()
+    counts = answers.sum(0) if answers.dim() > 1 else torch.bincount(answers, minlength=len(scores))
+    known = (counts > 0) & (counts < len(answers))
+    if average == "none":
+        return scores.masked_fill(~known, math.nan)
+    weights = counts if average else torch.ones_like(counts)
+    return torch.div((scores * weights)[known].sum(), weights[known].sum())
+
+
+def _correlation(metric: Any, *, of_ranks: bool) -> Tensor:
+    """Return Pearson's correlation of all rows, or of their ranks, which is Spearman's; the mean over outputs."""
+    sides = [torch.cat(_parts(each)).reshape(-1, metric.num_outputs) for each in (metric.preds, metric.target)]
+    if of_ranks:
+        sides = [torch.stack([*map(_ranks, side.T)], dim=1) for side in sides]
+    x, y = (side - side.mean(0) for side in sides)
+    return torch.mean((x * y).sum(0) / (x.square().sum(0) * y.square().sum(0)).sqrt())
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Return the rank of each value; equal ones have the mean of theirs."""
+    _, places, counts = values.unique(return_inverse=True, return_counts=True)
+    ranks: Tensor = counts.cumsum(0) - (counts.double() - 1) / 2
+    return ranks[places]
+
+
+def _parts(rows: Any) -> list[Tensor]:
+    return [rows] if isinstance(rows, Tensor) else list(rows)
 
 
 def _as_classes(loss: Loss) -> Prepare:
@@ -224,17 +279,28 @@ def _as_classes(loss: Loss) -> Prepare:
 
 
 def _as_binary(loss: Loss) -> Prepare:
+    """Return probabilities and labels: of rows, or of each of several labels, in the second dimension."""
     are_logits = isinstance(loss.function, nn.BCEWithLogitsLoss)
 
     def prepare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        wide = output.double().reshape(-1)
-        return (wide.sigmoid() if are_logits else wide), (target.reshape(-1) > 0.5).long()
+        shape = output.shape if output.dim() > 1 and output.shape[1] > 1 else (-1,)
+        wide = output.double().reshape(shape)
+        return (wide.sigmoid() if are_logits else wide), (target.reshape(shape) > 0.5).long()
+
+    return prepare
+
+
+def _as_two_classes(binary: Prepare) -> Prepare:
+    def prepare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        scores, classes = binary(output, target)
+        return torch.stack([1 - scores, scores], dim=1), classes
 
     return prepare
 
 
 def _as_doubles(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return output.double(), target.double()
+    shape = (len(output), -1) if output.numel() > len(output) else (-1,)
+    return output.double().reshape(shape), target.double().reshape(shape)
 
 
 def _is_library(metric: Any) -> bool:

@@ -178,15 +178,23 @@ def _quotient(total: float, weight: float) -> float:
 
 def correct_of(output: Any, target: Tree | None, loss: Loss) -> Correct:
     """Return the correct predictions in an output; none if targets are not classes."""
-    pair = None if loss.accuracy is None else loss.accuracy.pair(output, target)
-    if pair is None:
+    found = predicted_classes(output, target, loss)
+    if found is None:
         return Correct(0, 0)
-    scores, classes = pair
-    if loss.is_binary:
-        right = (scores.reshape(classes.shape) > loss.threshold) == (classes > 0.5)
-        return Correct(right.sum(), classes.numel())
-    right = scores.argmax(1) == classes
-    if loss.ignored is None:
+    predicted, classes, _ = found
+    right = predicted == classes
+    if loss.is_binary or loss.ignored is None:
         return Correct(right.sum(), classes.numel())
     valid = classes != loss.ignored
     return Correct((right & valid).sum(), valid.sum())
+
+
+def predicted_classes(output: Any, target: Tree | None, loss: Loss) -> tuple[Tensor, Tensor, int] | None:
+    """Return the predicted classes, the right ones and their number; None if targets are not classes."""
+    pair = None if loss.accuracy is None else loss.accuracy.pair(output, target)
+    if pair is None:
+        return None
+    scores, classes = pair
+    if loss.is_binary:
+        return scores.reshape(classes.shape) > loss.threshold, classes > 0.5, 2
+    return scores.argmax(1), classes, scores.shape[1]

@@ -12,8 +12,8 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import torch_compat
 from cyxtrain.parallel.finite import values_of
 
-# changes the gradients of parameters in place
-Clip = Callable[[Sequence[nn.Parameter]], object]
+# changes the gradients of parameters in place; returns their norm before, if it computes that
+Clip = Callable[[Sequence[nn.Parameter]], Tensor | None]
 
 _LEAST_NORM = 1e-3
 
@@ -32,8 +32,8 @@ def make_clip(config: DistributedTrainingConfig) -> Clip | None:
 def _on_values(clip: Clip) -> Clip:
     """Return a function that also clips the values of sparse gradients."""
 
-    def clip_values(parameters: Sequence[nn.Parameter]) -> None:
-        clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
+    def clip_values(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        return clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
 
     return clip_values
 

@@ -16,13 +16,16 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, ConfigError, counted
+from cyxtrain.optim.given_schedule import GivenSchedule, given_schedule
 from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
 
 # of the optimizer, and of how many times the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
 
-_OWN_RATES = (OneCycleLR, CyclicLR)
+_OWN_RATES = (OneCycleLR, CyclicLR, GivenSchedule)
 _RATES = ("lr", "initial_lr")
+LEARNING_RATE = "learning_rate"
+"""In the history, after Keras."""
 
 
 class LearningRates:
@@ -52,6 +55,7 @@ class LearningRates:
         self._num_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
         self._noted: list[float] = []
+        self._used: list[torch.Tensor | float] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore PyTorch's wrapper of `optimizer.step`, which pickling drops, and by which schedules count steps."""
@@ -92,7 +96,7 @@ class LearningRates:
         words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
         words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
-        words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
+        words += [f"then by {type(given_schedule(self.scheduler)).__name__}"] if self.scheduler is not None else []
         return ", ".join(words)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
@@ -101,7 +105,7 @@ class LearningRates:
             self._set(self._targets)
         self._adopt_program_rates()
         self._scale(factor / self.factor)
-        self.factor = factor
+        self.factor, self._used = factor, []
         if isinstance(self.scheduler, OneCycle) and warmup_steps:
             self.scheduler.rise, warmup_steps = min(warmup_steps / (steps or 1), 1.0), 0
         if isinstance(self.scheduler, FitSchedule):
@@ -152,7 +156,7 @@ class LearningRates:
 
     def note_rates(self) -> None:
         """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
-        self._noted = self.now()
+        self._noted, self._used = self.now(), []
 
     def resume_from(self, schedule_steps: int | None) -> str:
         """Continue a fit with a checkpoint's rates; return how the schedule has changed, or ""."""
@@ -171,7 +175,7 @@ class LearningRates:
                 self.scheduler.step()
         if self._targets:
             self._set(rates)
-        name = scheduler.label if isinstance(scheduler, FitSchedule) else type(scheduler).__name__
+        name = scheduler.label if isinstance(scheduler, FitSchedule) else type(given_schedule(scheduler)).__name__
         waits = self.warmup_steps if self.interval == "step" else 0
         return (
             f"the {name} ends with {self.interval} {total + waits:,}, as epochs are now "
@@ -203,11 +207,21 @@ class LearningRates:
         """Set the rates of the next step."""
         if len(self.optimizer.param_groups) != self._num_groups:
             self.follow_groups()
+        self._used = []
+        if self._targets or (self.scheduler is not None and self.interval == "step"):
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            self._used = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
         if self._targets:
             self._warm_steps += 1
             self._warm()
         elif self.scheduler is not None and self.interval == "step":
             self.scheduler.step()
+
+    def by_name(self) -> dict[str, float]:
+        """Return the rates of the latest step as "learning_rate", and of groups with other rates by their number."""
+        first, *others = [float(rate) for rate in self._used] or self.now()
+        different = {f"{LEARNING_RATE}_{number}": rate for number, rate in enumerate(others, 1) if rate != first}
+        return {LEARNING_RATE: first, **different}
 
     def undoable(self) -> Callable[[], None]:
         """Return a function that restores the present rates and schedule, if a step turns out to be skipped."""
@@ -255,6 +269,7 @@ class LearningRates:
             "targets": list(self._targets),
             "made_for": self._made_for,
             "first": list(self._first),
+            "used": [float(rate) for rate in self._used],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
@@ -266,6 +281,7 @@ class LearningRates:
         self.warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
         self._made_for = state.get("made_for", 0)
         self.note_rates()
+        self._used = [float(rate) for rate in state.get("used", ())]
 
     def _adopt_program_rates(self) -> None:
         """Start from rates that the program has set between two fits, before any scaling."""
@@ -335,7 +351,8 @@ def check_rates(
             "set steps_per_epoch."
         )
     scheduler = rates.schedule_for(schedule_steps)
-    own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
+    parts = (part for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES))
+    own = next((type(given_schedule(part)).__name__ for part in parts), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(
             f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} sets "

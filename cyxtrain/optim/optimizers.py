@@ -13,17 +13,26 @@ from torch import nn
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.data.batches.structure import map_output
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import ConfigError, brief
+from cyxtrain.errors import ConfigError, brief, shortened
+from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 
-# with Keras's learning rates
+# with Keras's learning rates; with PyTorch's if Keras has no such optimizer, or (Adadelta) none that trains
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, lr=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
     "sgd": partial(torch.optim.SGD, lr=1e-2),
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-3),
+    "adamax": partial(torch.optim.Adamax, lr=1e-3),
+    "asgd": torch.optim.ASGD,
+    "nadam": partial(torch.optim.NAdam, lr=1e-3),
+    "radam": torch.optim.RAdam,
+    "rprop": torch.optim.Rprop,
+    "sparseadam": torch.optim.SparseAdam,
 }
 
 
@@ -33,6 +42,8 @@ def parameters_for(name: str, model: nn.Module) -> Any:
     For AdamW in two groups: norms and biases have no weight decay, as in BERT.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019).
     """
+    if name.lower() == "sparseadam":
+        _require_sparse(model)
     without = _norms_and_biases(model)
     if name.lower() != "adamw" or not without:
         return model.parameters()
@@ -42,6 +53,16 @@ def parameters_for(name: str, model: nn.Module) -> Any:
         "weight_decay": 0.0,
     }
     return [{"params": with_decay}, exempt] if with_decay else [exempt]
+
+
+def _require_sparse(model: nn.Module) -> None:
+    sparse = makes_sparse_gradients(model)
+    dense = [name for name, each in model.named_parameters() if each.requires_grad and name not in sparse]
+    if dense:
+        raise ConfigError(
+            f"'sparseadam' takes sparse gradients, as of nn.Embedding(sparse=True), and {shortened(dense)} have dense "
+            "ones: use 'adam' without sparse=True, or 'sgd' or 'adagrad', which take both."
+        )
 
 
 def spares_norms_and_biases(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

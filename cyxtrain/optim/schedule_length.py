@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted, warn
+from cyxtrain.optim.given_schedule import check_interval
 from cyxtrain.optim.learning_rates import schedules_in, steps_taken
 
 # the fraction of a rate that is left if a schedule for epochs is stepped per step
@@ -29,7 +30,8 @@ _TOLERATED = 1
 
 
 def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> None:
-    """Refuse a schedule of PyTorch's that would raise in the middle of the fit."""
+    """Refuse a schedule that would raise in the middle of the fit, or counts other units than it is stepped after."""
+    check_interval(scheduler, interval)
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
         once = "optimizer step" if interval == "step" else "epoch"
         raise ConfigError(

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from cyxtrain.checkpoint.format.encoding import encode_tree, same_kinds
 from cyxtrain.config.settings import takes, unknown_name
 from cyxtrain.errors import CheckpointError, ConfigError, brief
+from cyxtrain.optim.given_schedule import GivenSchedule, Schedule, given_schedule, is_schedule
 from cyxtrain.optim.learning_rates import ScheduleMaker, schedules_in
 from cyxtrain.optim.named_schedules import SCHEDULERS
 
@@ -26,15 +27,16 @@ _PROGRESS = {
     *("base_lrs", _PARTS, "_schedule_phases", "lr_lambdas", "_scale_fn_custom"),
 }
 
-SchedulerLike = LRScheduler | Callable[..., LRScheduler] | str | None
+SchedulerLike = LRScheduler | Schedule | Callable[..., LRScheduler | Schedule] | str | None
 
 
 def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | ScheduleMaker | None:
     """Return a scheduler of the optimizer, a function that makes one when a fit knows its steps, or None.
 
     Args:
-        scheduler: One of `torch.optim.lr_scheduler`; a function of the optimizer, or of `(optimizer, total_steps)`,
-            that returns one; or "constant", "linear", "cosine" or "one_cycle", which end with each fit.
+        scheduler: One of `torch.optim.lr_scheduler`; another object as `is_schedule` has it; a function of the
+            optimizer, or of `(optimizer, total_steps)`, that returns one; or "constant", "linear", "cosine" or
+            "one_cycle", which end with each fit.
         optimizer: Whose learning rate it sets.
     """
     if scheduler is None:
@@ -80,19 +82,19 @@ def _made_for(function: Callable[..., Any], optimizer: torch.optim.Optimizer, to
 
 def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Return a schedule, or refuse what is none."""
-    if not isinstance(made, LRScheduler):
+    if not isinstance(made, LRScheduler) and not is_schedule(made):
         raise ConfigError(
-            "scheduler must be one of torch.optim.lr_scheduler, or a function that makes one of the optimizer, got "
-            f"{brief(given)}."
+            "scheduler must be one of torch.optim.lr_scheduler, another object with step(), state_dict() and "
+            f"load_state_dict(), or a function that makes one of the optimizer, got {brief(given)}."
         )
-    if isinstance(made, ReduceLROnPlateau):
+    if isinstance(made, ReduceLROnPlateau) or "plateau" in type(made).__name__.lower():
         raise ConfigError(
-            "ReduceLROnPlateau needs a metric at each step, and schedulers are stepped without one: "
+            f"{type(made).__name__} needs a metric at each step, and schedulers are stepped without one: "
             "pass callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
         )
-    if made.optimizer is not optimizer:
+    if getattr(made, "optimizer", optimizer) is not optimizer:
         raise ConfigError(f"the scheduler {type(made).__name__} has another optimizer: build it with the trainer's.")
-    return made
+    return made if isinstance(made, LRScheduler) else GivenSchedule(made, optimizer)
 
 
 def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
@@ -102,20 +104,18 @@ def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
     try:
         state = encode_tree(scheduler.state_dict(), "scheduler", {})
     except CheckpointError as error:
-        raise ConfigError(
-            f"the scheduler {type(scheduler).__name__} has a state that cannot be saved: {error}"
-        ) from error
-    return {"the scheduler": type(scheduler).__name__, "the scheduler's state": state}
+        raise ConfigError(f"the scheduler {_kind(scheduler)} has a state that cannot be saved: {error}") from error
+    return {"the scheduler": _kind(scheduler), "the scheduler's state": state}
 
 
 def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any]:
     """Return its part of a checkpoint; empty without a scheduler."""
-    return {} if scheduler is None else {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
+    return {} if scheduler is None else {"type": _kind(scheduler), "state": scheduler.state_dict()}
 
 
 def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any], source: str) -> None:
     """Refuse the state of another kind of scheduler."""
-    own, other = (None if scheduler is None else type(scheduler).__name__), saved.get("type")
+    own, other = (None if scheduler is None else _kind(scheduler)), saved.get("type")
     if own != other:
         raise CheckpointError(
             f"Cannot load {source}: it was written with {_named(other)}, and this trainer has {_named(own)}. Build the "
@@ -173,6 +173,10 @@ def _same_parts(saved: Any, own: Mapping[str, Any]) -> bool:
         return False
     theirs, ours = saved.get(_PARTS, ()), own.get(_PARTS, ())
     return len(theirs) == len(ours) and all(_same_parts(*pair) for pair in zip(theirs, ours, strict=True))
+
+
+def _kind(scheduler: LRScheduler) -> str:
+    return type(given_schedule(scheduler)).__name__
 
 
 def _named(kind: str | None) -> str:

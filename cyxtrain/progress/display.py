@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import html
 import math
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +27,9 @@ LINE_SECONDS = 30.0
 _BAR_CHARACTERS = 24
 _FEWEST_BAR_CHARACTERS = 5
 _CELL_COLUMNS = 120  # a longer line has a scroll bar
+_INDENT = 11
+"""Width of the names of header lines."""
+_NO_BREAK = "\u00a0"
 _ASCII = str.maketrans("━┄", "#-")
 
 Clock = Callable[[], float]
@@ -200,8 +205,15 @@ class TerminalDisplay(PlainDisplay):
         self._live.update(shown, refresh=True)
 
     @override
+    def header(self, facts: Sequence[tuple[str, str]]) -> None:
+        for line in _lines(facts):
+            print(_wrapped(line, self._console.width, _INDENT), flush=True)
+
+    @override
     def line(self, text: str) -> None:
-        self._console.print(f"{self._epoch}  {text}", highlight=False, markup=False)
+        whole = re.sub(r"(?<! ) (?! )", _NO_BREAK, f"{self._epoch}  {text}")  # a name stays with its number
+        lines = _wrapped(whole, self._console.width, len(self._epoch) + 2).replace(_NO_BREAK, " ")
+        self._console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
     @override
     def close(self) -> None:
@@ -319,14 +331,20 @@ def make_display(shows: bool) -> Display:
 
 
 def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"{name:<11}{description}" for name, description in facts]
+    return [f"{name:<{_INDENT}}{description}" for name, description in facts]
+
+
+def _wrapped(line: str, columns: int, indent: int) -> str:
+    """Return a line as several that a terminal shows whole, all but the first indented."""
+    wrapper = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * indent
+    return wrapper.fill(line)
 
 
 def numbers(measured: Mapping[str, float]) -> str:
-    """Return measured numbers as text, without those that are NaN, losses excepted."""
-    return "  ".join(
-        f"{name} {value:.4f}" for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)
-    )
+    """Return measured numbers as text, without those of single classes and those that are NaN, losses excepted."""
+    shown = {name: value for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)}
+    return "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if "_class_" not in name)
 
 
 def pace(seconds: float, steps: int, rows: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from cyxtrain.environment.accelerator import peak_memory
+from cyxtrain.environment.accelerator import name_of, peak_memory
 
 # Words of a GPU's name, specific ones first; TFLOP/s in 16 bits, with TF32 (None: nor bfloat16), and in float32.
 _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
@@ -59,7 +59,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s of a GPU in matrix products, by its datasheet; None if unknown."""
     if device.type != "cuda":
         return None
-    return peak_of(torch.cuda.get_device_name(device), dtype, uses_tf32=_uses_tf32())
+    return peak_of(name_of(device), dtype, uses_tf32=_uses_tf32())
 
 
 def peak_of(name: str, dtype: torch.dtype, *, uses_tf32: bool = False) -> float | None:
@@ -83,7 +83,7 @@ def tf32_speedup(device: torch.device) -> str | None:
     """
     if _uses_tf32() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = name_of(device)
     slow, fast = (peak_of(name, torch.float32, uses_tf32=uses_tf32) for uses_tf32 in (False, True))
     if slow is None or fast is None:
         return "several times "

@@ -141,7 +141,8 @@ class TrainingHistory:
         """
         table = io.StringIO()
         writer = csv.writer(table, lineterminator="\n")
-        names = [name if name.startswith("val_") else f"train_{name}" for name in (*_KERAS_NAMES, *self.metrics)]
+        plain = ("val_", "learning_rate")
+        names = [name if name.startswith(plain) else f"train_{name}" for name in (*_KERAS_NAMES, *self.metrics)]
         columns = [*(getattr(self, own) for own in _KERAS_NAMES.values()), *self.metrics.values()]
         by_epoch: dict[float, list[dict[str, float]]] = {}
         for found in self.validations:
@@ -175,7 +176,7 @@ class TrainingHistory:
         columns = self.history
         lines = [["epoch", *columns]]
         for row, epoch in shown:
-            cells = [f"{values[row]:.4f}" if row < len(values) else "" for values in columns.values()]
+            cells = [_cell(name, values[row]) if row < len(values) else "" for name, values in columns.items()]
             lines.append([str(epoch), *cells])
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -198,6 +199,10 @@ class TrainingHistory:
 
 
 DistributedTrainingHistory = TrainingHistory
+
+
+def _cell(name: str, value: float) -> str:
+    return f"{value:.4g}" if name.startswith("learning_rate") else f"{value:.4f}"
 
 
 def _json_values(value: Any) -> Any:
@@ -249,9 +254,15 @@ def record_epoch(history: TrainingHistory, epoch: int, measured: Mapping[str, fl
     A NaN accuracy is left out unless other epochs have one: then no row of this epoch counted.
     """
     history.epochs.append(epoch)
+    record_numbers(history, measured)
+
+
+def record_numbers(history: TrainingHistory, measured: Mapping[str, float]) -> None:
+    """Add numbers to the last epoch of a history, or replace those that it has."""
+    before = len(history.epochs) - 1
     for name, value in measured.items():
         own = _KERAS_NAMES.get(name)
         values: list[float] = history.metrics.setdefault(name, []) if own is None else getattr(history, own)
         if values or not (math.isnan(value) and name.endswith("accuracy")):
-            values += [math.nan] * (len(history.epochs) - 1 - len(values))
-            values.append(value)
+            values += [math.nan] * (before - len(values))
+            values[before:] = [value]

@@ -20,7 +20,7 @@ _TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
 def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], path: Any = None) -> Figure:
     """Return a figure with a panel for each number, with training and validation; write it to `path` if given."""
     try:
-        from cyxtrain.progress.picture import Picture
+        from cyxtrain.environment.picture import Picture
     except ImportError as error:
         raise ConfigError("plot() needs matplotlib, which is not installed: pip install 'cyxtrain[plot]'.") from error
     panels = _panels(columns)
@@ -61,6 +61,8 @@ def _panels(columns: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[str,
     """Return (label, values, color) of each curve, by measured number."""
     found: dict[str, list[tuple[str, Sequence[float], str]]] = {}
     for name, values in columns.items():
+        if name.startswith("learning_rate") and len(set(values)) == 1:
+            continue  # a constant rate
         own = name.removeprefix("val_")
         kind = ("training", values, _TRAIN) if own == name else ("validation", values, _VALIDATION)
         found.setdefault(own, []).append(kind)

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import torch
 
+from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.errors import warn
 from cyxtrain.progress.step_timer import PARTS
 from cyxtrain.world import runtime
@@ -31,8 +32,8 @@ class Profile:
         self._steps = 0
         self._profiler: torch.profiler.profile | None = None
         if asked:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+            on_cpu = {torch.profiler.ProfilerActivity.CPU}
+            activities = torch.profiler.supported_activities() if is_accelerator(device) else on_cpu
             schedule = torch.profiler.schedule(wait=_BEFORE - 1, warmup=1, active=_TRACED, repeat=1)
             self._profiler = torch.profiler.profile(
                 activities=activities, schedule=schedule, on_trace_ready=self._write_trace

@@ -70,7 +70,7 @@ def _totals(model: nn.Module) -> list[str]:
 
 
 class OutputShapes:
-    """Records each layer's latest output; attribute `shapes` by layer name: a text for each part of it."""
+    """Records each layer's first output; attribute `shapes` by layer name: a text for each part of it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, list[str]] = {}
@@ -80,7 +80,8 @@ class OutputShapes:
         def note(_: nn.Module, __: Any, output: Any) -> None:
             parts = [*_described(output, "")]
             more = len(parts) - _MOST_OUTPUTS
-            self.shapes[name] = parts if more <= 0 else [*parts[:_MOST_OUTPUTS], f"and {more} more"]
+            shown = parts if more <= 0 else [*parts[:_MOST_OUTPUTS], f"and {more} more"]
+            self.shapes.setdefault(name, shown)  # the dry run may try a single row afterwards
 
         return note
 

@@ -19,6 +19,7 @@ from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, warn
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.progress.display import Display
 from cyxtrain.progress.history import validation_of
@@ -39,6 +40,7 @@ class CheckpointManager:
         compression_state: Returns the state of gradient compression of all ranks, which all call it.
         larger_is_better: By name of a number of the history, without val_.
         display: Shows that it saves.
+        logged: Numbers of the user's own, of the running epoch.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class CheckpointManager:
         compression_state: Callable[[], dict[str, Any]],
         larger_is_better: Mapping[str, bool],
         display: Display,
+        logged: LoggedNumbers,
     ) -> None:
         self._display = display
         self._state = state
         self._compression_state = compression_state
         self._larger_is_better = larger_is_better
+        self._logged = logged
         self._config = config
         self._device = device
         self.is_on = config.makes_checkpoints
@@ -106,6 +110,7 @@ class CheckpointManager:
             "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
             "metrics": totals.metrics.state(),
+            "logged": self._logged.state(),
             "stop": self._state.stop_training,
         }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
@@ -160,18 +165,16 @@ class CheckpointManager:
         monitor = self._config.keep_best
         if monitor is None:
             return False
-        history, step = self._state.history, self._state.position.step
-        values = history.history.get(monitor)
-        if monitor.startswith("val_"):
-            if not validation_of(history, step=step):
-                return False  # this step has not been validated
-            values = [row[monitor] for row in history.validations if monitor in row] or None
-        elif self._state.position.samples or not history.epochs:
-            return False  # the epoch is not over
-        if values is None:
-            known = ", ".join(self._state.history.history)
-            raise ConfigError(f"keep_best={monitor!r}: no such metric in this run (available: {known}).")
-        sign = -1.0 if self._larger_is_better.get(monitor.removeprefix("val_")) else 1.0
+        history, position = self._state.history, self._state.position
+        better = self._larger_is_better.get(monitor.removeprefix("val_"), self._logged.larger_is_better.get(monitor))
+        values = history.history.get(monitor, [])
+        if validated := [row[monitor] for row in history.validations if monitor in row]:
+            values = validated if monitor in validation_of(history, step=position.step) else []
+        elif position.samples or len(values) < len(history.epochs):
+            return False  # the epoch is not over, or has not logged it
+        if better is None or not values:
+            return False  # this step has not been validated, or nothing has logged it yet
+        sign = -1.0 if better else 1.0
         *before, last = (sign * value for value in values)
         # A first NaN is the best so far; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before

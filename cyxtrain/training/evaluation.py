@@ -17,15 +17,19 @@ from torch.nn.utils.rnn import PackedSequence
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import output_parts, with_parts
+from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
+from cyxtrain.metrics.whole_set import TriedSet, as_numpy
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.outside_fit.batch_run import BatchRun
 from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.world import runtime
+from cyxtrain.world.agreement import raise_together
 
 _Shapes: TypeAlias = list[list[int]]
 
@@ -86,14 +90,15 @@ class Evaluation:
         return f"Evaluation({', '.join(f'{name}={value:.6g}' for name, value in self._metrics.items())})"
 
 
-def evaluate(call: Call) -> Evaluation:
-    """Return loss, accuracy and metrics of a call of `DistributedTrainer.evaluate`."""
-    model, distributed = call.trainer.model, call.distributed
+def evaluate(call: Call, logged: LoggedNumbers) -> Evaluation:
+    """Return loss, accuracy, metrics and what is logged in a call of `DistributedTrainer.evaluate`."""
+    rows, distributed, hooks = call.rows, call.distributed, call.callbacks
+    run = partial(evaluate_rows, call.trainer.model, rows, distributed=distributed, logged=logged, callbacks=hooks)
     with call.running() as measured:
-        evaluation = evaluate_rows(model, call.rows, distributed=distributed, callbacks=call.callbacks, display=call)
+        evaluation = run(display=call)
         assert evaluation is not None
         measured.update(evaluation.to_dict())
-    return evaluation
+    return Evaluation(**{**measured, **logged.values(distributed=distributed)})
 
 
 def evaluate_rows(
@@ -101,6 +106,7 @@ def evaluate_rows(
     rows: CheckedData,
     *,
     distributed: bool,
+    logged: LoggedNumbers,
     should_stop: Callable[[], bool] = lambda: False,
     callbacks: Callbacks | None = None,
     display: Display | None = None,
@@ -113,14 +119,17 @@ def evaluate_rows(
         model: Not wrapped.
         rows: All of them.
         distributed: Whether the ranks share the work; otherwise this one does it all.
+        logged: Collects numbers of the user's own, which are returned with the others.
         should_stop: Called after each batch; returns whether to skip the rest.
         callbacks: Called with each batch.
         display: Of a fit that validates, or of this call.
     """
     loss, device = rows.loss, rows.placement.device
+    logged.reserved |= {*loss.shown, *rows.metrics.names}
     batches = rows.source.num_batches(rows.batch_size)
     totals = MetricSums(batches or 1, device, loss, rows.metrics)
     run = BatchRun(model, rows, "test", callbacks, display, distributed=distributed)
+    whole = [(each, _Outputs(each.structure, owner=f"the metric {each.name}")) for each in rows.metrics.whole_sets]
 
     def evaluate_batch(batch: Batch) -> None:
         with torch.no_grad(), gathering_alone():
@@ -130,11 +139,35 @@ def evaluate_rows(
             found, output = loss(output, batch), loss.measured_part(output)
             totals.add(number, found, correct_of(output, batch.answers, loss))
             totals.metrics.add(output, batch.answers, batch.rows)
+            for each, kept in whole:
+                kept.add(each.kept(output, batch.answers, loss), batch)
         run.end_batch(batch, totals.lazy_values, totals.cheap_values)
 
-    is_stopped = run.all_batches(evaluate_batch, should_stop)
+    is_stopped = run.all_batches(evaluate_batch, should_stop, begin=logged.begin)
+    logged.rows = 1
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
-    return None if is_stopped else Evaluation(**measured)
+    for each, kept in whole:
+        measured |= _over_whole_set(each, kept, rows.source, complete=not is_stopped, distributed=distributed)
+    return None if is_stopped else Evaluation(**measured, **logged.values(distributed=distributed))
+
+
+def _over_whole_set(
+    tried: TriedSet, kept: _Outputs, source: Source, *, complete: bool, distributed: bool
+) -> dict[str, float]:
+    """Return the numbers of a metric over all rows, which rank 0 computes; none if the fit stops on any rank."""
+    found: dict[str, float] = {}
+    problem = None
+    rows = _gathered_rows(kept, source, complete=complete, only_master=True, distributed=distributed)
+    try:
+        found = {} if rows is None else tried.results(rows)
+    except Exception as error:
+        if not distributed:
+            raise
+        problem = error
+    if distributed:
+        raise_together(problem)
+        found = json.loads(runtime.gather_texts(json.dumps(found))[0])
+    return found
 
 
 def predict(call: Call, pad_value: float | None = None) -> Any:
@@ -157,25 +190,46 @@ def predict(call: Call, pad_value: float | None = None) -> Any:
     with call.running():
         run = BatchRun(call.trainer.model, rows, "predict", call.callbacks, call, distributed=distributed)
         run.all_batches(partial(_predict_batch, call, outputs, run))
-    own = json.dumps({"kinds": outputs.kinds, "shapes": outputs.shapes, "numbers": outputs.numbers})
-    found = [json.loads(text) for text in (runtime.gather_texts(own) if distributed else [own])]
+    return _gathered_rows(outputs, rows.source, pad_value=pad_value, distributed=distributed)
+
+
+def _gathered_rows(
+    outputs: _Outputs,
+    source: Source,
+    *,
+    distributed: bool,
+    pad_value: float | None = None,
+    complete: bool = True,
+    only_master: bool = False,
+) -> Any:
+    """Return the outputs of all ranks in the order of the data; None if any is not complete.
+
+    `only_master`: return NumPy arrays on rank 0, and None on the others.
+    """
+    own = {"kinds": outputs.kinds, "shapes": outputs.shapes, "numbers": outputs.numbers, "complete": complete}
+    texts = runtime.gather_texts(json.dumps(own)) if distributed else [json.dumps(own)]
+    found = [json.loads(text) for text in texts]
     kinds = [each["kinds"] for each in found if each["kinds"]]  # a rank without a batch has none
+    if not kinds or not all(each["complete"] for each in found):
+        return None
     if any(other != kinds[0] for other in kinds):
-        raise ConfigError(f"predict needs rows of one kind; the model's outputs differ between ranks: {kinds}.")
-    finish: Any = _as_numpy if rows.source.is_numpy else (lambda tensor: tensor)
+        raise ConfigError(f"{outputs.owner} needs rows of one kind; outputs differ between ranks: {kinds}.")
+    finish: Any = as_numpy if source.is_numpy or only_master else (lambda tensor: tensor)
     parts = {}
     for name, kind in kinds[0].items():
         shapes: list[_Shapes] = [each["shapes"].get(name, []) for each in found]
-        dtype = getattr(torch, kind.split()[0])
-        values = _gathered([batch[name] for batch in outputs.batches], shapes, dtype, distributed=distributed)
+        dtype, own_batches = getattr(torch, kind.split()[0]), [batch[name] for batch in outputs.batches]
+        values = _gathered(own_batches, shapes, dtype, distributed=distributed, only_master=only_master)
+        if values is None:
+            continue
         every = [shape for each in shapes for shape in each]
         numbers = [number for each in found for number in each["numbers"]]
-        order = _places(numbers, [shape[0] for shape in every]) if rows.source.is_shared else None
+        order = _places(numbers, [shape[0] for shape in every]) if source.is_shared else None
         joined = _joined(values, every, order, pad_value)
-        if name in rows.rows_second and isinstance(joined, Tensor):
+        if name in outputs.rows_second and isinstance(joined, Tensor):
             joined = joined.transpose(0, 1)
         parts[name] = finish(joined) if isinstance(joined, Tensor) else list(map(finish, joined))
-    return with_parts(outputs.structure, parts)
+    return with_parts(outputs.structure, parts) if parts else None
 
 
 def _predict_batch(call: Call, outputs: _Outputs, run: BatchRun, batch: Batch) -> None:
@@ -200,6 +254,7 @@ class _Outputs:
     Args:
         structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
         rows_second: Names of parts whose rows are in the second dimension; here they are in the first.
+        owner: For whom they are kept, in errors.
 
     Attributes:
         structure: As given.
@@ -207,11 +262,12 @@ class _Outputs:
         numbers: Of the batches, in the data.
     """
 
-    def __init__(self, structure: Any, rows_second: frozenset[str]) -> None:
-        self._rows_second = rows_second
+    def __init__(self, structure: Any, rows_second: frozenset[str] = frozenset(), owner: str = "predict") -> None:
         self._batches: list[dict[str, Tensor]] = []
         self._latest: dict[str, Tensor | HostCopy] = {}
         self.structure = structure
+        self.rows_second = rows_second
+        self.owner = owner
         self.kinds: dict[str, str] = {}
         self.numbers: list[int] = []
 
@@ -232,10 +288,10 @@ class _Outputs:
         Raises:
             ConfigError: It does not have a row for each of the batch, of the same kind as before.
         """
-        output = _checked(given, batch.rows, self._rows_second)
+        output = _checked(given, batch.rows, self.rows_second, self.owner)
         kinds, expected = _kinds(output), self.kinds or _kinds(dict(output_parts(self.structure)))
         if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):
-            raise ConfigError(f"predict needs rows of one kind; the model returned {expected}, then {kinds}.")
+            raise ConfigError(f"{self.owner} needs rows of one kind; the model returned {expected}, then {kinds}.")
         self.kinds = kinds
         self.numbers.append(batch.number)
         latest: dict[str, Tensor | HostCopy] = {
@@ -254,7 +310,7 @@ class _Outputs:
             self._latest = {}
 
 
-def _checked(output: Any, rows: int, rows_second: frozenset[str]) -> dict[str, Tensor]:
+def _checked(output: Any, rows: int, rows_second: frozenset[str], owner: str) -> dict[str, Tensor]:
     """Return the tensors of a model's output by name; raise ConfigError unless each has a row per input row."""
     found = {
         name: part.transpose(0, 1) if name in rows_second and isinstance(part, Tensor) and part.dim() > 1 else part
@@ -279,7 +335,7 @@ def _checked(output: Any, rows: int, rows_second: frozenset[str]) -> dict[str, T
     if any(isinstance(each, PackedSequence) for each in (output, *(output if isinstance(output, tuple) else ()))):
         remedy = " Return padded rows: pad_packed_sequence(packed, batch_first=True)[0]."
     raise ConfigError(
-        "predict needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
+        f"{owner} needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
         f"dataclass, a tuple or a list; for {rows} rows it returned {what}.{remedy}"
     )
 
@@ -294,16 +350,27 @@ def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _gathered(own: Sequence[Tensor], shapes: Sequence[_Shapes], dtype: torch.dtype, *, distributed: bool) -> Tensor:
-    """Return the values of all ranks' batches as one vector, by rank; `shapes`: of the batches of each rank."""
-    counts = [sum(map(math.prod, each)) for each in shapes]
-    values = torch.empty(sum(counts), dtype=dtype, device="cpu")
+def _gathered(
+    own: Sequence[Tensor], shapes: Sequence[_Shapes], dtype: torch.dtype, *, distributed: bool, only_master: bool
+) -> Tensor | None:
+    """Return the values of all ranks' batches as one vector, by rank; None if this rank only sends its own.
+
+    `shapes`: of the batches of each rank.
+    """
+    counts, group = [sum(map(math.prod, each)) for each in shapes], runtime.cpu_group()
     own_rank = runtime.get_rank() if distributed else 0
+    if only_master and own_rank:
+        if counts[own_rank]:
+            dist.send(torch.cat([batch.reshape(-1) for batch in own]), 0, group=group)
+        return None
+    values = torch.empty(sum(counts), dtype=dtype, device="cpu")
     for rank, part in enumerate(values.split(counts)):
         if rank == own_rank and own:
             torch.cat([batch.reshape(-1) for batch in own], out=part)
-        if distributed and len(part):
-            dist.broadcast(part, rank, group=runtime.cpu_group())
+        if distributed and len(part) and not only_master:
+            dist.broadcast(part, rank, group=group)
+        elif len(part) and rank != own_rank:
+            dist.recv(part, rank, group=group)
     return values
 
 
@@ -334,7 +401,3 @@ def _joined(values: Tensor, shapes: _Shapes, order: Tensor | None, pad_value: fl
         corner = (places, *map(slice, batch.shape[1:]))
         padded[corner] = batch
     return padded
-
-
-def _as_numpy(tensor: Tensor) -> Any:
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()  # NumPy has no bfloat16

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
-from cyxtrain.errors import is_on_all_ranks
+from cyxtrain.errors import is_on_all_ranks, warn
+from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
+from cyxtrain.optim.learning_rates import LEARNING_RATE
 from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.display import numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
-from cyxtrain.progress.history import record_epoch, record_validation, validation_of
+from cyxtrain.progress.history import record_epoch, record_numbers, record_validation, validation_of
 from cyxtrain.progress.profiling import Profile
 from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import evaluate_rows
@@ -37,6 +40,8 @@ from cyxtrain.training.trained import params_without_optimizer, warn_of_params_w
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
+_NOT_PRINTED = (LEARNING_RATE, GRAD_NORM)
+
 
 class FitLoop:
     """One call of `fit` on this rank: `fit` -> `_train_one_epoch` -> `_train_one_step` -> `TrainingStep`.
@@ -46,23 +51,32 @@ class FitLoop:
         plan: The checked settings and data.
         ddp: The model, wrapped.
         checkpoint: What the fit continues from; None: starts fresh.
+        logged: Collects numbers of the user's own.
     """
 
     def __init__(
-        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, checkpoint: Checkpoint | None
+        self,
+        state: TrainingState,
+        plan: FitPlan,
+        ddp: DistributedDataParallel,
+        checkpoint: Checkpoint | None,
+        logged: LoggedNumbers,
     ) -> None:
         self._state = state
         self._plan = plan
         self._ddp = ddp
         self._checkpoint = self._pending_restore = checkpoint
         self._device = plan.data.placement.device
+        self._logged = logged
+        logged.reserved |= {name.removeprefix("val_") for name in plan.measured}
+        logged.best_names = {plan.config.keep_best}
         self._last_epoch = state.position.first_epoch + plan.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
         speed, rows = state.history.samples_per_second, plan.feed.rows_of(plan.steps_per_epoch)
         self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
         self._training_seconds = self._trained_rows / speed if speed else 0.0
         self._manager = CheckpointManager(
-            state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better, plan.display
+            state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better, plan.display, logged
         )
         self._requests = StopSignals(plan.config, state, keeps_time=runtime.is_master())
         self._callbacks = plan.callbacks
@@ -92,6 +106,7 @@ class FitLoop:
             self._manager.finish(None if self._step is None else self._step.totals)
             best = self._manager.load_best() if stopped is None else ""
             if stopped is None:
+                self._logged.close()
                 self._callbacks.call("on_train_end", self._logs())
         self._plan.display.header([*([("best", best)] if best else []), *self._profile.facts()])
         return stopped
@@ -110,13 +125,15 @@ class FitLoop:
 
     def _train_one_step(self, step: TrainingStep, share: Share) -> None:
         """Run a step; then the callbacks, checkpoints and requests of any rank that follow it."""
+        self._logged.begin(share.rows, share.number)
         self._callbacks.on_train_batch_begin(share.number)
         received = self._ddp.exchange_signals(self._requests.local())
         step(share)
+        self._logged.rows = share.rows
         self._state.take_step(share.global_rows, self._plan.feed.position)
         requests = received()
         self._apply_end(requests)
-        self._callbacks.on_train_batch_end(share.number, step.totals.lazy_values)
+        self._callbacks.on_train_batch_end(share.number, self._batch_values)
         self._show(step, share)
         if self._validates_within_epochs and self._plan.validates_at(self._state.position):
             self._validate_within_epoch(step)
@@ -154,6 +171,7 @@ class FitLoop:
             self._state.drop_callback_param_groups()  # a callback may add them when training begins
         self._call("on_train_begin", {})
         if self._checkpoint is not None:
+            self._logged.reset()  # the checkpoint has what on_train_begin logged
             # Reload: on_train_begin may have altered the model or rates, and the checkpoint already includes that.
             checkpoint, source = self._checkpoint
             self._state.load_values(checkpoint, source)
@@ -187,10 +205,10 @@ class FitLoop:
             ends_fit=plan.ends_on_nan,
             may_defer=may_defer,
         )
-        self._step = step = TrainingStep(self._ddp, state, plan.data, guard)
+        self._step = step = TrainingStep(self._ddp, state, plan.data, guard, self._logged)
         seed_generators(plan.config.seed, position.epoch, position.samples, runtime.get_rank(), self._device)
         if self._pending_restore is not None:
-            restore_rank(*self._pending_restore, step.totals, self._device)
+            restore_rank(*self._pending_restore, step.totals, self._logged, self._device)
             self._pending_restore = None
             if position.samples and self._validates_within_epochs and plan.validates_at(position):
                 self._validate_within_epoch(step)  # unless the checkpoint has it
@@ -211,7 +229,7 @@ class FitLoop:
 
     def _end_steps(self, step: TrainingStep) -> None:
         """Record where in the data the epoch ended; apply requests that arrived with its last step."""
-        feed = self._plan.feed
+        feed, self._logged.rows = self._plan.feed, 1
         self._state.position.end_steps(feed.position, is_over=feed.is_over)
         if self._plan.defers_verdicts:
             requests = self._ddp.received()
@@ -231,13 +249,14 @@ class FitLoop:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
+        own = self._state.rates.by_name() | self._logged.over_ranks()
         self._step = None
         self._state.end_epoch()
         self._publish_times(step)
-        self._record(measured, seconds, step.clock.steps, rows, note)
+        self._record(measured, own, seconds, step.clock.steps, rows, note)
         if is_validated:
             self._call("on_validation_end", position.epoch - 1, self._validation)
-        received = self._call("on_epoch_end", position.epoch - 1, self._logs())
+        received = self._together(partial(self._call_epoch_end, position.epoch - 1))
         self._apply_end(received)
         self._explain_end()
         self._manager.after_epoch()
@@ -267,25 +286,30 @@ class FitLoop:
         position, measured = self._state.position, dict[str, float]()
         if self._validation:
             return False
-        self._call("on_test_begin", {})
-        for name, rows in self._plan.validation.items():
-            found = evaluate_rows(
-                self._state.model,
-                rows,
-                distributed=True,
-                should_stop=lambda: self._requests.want_to_stop,
-                callbacks=self._callbacks,
-                display=self._plan.display,
-            )
-            received, stopping_rank = self._requests.agree(flagged=found is None)
-            if stopping_rank is not None:
-                self._callbacks.call("on_test_end", {})
-                stop_if_requested(received)
-            assert found is not None
-            numbers_found = {each: found[each] for each in found.keys()}  # noqa: SIM118
-            named = {f"{name}_{each}" if name else each: number for each, number in numbers_found.items()}
-            measured = {**(measured or numbers_found), **named}  # the first set has the plain names too
-        self._call("on_test_end", measured)
+        with self._logged.apart([*self._plan.validation]) as logged:
+            self._call("on_test_begin", {})
+            for name, rows in self._plan.validation.items():
+                found = evaluate_rows(
+                    self._state.model,
+                    rows,
+                    distributed=True,
+                    logged=logged,
+                    should_stop=lambda: self._requests.want_to_stop,
+                    callbacks=self._callbacks,
+                    display=self._plan.display,
+                )
+                received, stopping_rank = self._requests.agree(flagged=found is None)
+                if stopping_rank is not None:
+                    self._callbacks.call("on_test_end", {})
+                    stop_if_requested(received)
+                assert found is not None
+                if name:
+                    logged.reset()
+                numbers_found = {each: found[each] for each in found.keys()}  # noqa: SIM118
+                named = {f"{name}_{each}" if name else each: number for each, number in numbers_found.items()}
+                measured = {**(measured or numbers_found), **named}  # the first set has the plain names too
+            self._call("on_test_end", measured)
+            measured |= logged.over_ranks()
         record_validation(self._state.history, position.step, position.epoch + 1, measured)
         return True
 
@@ -308,6 +332,14 @@ class FitLoop:
         self._wait_for_verdict()
         self._ddp.sync_buffers()
 
+    def _warn_of_best(self, best: str) -> None:
+        """Warn that the first epoch has not logged what decides which checkpoint is the best."""
+        if runtime.is_master():
+            warn(
+                f"keep_best={best!r}: the first epoch has no such number (available: {', '.join(self._logs())}). No "
+                "checkpoint is the best one until it is logged."
+            )
+
     def _prepare_to_write(self) -> dict[str, Any]:
         """Gather buffers and compression state on rank 0, which writes. All ranks call it."""
         self._ddp.sync_buffers()
@@ -317,15 +349,29 @@ class FitLoop:
         if self._step is not None:
             self._step.guard.wait_for_verdict()
 
+    def _call_epoch_end(self, epoch: int) -> None:
+        """Call `on_epoch_end`, of those that run last with what the others have logged in theirs."""
+        self._callbacks.call("on_epoch_end", epoch, self._logs(), last=False)
+        record_numbers(self._state.history, self._logged.over_ranks())
+        self._logged.reset()
+        self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
+        best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
+        if best and is_first and best not in (*self._plan.measured, *self._state.history.history):
+            self._warn_of_best(best)
+
     def _call(self, hook: str, *arguments: Any) -> list[float]:
-        """Call a hook of all callbacks; return the requests of all ranks.
+        """Call a hook of all callbacks, as `_together`."""
+        return self._together(partial(self._callbacks.call, hook, *arguments))
+
+    def _together(self, call: Callable[[], None]) -> list[float]:
+        """Call callbacks; return the requests of all ranks.
 
         Learning rates that callbacks set on any rank are set on all; the lowest such rank wins. Callbacks
         must freeze, unfreeze and add parameters to the optimizer alike on all ranks.
         """
         rates, state = self._state.rates, self._state
         before, trained = rates.now(), trained_facts(state.trained, state.optimizer)
-        self._callbacks.call(hook, *arguments)
+        call()
         rates.follow_groups()
         facts = trained_facts(state.trained, state.optimizer)
         received, rank = self._requests.agree(flagged=rates.now() != before or facts != trained)
@@ -394,6 +440,12 @@ class FitLoop:
             of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
             plan.display.line(f"batch {share.number + 1}{of}  {text}")
 
+    def _batch_values(self) -> dict[str, Callable[[], float]]:
+        """Return functions that calculate this rank's numbers of the epoch so far, and the step's learning rate."""
+        assert self._step is not None
+        rates = {name: partial(float, rate) for name, rate in self._state.rates.by_name().items()}
+        return self._step.totals.lazy_values() | rates | self._logged.lazy_values()
+
     def _logs(self) -> dict[str, float]:
         """Return the numbers of the last epoch, under Keras's names."""
         history = self._state.history
@@ -411,6 +463,7 @@ class FitLoop:
     def _record(
         self,
         measured: dict[str, float],
+        own: dict[str, float],
         seconds: float,
         steps: int,
         rows: int,
@@ -422,8 +475,9 @@ class FitLoop:
         epoch_seconds, total_seconds = times.tolist()
         plan, history = self._plan, self._state.history
         validated = validation_of(history, epoch=self._state.position.epoch)
-        text = f"{numbers(measured)}  {numbers(plan.shown(validated))}".rstrip()
-        record_epoch(history, self._state.position.epoch, measured | validated)
+        printed = {name: value for name, value in own.items() if not name.startswith(_NOT_PRINTED)}
+        text = "  ".join(filter(None, map(numbers, (measured, printed, plan.shown(validated)))))
+        record_epoch(history, self._state.position.epoch, measured | validated | own)
         self._training_seconds += epoch_seconds
         self._trained_rows += rows
         history.total_time_seconds = total_seconds

@@ -24,6 +24,7 @@ from cyxtrain.data.batches.batch import Batch, Share
 from cyxtrain.data.batches.structure import map_output
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
@@ -55,6 +56,7 @@ class TrainingStep:
         state: Of the training; the step changes its optimizer, rates and loss scale.
         setup: How batches reach the model, and what is computed of its output.
         guard: Decides whether a step is taken.
+        logged: Numbers of the user's own; None: they are not kept.
 
     Attributes:
         totals: Sums of the epoch.
@@ -62,7 +64,12 @@ class TrainingStep:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, state: TrainingState, setup: ModelSetup, guard: FiniteGuard
+        self,
+        ddp: DistributedDataParallel,
+        state: TrainingState,
+        setup: ModelSetup,
+        guard: FiniteGuard,
+        logged: LoggedNumbers | None = None,
     ) -> None:
         self._ddp = ddp
         self._loss = setup.loss
@@ -71,6 +78,7 @@ class TrainingStep:
         self._step_optimizer = OptimizerStep(state.optimizer)
         self._rates = state.rates
         self._clip = make_clip(state.config)
+        self._logged = logged or LoggedNumbers()
         self._scale, self._multiplier = state.loss_scale, 1.0
         self._before_update = state.callbacks.before_optimizer_step
         self._world_size = dist.get_world_size()
@@ -153,8 +161,8 @@ class TrainingStep:
             if step is not None:
                 if self._before_update is not None:
                     self._before_update(share.number)
-                if self._clip is not None:
-                    self._clip(self._parameters)
+                if self._clip is not None and (norm := self._clip(self._parameters)) is not None:
+                    self._logged.add_norm(norm, may_be_skipped=self.guard.defers_verdicts)
                 step()
                 self._rates.step()
         return verdict
@@ -250,6 +258,7 @@ class TrainingStep:
 
     def _forward(self, batch: Batch) -> Result:
         self._ddp.expect_rows(batch.rows)
+        self._logged.rows = batch.rows
         output = self._setup.call(self._ddp.forward, batch)
         if self._setup.num_micro_batches is None:
             self._loss.check_shapes(output, batch.targets)  # there was no dry run

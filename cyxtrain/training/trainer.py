@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
@@ -23,8 +22,10 @@ from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
+from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
+from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
@@ -63,7 +64,7 @@ _numbers = itertools.count(1)
 
 
 @names_checked
-class DistributedTrainer(TrainerSteps):
+class DistributedTrainer(TrainerSteps, NumberLogger):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -76,13 +77,14 @@ class DistributedTrainer(TrainerSteps):
         optimizer: From torch.optim, a factory, or a name.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
             returns; 1 for others.
-        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names ("top_5",
-            "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse", "rmse",
-            "r2"), functions of (output, target) that return a number per sample or their mean, and torchmetrics'
-            objects; or several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
+        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
+            "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
+            sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
+            several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
-            of `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
-            `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
+            of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
+            returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
+            it steps the schedule.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
         ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
@@ -167,12 +169,18 @@ class DistributedTrainer(TrainerSteps):
 
     @property
     def _arguments(self) -> TrainerArguments:
-        return TrainerArguments(self.model, self._loss, self.optimizer, self._device, self._metrics, self._own_steps)
+        given = (self.model, self._loss, self.optimizer, self._device, self._metrics, self._own_steps)
+        return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
     def trained(self) -> nn.Module:
         """The model and, as one module with it, a loss that has its own parameters or buffers."""
         return self._state.trained
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics that the trainer was given, by name."""
+        return dict(self._metrics)
 
     @property
     def epoch(self) -> int:
@@ -190,9 +198,9 @@ class DistributedTrainer(TrainerSteps):
         return self._state.config
 
     @property
-    def scheduler(self) -> LRScheduler | None:
+    def scheduler(self) -> Any:
         """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
-        return self._state.rates.scheduler
+        return given_schedule(self._state.rates.scheduler)
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
@@ -316,9 +324,9 @@ class DistributedTrainer(TrainerSteps):
         if history is not None:
             return history
         plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
-        with self._fit_context(plan, ddp):
+        with self._fit_context(plan, ddp) as logged:
             plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-            self._fit = FitLoop(self._state, plan, ddp, checkpoint)
+            self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
             stopped = self._fit.fit()
         return self._finish(plan, stopped)
 
@@ -352,11 +360,12 @@ class DistributedTrainer(TrainerSteps):
         return plan, ddp, checkpoint, header_lines
 
     @contextlib.contextmanager
-    def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:
-        """Set modes, precision and kernels for a fit; restore them, and the wrappers, afterwards."""
+    def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:
+        """Set modes, precision and kernels for a fit, and collect numbers; restore them, and wrappers, afterwards."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
+            logged = stack.enter_context(self._logging())
             stack.enter_context(float32_products(plan.config.float32_precision))
             if plan.uses_fused_optimizer:
                 stack.enter_context(fused(self.optimizer))
@@ -365,7 +374,7 @@ class DistributedTrainer(TrainerSteps):
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
-                yield
+                yield logged
             finally:
                 self._fit = None
                 self._state.rates.note_rates()
@@ -412,7 +421,8 @@ class DistributedTrainer(TrainerSteps):
             distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
             options = {"steps": steps, "callbacks": callbacks, "verbose": verbose}
             rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed, **options)
-            evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed))
+            with self._logging() as logged:
+                evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed), logged)
         return evaluation.to_dict() if return_dict else evaluation
 
     def predict(
@@ -455,13 +465,15 @@ class DistributedTrainer(TrainerSteps):
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
         options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
-        return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
+        with self._logging():
+            return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
         source = open_rows(data, batch_size, self.config, distributed=distributed)
-        check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
-        return agree_on(check)[0] if distributed else check()[0]
+        with self._logging():
+            check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
+            return agree_on(check)[0] if distributed else check()[0]
 
     def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.
@@ -560,7 +572,7 @@ class DistributedTrainer(TrainerSteps):
         check_names(type(self), self.model, self._own_steps)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
-        with recomputed(self._recomputed):
+        with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments, sources, first)
         rates = self._state.rates
         steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
@@ -578,7 +590,7 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
     return TrainerParts(
         owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
-        local=frozenset({"_fit", "_wrappers", "_state"}),
+        local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
         given=trainer._arguments,
         is_fitting=trainer._fit is not None,
     )

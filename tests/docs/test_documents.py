@@ -174,7 +174,7 @@ def test_files_that_documents_name_exist():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_names_in_documents_are_public(path):
-    for name in re.findall(r"\bcx\.((?:callbacks\.|datasets\.)?\w+)", path.read_text(encoding="utf-8")):
+    for name in re.findall(r"\bcx\.((?:callbacks\.|datasets\.|metrics\.)?\w+)", path.read_text(encoding="utf-8")):
         owner, _, last = name.rpartition(".")
         module = getattr(cx, owner) if owner else cx
         assert hasattr(module, last), f"{path.name}: there is no cx.{name}"

@@ -18,7 +18,12 @@ from pages import ROOT
 import cyxtrain as cx
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-MODULES = {"cyxtrain": cx, "cyxtrain.callbacks": cx.callbacks, "cyxtrain.datasets": cx.datasets}
+MODULES = {
+    "cyxtrain": cx,
+    "cyxtrain.callbacks": cx.callbacks,
+    "cyxtrain.datasets": cx.datasets,
+    "cyxtrain.metrics": cx.metrics,
+}
 HEADINGS = [
     "Process group",
     "Collectives",
@@ -54,11 +59,12 @@ def functions() -> Iterator[Any]:
 
 
 def test_reference_has_every_public_name_in_order():
-    assert shown("cyxtrain") == [name for name in cx.__all__ if name not in ("datasets", "callbacks")]
+    assert shown("cyxtrain") == [name for name in cx.__all__ if name not in ("datasets", "callbacks", "metrics")]
 
 
-def test_reference_has_every_callback():
+def test_reference_has_every_callback_and_metric():
     assert sorted(shown("cyxtrain.callbacks")) == sorted(cx.callbacks.__all__)
+    assert shown("cyxtrain.metrics") == cx.metrics.__all__
 
 
 def test_reference_has_every_data_set():
@@ -141,7 +147,7 @@ def test_every_setting_is_in_a_table_with_its_meaning():
 def test_every_public_function_and_class_is_in_a_table(generator):
     grouped = {name for names in generator.GROUPS.values() for name in names}
     settings = {config.__name__ for config in generator.SETTINGS}
-    others = {"BackendType", "ReduceOp", "datasets", "callbacks", "DistributedTrainingHistory"}
+    others = {"BackendType", "ReduceOp", "datasets", "callbacks", "metrics", "DistributedTrainingHistory"}
     errors = {name for name in cx.__all__ if name.endswith("Error")}
     assert grouped | settings | others | errors == set(cx.__all__)
 

@@ -16,7 +16,9 @@ from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.sources.source import Source
+from cyxtrain.environment import accelerator
 from cyxtrain.errors import brief
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.optim.optimizers import place_state
@@ -30,13 +32,20 @@ from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.trained import trained_with
+from cyxtrain.world import runtime
 
 # What a function returns keeps the class of a loss out.
 LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[str, Any] | None
 
 
 class TrainerArguments(NamedTuple):
-    """What a trainer was given; `loss_fn` with the factors of several losses, and steps of the user's own."""
+    """What a trainer was given.
+
+    Attributes:
+        loss_fn: With the factors of several losses.
+        steps: Of the user's own.
+        logged: What the dry run logs.
+    """
 
     model: nn.Module
     loss_fn: Any
@@ -44,6 +53,7 @@ class TrainerArguments(NamedTuple):
     device: str | torch.device
     metrics: Mapping[str, Any]
     steps: OwnSteps
+    logged: LoggedNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +103,12 @@ class CheckedData(ModelSetup):
         """Names of what is measured of it."""
         accuracy = [] if self.loss.accuracy is None else ["accuracy"]
         return [*dict.fromkeys(["loss", *accuracy, *self.loss.shown, *self.metrics.names])]
+
+    @property
+    def validated(self) -> list[str]:
+        """Names of what is measured of it if it is not trained on."""
+        whole = (name for each in self.metrics.whole_sets for name in each.names)
+        return [*dict.fromkeys([*self.measured, *whole])]
 
 
 def check_data(
@@ -176,6 +192,7 @@ def check_rows(
         "the batch size": batch_size,
         "steps": steps,
         "pad_value": str(pad_value),
+        "the metrics": [*trainer.metrics],
         **source.facts("the given"),
         **value_facts(trained_with(trainer.model, rows.loss)),
     }
@@ -184,6 +201,8 @@ def check_rows(
 def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
     """Move model and loss to their device; return where batches go, and in which types."""
     chosen = choose_device(device, model)
+    if runtime.is_master():
+        accelerator.warn_if_untested(chosen.type)
     model.to(chosen)
     for module in loss.modules:
         module.to(chosen)  # it may have class weights

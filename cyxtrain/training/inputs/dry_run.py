@@ -26,6 +26,7 @@ from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.named_metrics import ACCURACY, make_metrics
+from cyxtrain.metrics.whole_set import WholeSet, tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
 from cyxtrain.training.inputs.checks import check_classes
@@ -135,7 +136,10 @@ class DryRun:
             with gathering_alone():
                 warning_of(check.find_items)
             output, value = self._forward(source, batch)
-            return self._measuring(output, batch, value)
+            measures = self._measuring(output, batch, value)
+            output = self._loss.measured_part(output)
+            measures.whole_sets = tried_sets(self._metrics, self._loss, output, batch.answers, batch.rows)
+            return measures
 
     def predict(self, source: Source) -> Any:
         """Try a prediction for a source's first rows; return the output without its values. Raises as `train`."""
@@ -255,7 +259,9 @@ class DryRun:
 
     def _without_output(self) -> Metrics:
         """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""
-        missing = [name for name in self._metrics if name not in self._loss.shown]
+        trains = self._model.training  # then metrics over whole sets are not computed
+        given = [name for name, each in self._metrics.items() if not (trains and isinstance(each, WholeSet))]
+        missing = [name for name in given if name not in self._loss.shown]
         if missing:
             raise ConfigError(
                 f"the metrics {shortened(missing)} compare outputs with y, and the dictionary that the step returns "

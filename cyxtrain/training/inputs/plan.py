@@ -56,6 +56,7 @@ class FitPlan:
         defers_verdicts: Whether all ranks compute on accelerators, and the host need not wait for a step.
         attempt: How often a launcher has restarted the ranks, at most.
         devices: Those in use and those visible, in words.
+        may_log: Whether this rank may log numbers of the user's own: the dry run has, or a callback may.
     """
 
     config: DistributedTrainingConfig
@@ -72,6 +73,7 @@ class FitPlan:
     defers_verdicts: bool = False
     attempt: int = 0
     devices: str = ""
+    may_log: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,14 +102,15 @@ class FitPlan:
             "validation": bool(self.validation),
             "metrics": self.measured,
             "larger_is_better": self.larger_is_better,
+            "may_log": self.may_log,
         }
 
     @property
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
         sets = self.validation.items()
-        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
-        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
+        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.validated]
+        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.validated]
         return self.data.measured + first + named
 
     def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
@@ -120,7 +123,7 @@ class FitPlan:
     def larger_is_better(self) -> dict[str, bool]:
         """Which numbers of the history are better if larger, by name without val_; unknown ones are left out."""
         losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
-        found = {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
+        found = {**losses, "accuracy": True, **next(iter(self.validation.values()), self.data).metrics.larger_is_better}
         named = {f"{each}_{name}": better for each in self.validation for name, better in found.items()}
         return {**named, **found}
 
@@ -257,7 +260,7 @@ def plan_fit(
         **_facts(arguments, opened, trained, data.placement.device),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizer, trained),
-        "the metrics": data.metrics.names,
+        "the metrics": [*trainer.metrics],
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
         "_attempt": process_env.launched_run()[1],
@@ -267,6 +270,7 @@ def plan_fit(
     uses_fused_optimizer = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
     ways = (uses_fused_optimizer, compiles_by_layer(model, config.compile, data.placement.device, world_size))
     plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
+    plan = replace(plan, may_log=callbacks.may_log or trainer.logged.has_any)
     _check_best(plan)
     _check_validation(plan)
     if config.log_every_n_batches and runtime.is_master():
@@ -303,7 +307,7 @@ def _facts(arguments: FitArguments, opened: Sources, trained: nn.Module, device:
 
 def _check_best(plan: FitPlan) -> None:
     best = plan.config.keep_best
-    if best is None:
+    if best is None or (best not in plan.measured and plan.may_log):
         return
     if best in plan.measured:
         if best.removeprefix("val_") not in plan.larger_is_better:

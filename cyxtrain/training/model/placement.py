@@ -15,8 +15,8 @@ from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, shortened
 from cyxtrain.world import consensus, runtime
 
-_NOT_COUNTED = ("cpu", "meta", "mps")
-"""Kinds of device of which `accelerator` does not know how many there are."""
+_NOT_COUNTED = ("cpu", "meta")
+"""Kinds of device that are always there."""
 
 
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
@@ -32,7 +32,7 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
         ) from error
     asked = f"device={str(device)!r}"
     is_there = visible is not None and visible.type == found.type
-    if not (torch.backends.mps.is_available() if found.type == "mps" else is_there or found.type in _NOT_COUNTED):
+    if not (is_there or found.type in _NOT_COUNTED or accelerator.is_there(found.type)):
         raise ConfigError(f"{asked}: no {found.type.upper()} device is visible. Use 'auto' or 'cpu'.")
     if is_there and (found.index or 0) >= count:
         numbers = f"{found.type}:0" + (f" to {found.type}:{count - 1}" if count > 1 else "")

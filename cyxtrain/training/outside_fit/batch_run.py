@@ -66,10 +66,12 @@ class BatchRun:
         step: Callable[[Batch], object],
         should_stop: Callable[[], bool] = lambda: False,
         finish: Callable[[], object] = lambda: None,
+        begin: Callable[[int, int], object] = lambda rows, number: None,
     ) -> bool:
         """Call `step` with each of this rank's batches; return whether `should_stop` ended it on this rank.
 
-        An error on any rank is raised on all. `step` calls `end_batch`; `finish` is called after the last batch.
+        An error on any rank is raised on all. `step` calls `end_batch`; `finish` is called after the last batch,
+        `begin` before each with its rows and number.
         """
         self._callbacks.begin_batches(self._kind)
         self._display.phase(self._phase, 0, self._own)
@@ -81,6 +83,7 @@ class BatchRun:
                     module.eval()
                 batches = rows.source.whole_batches(rows.batch_size, rows.placement, self._share)
                 for batch in self._until_end(marked_steps(batches, rows.placement.device)):
+                    begin(batch.rows, batch.number)
                     self._callbacks.on_batch_begin(self._kind, self._done)
                     step(batch)
                     is_stopped = should_stop()

@@ -21,6 +21,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
 from cyxtrain.training.inputs.plan import FitPlan, place_of
@@ -55,7 +56,9 @@ def stop_requested_in(checkpoint: CheckpointState) -> bool:
     return any(each.get("stop") is True for each in checkpoint.ranks)
 
 
-def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, device: torch.device) -> None:
+def restore_rank(
+    checkpoint: CheckpointState, source: str, totals: MetricSums, logged: LoggedNumbers, device: torch.device
+) -> None:
     """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch.
 
     Raises:
@@ -70,8 +73,10 @@ def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, d
             set_generators(ranks[rank]["generators"], device)
             totals.restore(tables[rank])
             totals.metrics.merge([ranks[rank].get("metrics", {})])
+            logged.restore([ranks[rank].get("logged", {})])
             return
         totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
+        logged.restore([each.get("logged", {}) for each in ranks[rank::world_size]])
         if rank == 0:
             # Added up once: which rank has counted what changes only the last bits of the result.
             totals.restore([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])

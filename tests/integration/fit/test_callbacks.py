@@ -89,6 +89,7 @@ def fit_recorded(learning_rate: float = 1e-3) -> list[Any]:
         "validation": False,
         "metrics": ["loss", "accuracy"],
         "larger_is_better": {"loss": False, "accuracy": True},
+        "may_log": True,
     }
     return [recorder.calls, recorder.logs, history.history]
 

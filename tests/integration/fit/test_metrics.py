@@ -13,6 +13,7 @@ import torchmetrics
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
 from rank_processes import rank_server  # noqa: F401 - a fixture
+from scipy import stats
 from sklearn import metrics as expected
 from torch import nn
 from torch.nn import functional
@@ -21,9 +22,13 @@ import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
-OF_CLASSES = ["top_2", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"]
-OF_TWO = ["f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"]
-OF_NUMBERS = ["mae", "mse", "rmse", "r2"]
+OF_TWO = [
+    *("f1", "precision", "recall", "specificity", "jaccard", "auc", "average_precision", "cohen_kappa", "matthews"),
+    *("calibration_error", "f1_macro", "precision_weighted", "recall_per_class", "specificity_per_class"),
+]
+OF_CLASSES = [*OF_TWO, "top_2", "f1_micro", "f1_weighted", "f1_per_class", "jaccard_per_class", "auc_per_class"]
+OF_LABELS = ["f1", "precision_micro", "recall_weighted", "jaccard", "auc", "average_precision_per_class"]
+OF_NUMBERS = ["mae", "mse", "rmse", "r2", "mape", "msle", "explained_variance", "pearson", "spearman"]
 
 
 def confidence(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -43,7 +48,8 @@ def evaluated(kind: str) -> dict[str, float]:
         metrics |= {
             "confidence": confidence,
             "rights": rights,
-            "jaccard": torchmetrics.JaccardIndex("multiclass", num_classes=CLASSES),
+            "their_jaccard": torchmetrics.JaccardIndex("multiclass", num_classes=CLASSES),
+            "their_f1": torchmetrics.F1Score("multiclass", num_classes=CLASSES, average=None),
         }
     trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=metrics)
     return dict(trainer.evaluate(*rows, batch_size=4))
@@ -60,46 +66,103 @@ def task(kind: str) -> tuple[nn.Module, Any, tuple[torch.Tensor, torch.Tensor], 
         return model, nn.BCEWithLogitsLoss(), (inputs, two), OF_TWO
     if kind == "probabilities":
         return nn.Sequential(model, nn.Sigmoid()), nn.BCELoss(), (inputs, two), OF_TWO
-    return model, nn.MSELoss(), (inputs, inputs.sum(1, keepdim=True).square()), OF_NUMBERS
+    if kind == "labels":
+        labels = (inputs[:, :3] + 0.3 * inputs.roll(1, 0)[:, :3] > 0).float()
+        return make_model(), nn.BCEWithLogitsLoss(), (inputs, labels), OF_LABELS
+    if kind == "two numbers":
+        with seeded():
+            model = nn.Linear(4, 2)
+    numbers = inputs[:, : 2 if kind == "two numbers" else 1].round().abs() + 1  # some are equal
+    return nn.Sequential(model, nn.Softplus()), nn.MSELoss(), (inputs, numbers), OF_NUMBERS
 
 
 def by_scikit_learn(kind: str) -> dict[str, float]:
-    model, _, (inputs, targets), names = task(kind)
+    model, _, (inputs, targets), _ = task(kind)
     with torch.no_grad():
         output = model(inputs).double()
-    truth = targets.numpy().reshape(len(targets), -1)[:, 0]
-    if kind == "numbers":
-        said = output.numpy()[:, 0]
-        found = {
-            "mae": expected.mean_absolute_error(truth, said),
-            "mse": expected.mean_squared_error(truth, said),
-            "rmse": math.sqrt(expected.mean_squared_error(truth, said)),
-            "r2": expected.r2_score(truth, said),
-        }
-        return {name: found[name] for name in names}
-    if kind == "classes":
+    truth: Any = targets.numpy()
+    if "number" in kind:
+        return of_numbers(truth.astype(float), output.numpy())
+    if kind == "labels":
+        return of_labels(truth, output.sigmoid().numpy())
+    several = kind == "classes"
+    if several:
         scores, said, average = output.softmax(1).numpy(), output.argmax(1).numpy(), "macro"
     else:
+        truth = truth[:, 0].astype(int)
         scores = (output.sigmoid() if kind == "logits" else output).numpy()[:, 0]
-        said, average = (scores > 0.5).astype(float), "binary"
-    ranked = {"multi_class": "ovr", "average": "macro"} if kind == "classes" else {}
+        said, average = (scores > 0.5).astype(int), "binary"
+    ranked = {"multi_class": "ovr", "average": "macro"} if several else {}
     found = {
         "f1": expected.f1_score(truth, said, average=average, zero_division=0),
         "precision": expected.precision_score(truth, said, average=average, zero_division=0),
         "recall": expected.recall_score(truth, said, average=average, zero_division=0),
+        "jaccard": expected.jaccard_score(truth, said, average=average),
         "auc": expected.roc_auc_score(truth, scores, **ranked),
         "average_precision": expected.average_precision_score(
-            functional.one_hot(targets).numpy() if kind == "classes" else truth, scores
+            functional.one_hot(targets).numpy() if several else truth, scores
         ),
         "cohen_kappa": expected.cohen_kappa_score(truth, said),
         "matthews": expected.matthews_corrcoef(truth, said),
+        "f1_macro": expected.f1_score(truth, said, average="macro", zero_division=0),
+        "precision_weighted": expected.precision_score(truth, said, average="weighted", zero_division=0),
+        **per_class("recall", expected.recall_score(truth, said, average=None, zero_division=0)),
     }
-    if kind == "classes":
+    matrix = expected.multilabel_confusion_matrix(truth, said)
+    specificity = matrix[:, 0, 0] / matrix[:, 0].sum(1)
+    found["specificity"] = specificity.mean() if several else specificity[1]
+    found |= per_class("specificity", specificity)
+    confidence, right = (scores.max(1), said == truth) if several else (scores, truth)
+    found["calibration_error"] = calibration_error(confidence, right)
+    if several:
         found["top_2"] = expected.top_k_accuracy_score(truth, scores, k=2)
         found["confidence"] = float(scores.max(1).mean())
         found["rights"] = expected.accuracy_score(truth, said)
-        found["jaccard"] = expected.jaccard_score(truth, said, average="macro")
+        found["their_jaccard"] = found["jaccard"]
+        found["f1_micro"] = expected.f1_score(truth, said, average="micro")
+        found["f1_weighted"] = expected.f1_score(truth, said, average="weighted", zero_division=0)
+        each = expected.f1_score(truth, said, average=None, zero_division=0)
+        found |= per_class("f1", each) | per_class("their_f1", each)
+        found |= per_class("jaccard", expected.jaccard_score(truth, said, average=None))
+        found |= per_class("auc", [expected.roc_auc_score(truth == n, scores[:, n]) for n in range(CLASSES)])
     return found
+
+
+def per_class(name: str, values: Any) -> dict[str, float]:
+    return {f"{name}_class_{number}": float(value) for number, value in enumerate(values)}
+
+
+def calibration_error(confidence: Any, right: Any) -> float:
+    places = np.minimum((confidence * 15).astype(int), 14)
+    gaps = [abs(right[places == n].sum() - confidence[places == n].sum()) for n in range(15)]
+    return float(sum(gaps) / len(confidence))
+
+
+def of_labels(truth: Any, scores: Any) -> dict[str, float]:
+    said = scores > 0.5
+    return {
+        "f1": expected.f1_score(truth, said, average="macro"),
+        "precision_micro": expected.precision_score(truth, said, average="micro"),
+        "recall_weighted": expected.recall_score(truth, said, average="weighted"),
+        "jaccard": expected.jaccard_score(truth, said, average="macro"),
+        "auc": expected.roc_auc_score(truth, scores),
+        **per_class("average_precision", expected.average_precision_score(truth, scores, average=None)),
+    }
+
+
+def of_numbers(truth: Any, said: Any) -> dict[str, float]:
+    columns = range(truth.shape[1])
+    return {
+        "mae": expected.mean_absolute_error(truth, said),
+        "mse": expected.mean_squared_error(truth, said),
+        "rmse": expected.root_mean_squared_error(truth, said),
+        "r2": expected.r2_score(truth, said),
+        "mape": expected.mean_absolute_percentage_error(truth, said),
+        "msle": expected.mean_squared_log_error(truth, said),
+        "explained_variance": expected.explained_variance_score(truth, said),
+        "pearson": float(np.mean([stats.pearsonr(truth[:, n], said[:, n])[0] for n in columns])),
+        "spearman": float(np.mean([stats.spearmanr(truth[:, n], said[:, n])[0] for n in columns])),
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,7 +171,9 @@ def by_scikit_learn(kind: str) -> dict[str, float]:
         "classes",
         "probabilities",
         pytest.param("logits", marks=pytest.mark.nightly),
+        pytest.param("labels", marks=pytest.mark.nightly),
         pytest.param("numbers", marks=pytest.mark.nightly),
+        pytest.param("two numbers", marks=pytest.mark.nightly),
     ],
 )
 def test_every_metric_is_scikit_learns_on_any_number_of_ranks(kind):
@@ -134,6 +199,19 @@ def test_ranks_without_a_row_take_part():
         assert found == pytest.approx(alone)
 
 
+def few_numbers() -> dict[str, float]:
+    """Three rows of two numbers for four ranks."""
+    model, loss, (inputs, targets), names = task("two numbers")
+    trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=names)
+    return dict(trainer.evaluate(inputs[:3], targets[:3], batch_size=1))
+
+
+def test_ranks_without_a_row_take_part_in_sums_of_several_outputs():
+    [alone] = everywhere(1, few_numbers)
+    for found in run_world(4, few_numbers):
+        assert found == pytest.approx(alone, nan_ok=True)  # a correlation with equal targets
+
+
 def fit(**more: Any) -> cx.DistributedTrainer:
     model = make_model()
     trainer = cx.DistributedTrainer(
@@ -154,7 +232,8 @@ def fit_measured(**more: Any) -> dict[str, list[float]]:
 def test_history_has_metrics_of_training_and_validation_the_same_on_any_number_of_ranks():
     [alone] = everywhere(1, fit_measured)
     names = ["loss", "accuracy", "f1", "auc", "top_2", "confidence"]
-    assert list(alone) == ["loss", "accuracy", "val_loss", "val_accuracy", *names[2:], *(f"val_{n}" for n in names[2:])]
+    validated = [f"val_{name}" for name in names[2:]]
+    assert list(alone) == ["loss", "accuracy", "val_loss", "val_accuracy", *names[2:], *validated, "learning_rate"]
     for world_size in (2, 4):
         for found in run_world(world_size, fit_measured):
             for name, values in alone.items():
@@ -167,7 +246,7 @@ def test_a_history_with_metrics_is_written_and_read():
     assert cx.TrainingHistory.from_json(history.to_json()) == history
     header, *lines = history.to_csv().splitlines()
     assert header.split(",")[5:7] == ["train_f1", "train_auc"]
-    assert header.endswith("val_confidence")
+    assert header.endswith("val_confidence,learning_rate")
     assert float(lines[1].split(",")[5]) == history.metrics["f1"][1]
     assert "val_auc" in repr(history)
     for wrong in ({"metrics": 3}, {"metrics": {"f1": ["x"]}}):
@@ -237,7 +316,7 @@ def test_lines_and_batch_logs_have_metrics(capsys):
     out = capsys.readouterr().out
     assert "batch 2/5  loss" in out
     assert "val_f1 0." in out
-    assert list(read[0]) == ["loss", "accuracy", "f1", "auc", "top_2", "confidence"]
+    assert list(read[0]) == ["loss", "accuracy", "f1", "auc", "top_2", "confidence", "learning_rate"]
 
 
 def test_what_a_user_computes_alone_is_of_all_rows():
@@ -287,9 +366,10 @@ def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
         ("classes", [torchmetrics.MeanSquaredError()], "metric mean_squared_error cannot take"),
         (
             "classes",
-            [torchmetrics.F1Score("multiclass", num_classes=3, average=None)],
-            r"multiclass_f1_score has shape \[3\], and an epoch has one number",
+            [torchmetrics.ConfusionMatrix("multiclass", num_classes=3)],
+            r"confusion_matrix has shape \[3, 3\], and the history takes a number, or one for each class",
         ),
+        ("labels", ["cohen_kappa"], "'cohen_kappa' is for one class per row, and the targets are several labels"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_anything_starts(kind, metrics, words):

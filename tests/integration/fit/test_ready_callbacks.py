@@ -164,7 +164,7 @@ def test_a_line_per_epoch_is_written_by_rank_0_and_resumed(tmp_path):
     path = tmp_path / "logs" / "here.csv"
     [history, _] = run_world(2, log_all, str(path), str(tmp_path / "kept"))
     header, *lines = table(path)
-    assert header == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy"]
+    assert header == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "learning_rate"]
     assert [line[0] for line in lines] == ["0", "1", "2"]
     assert [float(line[1]) for line in lines] == history["loss"]
     assert lines[0][3] == ""
@@ -192,8 +192,8 @@ def test_a_number_that_the_file_has_no_column_for_gets_one(tmp_path):
     with one_process():
         history = fit(CSVLogger(path, append=True), epochs=1).history.history
     header, *lines = table(path)
-    assert header == ["epoch", "loss", "accuracy"]
-    assert lines == [["0", "0.5", ""], ["0", repr(history["loss"][0]), repr(history["accuracy"][0])]]
+    assert header == ["epoch", "loss", "accuracy", "learning_rate"]
+    assert lines == [["0", "0.5", "", ""], ["0", repr(history["loss"][0]), repr(history["accuracy"][0]), "0.1"]]
 
 
 def log_all(path: str, kept: str) -> dict[str, list[float]]:

@@ -42,6 +42,53 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+class Halving:
+    """Halves the rate with each call; keeps the count itself, as packages other than PyTorch do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.calls = 0
+
+    def step(self) -> None:
+        self.calls += 1
+        self.set(0.1 / 2**self.calls)
+
+    def set(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+class Timms(Halving):
+    """The interface of timm's schedules, of which one is called per epoch, the other per update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, t_in_epochs: bool) -> None:
+        super().__init__(optimizer)
+        self.t_in_epochs = t_in_epochs
+
+    def step(self, epoch: int, metric: float | None = None) -> None:  # type: ignore[override]
+        if self.t_in_epochs:
+            self.calls = epoch
+            self.set(0.1 / 2**epoch)
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        if not self.t_in_epochs:
+            self.calls = num_updates
+            self.set(0.1 / 2**num_updates)
+
+
+OF_OTHERS: dict[str, Any] = {
+    "Halving": Halving,
+    "Timms": lambda optimizer: Timms(optimizer, t_in_epochs=False),
+    "Timms per epoch": lambda optimizer: Timms(optimizer, t_in_epochs=True),
+}
+
+
 class Trace(cx.callbacks.Callback):
     """The learning rate of each step."""
 
@@ -107,6 +154,38 @@ def test_what_is_scaled_or_set_between_two_fits_scales_all_of_it(name):
         trainer.fit(INPUTS, TARGETS, callbacks=trace, **{**SETTINGS, "epochs": 1})
         assert trace.rates[0] == 0.3
         assert all(rate < 1 for rate in trace.rates)
+
+
+def fit_with_others(name: str, folder: str, **more: Any) -> list[Any]:
+    model, trace = make_model(), Trace()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = OF_OTHERS[name](optimizer)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=schedule)
+    assert trainer.scheduler is schedule
+    settings = {**SETTINGS, "scheduler_interval": "epoch" if "epoch" in name else "step", **more}
+    trainer.fit(INPUTS, TARGETS, callbacks=trace, checkpoint_every_n_steps=3, checkpoint_dir=folder, **settings)
+    return [trace.rates, schedule.calls]
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_an_object_of_another_package_is_stepped_and_resumes(name, tmp_path):
+    per_step = [0.1 / 2**step for step in range(STEPS)]
+    rates = [0.1] * 5 + [0.05] * 5 if "epoch" in name else per_step
+    expected = [rates, 2 if "epoch" in name else STEPS]
+    with one_process():
+        assert fit_with_others(name, str(tmp_path)) == expected
+        assert fit_with_others(name, str(tmp_path), resume=str(tmp_path / "step-00000003.ckpt")) == expected
+        assert fit_with_others(name, str(tmp_path), resume=str(tmp_path / "step-00000006.ckpt")) == expected
+
+
+def test_an_object_of_another_package_that_would_be_stepped_wrongly_is_refused(tmp_path):
+    with one_process():
+        with pytest.raises(cx.ConfigError, match=r'Timms counts epochs .* set scheduler_interval="epoch"'):
+            fit_with_others("Timms per epoch", str(tmp_path), scheduler_interval="step")
+        with pytest.raises(cx.ConfigError, match=r'Timms counts steps .* set scheduler_interval="step"'):
+            fit_with_others("Timms", str(tmp_path), scheduler_interval="epoch")
+        with pytest.raises(cx.ConfigError, match="scales the optimizer's rate, and Halving sets rates itself"):
+            fit_with_others("Halving", str(tmp_path), learning_rate_scaling="sqrt")
 
 
 def test_every_rank_of_every_world_has_the_same_rates():

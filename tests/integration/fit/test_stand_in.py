@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from stand_in import fakegpu
 from stand_in.running import run_command, run_on_stand_in
 from stand_in_fits import CASES, fits
 from worlds import TESTS
+
+import cyxtrain as cx
 
 DAILY = (
     *("arrays", "dataset", "stream", "arrays on the device", "class weights, ignored targets", "batch norm"),
@@ -57,6 +61,21 @@ def test_a_program_has_the_device_once_it_imports_torch_also_when_the_launcher_s
     printed = run_command(fakegpu_folder, command)
     assert printed.count("fakegpu 3.0 ('item SYNC', '") == 2
     assert printed.count("fakegpu:0 ['cpu', 'fakegpu']") == 2
+
+
+def warned_in_two_fits() -> list[str]:
+    model = torch.nn.Linear(2, 2)
+    trainer = cx.DistributedTrainer(model, "mse", "sgd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.fit(torch.ones(4, 2), torch.ones(4, 2), epochs=1, verbose=False)
+    return [str(each.message) for each in caught if "never been tested" in str(each.message)]
+
+
+def test_a_kind_of_device_that_has_never_been_used_is_a_warning_once_on_rank_0(fakegpu_folder):
+    text = "Cyxtrain has never been tested on fakegpu: compare the first losses with those of device='cpu'."
+    assert run_on_stand_in(fakegpu_folder, 2, warned_in_two_fits) == [[text], []]
 
 
 # --- whole fits -----------------------------------------------------------------------------------------------------

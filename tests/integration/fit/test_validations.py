@@ -98,7 +98,7 @@ def test_each_validation_calls_the_hooks():
     names = ["accuracy", "f1", "loss"]
     of_validation = [f"val_{name}" for name in names]
     each = [("end", names), (0, of_validation)]
-    assert hooks.calls == [("begin", 6), *each, ("begin", 10), *each, names + of_validation]
+    assert hooks.calls == [("begin", 6), *each, ("begin", 10), *each, sorted([*names, "learning_rate", *of_validation])]
 
 
 def rows_of() -> list[list[dict[str, float]]]:

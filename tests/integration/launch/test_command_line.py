@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from forked_programs import run_python
 from rank_processes import environment, rank_server, run_processes, values  # noqa: F401 - a fixture
@@ -282,3 +283,10 @@ def test_a_shell_gets_what_it_asks_for(typed, gives, tmp_path):
 def test_torchs_local_rank_is_accepted() -> Any:
     for option in ("--local-rank=1", "--local_rank=1"):
         assert alone(option, "fit", CONFIG, "--print-config")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["", *command_line.cyxtrain.commands])
+def test_help_fits_80_columns(name):
+    command = command_line.cyxtrain.commands[name] if name else command_line.cyxtrain
+    text = command.get_help(click.Context(command, info_name=f"cyxtrain {name}", terminal_width=80))
+    assert [line for line in text.splitlines() if len(line) > 80] == []

@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import hosts
 import pytest
@@ -322,6 +323,12 @@ def test_accelerators_other_than_cuda_are_listed(capsys, monkeypatch):
     monkeypatch.setattr("cyxtrain.environment.accelerator.visible", lambda: torch.device("xpu"))
     monkeypatch.setattr("cyxtrain.environment.accelerator.count", lambda: 2)
     monkeypatch.setattr("cyxtrain.environment.accelerator.name_of", lambda device: "Arc")
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(total_memory=2**34))
+    monkeypatch.setattr("torch.get_device_module", lambda device: module)
+    assert examine(config_of()) == 0
+    size = terminal.size(2**34)
+    assert f"GPUs xpu:0 Arc, {size} xpu:1 Arc, {size}" in squeezed(capsys.readouterr().out)
+    monkeypatch.setattr("torch.get_device_module", lambda device: SimpleNamespace())
     assert examine(config_of()) == 0
     assert "GPUs xpu:0 Arc xpu:1 Arc" in squeezed(capsys.readouterr().out)
 

@@ -160,6 +160,10 @@ import cyxtrain as cx
 @cx.register_model("registered")
 def registered(config):
     return Net(config.model.width)
+
+@cx.metrics.WholeSet
+def count(outputs, targets):
+    return len(targets)
 """
 
 
@@ -192,10 +196,20 @@ def test_a_users_own_model_data_and_loss_by_the_names_of_their_modules(own, data
 
 def test_models_that_are_registered_in_a_module_of_imports_and_take_the_config(own):
     values = {"imports": ["own_things"], "model": {"name": "registered", "width": 3}, "data": "own_things:loaders"}
-    history, _ = fitted(
-        {**values, "loss_fn": {"name": "own_things:Weighted", "parts": [1, 2]}, "metrics": ["own_things:right"]}
+    history, experiment = fitted(
+        {
+            **values,
+            "loss_fn": {"name": "own_things:Weighted", "parts": [1, 2]},
+            "metrics": [
+                "own_things:right",
+                "own_things:count",
+                {"name": "cyxtrain.metrics:ConfusionMatrix", "path": None},
+            ],
+        }
     )
     assert history.metrics["right"]
+    assert history.metrics["val_count"][0] == 40
+    assert experiment.trainer.metrics["confusion_matrix"].matrix.sum() == 40
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,22 @@ def test_rows_of_different_lengths_and_dataclasses_come_back():
     torch.testing.assert_close(padded.scores, nn.utils.rnn.pad_sequence(expected, True, 7.0))
 
 
+def count_rows(outputs: Any, targets: Any) -> dict[str, float]:
+    return {"rows": len(targets), "ranks": cx.get_world_size(), "right": float((outputs.argmax(1) == targets).mean())}
+
+
+def test_workers_compute_metrics_over_whole_sets(tmp_path):
+    matrix = cx.metrics.ConfusionMatrix(tmp_path / "matrix.png")
+    trainer = trainer_of(metrics=[cx.metrics.WholeSet(count_rows), matrix, "f1_per_class"])
+    history = trainer.fit(X, Y, validation_data=(X, Y), **{**SETTINGS, "epochs": 1})
+    assert history.metrics["val_rows"] == [50]
+    assert history.metrics["val_ranks"] == [RANKS]
+    assert history.metrics["val_right"] == history.val_accuracies
+    assert "val_f1_class_2" in history.metrics
+    assert trainer.evaluate(X, Y)["rows"] == 50
+    assert (tmp_path / "matrix.png").exists()
+
+
 class Noting(cx.callbacks.Callback):
     """Keeps what it sees, as its user reads it afterwards."""
 
@@ -235,6 +251,25 @@ def test_callbacks_come_back_with_what_they_have_noted():
     assert weight is trainer.model[0].weight
     trainer.fit(X, Y, **SETTINGS)
     assert (len(ours.losses), len(of_fit.losses)) == (4, 2)
+
+
+class Logging(cx.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.trainer.log("rank", self.trainer.get_rank(), reduce="max")
+
+
+def test_numbers_of_the_callers_own_come_back():
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        trainer.log("own loss", loss)
+        return loss
+
+    trainer = cx.DistributedTrainer(make_model(), loss_fn, callbacks=[Logging()])
+    history = trainer.fit(X, Y, **SETTINGS).history
+    assert history["own loss"] == pytest.approx(history["loss"])
+    assert history["rank"] == [RANKS - 1] * 2
+    evaluated = trainer.evaluate(X, Y)
+    assert evaluated["own loss"] == pytest.approx(evaluated["loss"])
 
 
 class Counting(nn.Module):

@@ -75,6 +75,34 @@ def test_the_count_and_the_time_left_are_never_cut(make, columns):
     display.close()
 
 
+EPOCH_LINE = """\
+epoch 3/12  loss 0.1234  accuracy 0.9000  f1 0.5000  precision 0.6000
+            recall 0.7000  val_loss 0.2000  val_accuracy 0.8000
+            12 s, 3.4 ms/step, 18,800 samples/s
+"""
+HEADER = """\
+batch      16 per rank in micro-batches of 8, 16 effective
+hint       float32_precision='high' lets matrix products use TF32: about 8 times
+           as fast on this GPU, 10 bits of mantissa
+"""
+
+
+def test_lines_of_a_terminal_are_wrapped_between_numbers_and_between_words(capsys):
+    display = in_terminal(80, FakeClock())
+    hint = "float32_precision='high' lets matrix products use TF32: about 8 times as fast on this GPU, 10 bits of "
+    display.header([("batch", "16 per rank in micro-batches of 8, 16 effective"), ("hint", f"{hint}mantissa")])
+    assert capsys.readouterr().out == HEADER
+    display.begin_epoch(3, 12, None)
+    numbers = {"loss": 0.1234, "accuracy": 0.9, "f1": 0.5, "precision": 0.6, "recall": 0.7, "val_loss": 0.2}
+    text = module.numbers({**numbers, "val_accuracy": 0.8})
+    display.end_epoch(f"{text}  12 s, 3.4 ms/step, 18,800 samples/s")
+    assert display._console.file.getvalue().endswith(EPOCH_LINE)
+    wide = in_terminal(140, FakeClock())
+    wide.begin_epoch(3, 12, None)
+    wide.end_epoch(text)
+    assert wide._console.file.getvalue().endswith(f"epoch 3/12  {text}\n")
+
+
 def test_without_a_number_of_steps_there_are_numbers_alone(make):
     clock = FakeClock()
     display, written = make(120, clock)

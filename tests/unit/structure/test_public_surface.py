@@ -26,7 +26,7 @@ DATA = ["datasets", "DistributedSampler", "DistributedBatchIterator"]
 GRADIENTS = ["DDPConfig", "DistributedDataParallel"]
 TRAINING = [
     "DistributedTrainingConfig", "AMPConfig", "create_default_amp_config", "DistributedTrainer",
-    "DistributedAMPTrainer", "count_steps", "callbacks",
+    "DistributedAMPTrainer", "count_steps", "callbacks", "metrics",
     "TrainingHistory", "DistributedTrainingHistory",
     "save_weights", "load_weights",
 ]  # fmt: skip

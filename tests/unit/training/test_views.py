@@ -109,7 +109,7 @@ def test_what_cannot_be_drawn_is_said(monkeypatch):
     with pytest.raises(cx.ConfigError, match="the history has no epoch"):
         cx.TrainingHistory().plot()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "cyxtrain.progress.picture")
+    monkeypatch.delitem(sys.modules, "cyxtrain.environment.picture")
     with pytest.raises(cx.ConfigError, match=r"pip install 'cyxtrain\[plot\]'"):
         HISTORY.plot()
 

@@ -1,0 +1,110 @@
+"""A confusion matrix with a classification report, as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from cyxtrain.config.settings import require
+from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.sums import predicted_classes
+from cyxtrain.metrics.whole_set import WholeSet
+
+if TYPE_CHECKING:
+    from cyxtrain.metrics.loss import Loss
+
+# Classes of which numbers are written.
+_MOST_WITH_TEXT = 40
+
+
+class ConfusionMatrix(WholeSet):
+    """Draw the confusion matrix of each validation, with precision, recall and F1 of each class, on rank 0.
+
+    `fit` draws it in each validation, and `evaluate` of its data; the callback `TensorBoard` adds it to its images.
+
+    Args:
+        path: Of the picture (PNG, SVG, PDF), which the next one replaces; None: no file.
+        class_names: Of the classes, in their order; None: their numbers.
+
+    Attributes:
+        matrix: The latest counts, on rank 0: a row for each true class, a column for each predicted one.
+        figure: The latest matplotlib figure, on rank 0.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = "confusion_matrix.png", class_names: Sequence[Any] | None = None
+    ) -> None:
+        super().__init__(self._draw)
+        has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+        require(has_matplotlib, "ConfusionMatrix needs matplotlib: pip install 'cyxtrain[plot]'.")
+        self.__name__ = "confusion_matrix"
+        self.path = None if path is None else Path(path)
+        self.class_names = None if class_names is None else [str(name) for name in class_names]
+        self.matrix: Any = None
+        self.figure: Any = None
+
+    @override
+    def _kept(self, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
+        found = predicted_classes(output, target, loss)
+        if found is None:
+            raise ConfigError("ConfusionMatrix is for classes, and there is no accuracy of this output and y.")
+        predicted, classes, count = found
+        given = len(self.class_names or range(count))
+        require(given == count, f"ConfusionMatrix.class_names has {given} names, and there are {count} classes.")
+        if loss.ignored is not None and not loss.is_binary:
+            classes = classes.masked_fill(classes == loss.ignored, -1)
+        return predicted.long(), classes.long()
+
+    @override
+    def _names(self, name: str, rows: tuple[Any, Any]) -> list[str]:
+        return []  # without drawing: it adds no numbers to the history
+
+    def _draw(self, outputs: Any, targets: Any) -> dict[str, float]:
+        predicted, classes = (np.concatenate([*map(np.atleast_1d, each)], None) for each in (outputs, targets))
+        names = self.class_names or [str(number) for number in range(1 + max(predicted.max(), classes.max()))]
+        self.matrix = np.zeros((len(names), len(names)), np.int64)
+        np.add.at(self.matrix, (classes[classes >= 0], predicted[classes >= 0]), 1)
+        self.figure = _figure(self.matrix, names)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.figure.savefig(self.path, dpi=120)
+        return {}
+
+
+def _figure(matrix: Any, names: Sequence[str]) -> Any:
+    """Return a figure: a row for each true class, colored by its share, with the class's numbers at its end."""
+    from cyxtrain.environment.picture import Picture
+
+    size, longest, has_text = len(names), max(map(len, names)), len(names) <= _MOST_WITH_TEXT
+    right, predicted, rows = matrix.diagonal(), matrix.sum(0), matrix.sum(1)
+    parts = (predicted, rows, (predicted + rows) / 2)
+    precision, recall, f1 = (right / np.maximum(part, 1) for part in parts)
+    inches = size * max(0.4, 0.08 * len(str(matrix.max()))) if has_text else 8.0
+    figure: Any = Picture(figsize=(inches + 0.08 * longest + 4, inches + 0.08 * longest + 1.5), layout="constrained")
+    axes = figure.subplots()
+    shares = matrix / np.maximum(rows[:, None], 1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    ticks = range(0, size, 1 if has_text else -(-size // 20))
+    axes.set_xticks(ticks, [names[tick] for tick in ticks], rotation=0 if longest <= 3 else 90)
+    axes.set_yticks(ticks, [names[tick] for tick in ticks])
+    axes.set(xlabel="predicted class", ylabel="true class")
+    accuracy, mean = right.sum() / max(rows.sum(), 1), f1[predicted + rows > 0].mean()
+    figure.suptitle(f"accuracy {accuracy:.4f} ({right.sum():,} of {rows.sum():,}), F1 {mean:.4f}")
+    if has_text:
+        small = {"fontsize": 8, "family": "monospace"}
+        for row, column in np.argwhere(matrix):
+            color = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{matrix[row, column]}", ha="center", va="center", color=color, fontsize=8)
+        lines = [f"{p:9.3f}{r:8.3f}{f:7.3f}{n:8,}" for p, r, f, n in zip(precision, recall, f1, rows, strict=True)]
+        report = axes.secondary_yaxis("right")
+        report.set_yticks(range(size), lines, **small)
+        report.tick_params(length=0, pad=4)
+        title = "precision  recall     F1    rows"
+        axes.annotate(title, (1, 1), (4, 4), xycoords="axes fraction", textcoords="offset points", **small)
+    return figure

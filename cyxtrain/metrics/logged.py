@@ -1,0 +1,258 @@
+"""Numbers that a program logs by name: sums of an epoch or a validation, which the ranks join once, at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cyxtrain.config.settings import require, require_choice
+from cyxtrain.errors import ConfigError, brief, on_all_ranks
+from cyxtrain.world import runtime
+
+GRAD_NORM = "grad_norm"
+
+_Number = Tensor | float
+_REDUCES = ("mean", "sum", "max", "min", "last")
+# the mean of a number that every rank has alike; the ranks do not add it up
+_ALIKE = "alike"
+
+
+class LoggedNumbers:
+    """What `DistributedTrainer.log` is called with on this rank.
+
+    Attributes:
+        rows: Weight of a number that is logged without a weight.
+        place: Number of the running step, or of the batch of a validation, by which ranks know the last number.
+        reserved: Names that `fit` measures itself.
+        best_names: Those by which checkpoints are compared.
+        larger_is_better: By name, if known.
+    """
+
+    def __init__(self, reserved: Iterable[str] = (), best_names: Iterable[str | None] = ()) -> None:
+        self.rows, self.place = 1, 0
+        self.reserved = {"loss", "accuracy", "epoch", *reserved}
+        self.best_names = set(best_names)
+        self._is_closed = False
+        self.larger_is_better: dict[str, bool] = {}
+        self._reduces: dict[str, str] = {}
+        self._sums: dict[str, list[_Number]] = {}
+        self._apart: LoggedNumbers | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything has been logged."""
+        return bool(self._reduces)
+
+    @contextlib.contextmanager
+    def apart(self, sets: Iterable[str]) -> Iterator[LoggedNumbers]:
+        """Keep what is logged within the context apart, as numbers of a validation of sets with names, or of one ""."""
+        prefixes = ["val_", *(f"val_{each}_" for each in sets if each)]
+        best = {name.removeprefix(each) for each in prefixes for name in self.best_names if name and each in name}
+        inner = self._apart = LoggedNumbers(self.reserved, best)
+        try:
+            yield inner
+        finally:
+            self._apart = None
+            found = inner.larger_is_better.items()
+            self.larger_is_better |= {each + name: better for each in prefixes for name, better in found}
+
+    def begin(self, rows: int, place: int) -> None:
+        """Begin a step or a batch with so many rows."""
+        self.rows, self.place = rows, place
+
+    def close(self) -> None:
+        """Refuse further numbers: the last epoch is complete."""
+        self._is_closed = True
+
+    def reset(self) -> None:
+        """Forget the sums, but not how numbers are reduced."""
+        self.rows = 1
+        self._sums.clear()
+
+    def add(
+        self, name: str, value: Any, reduce: str = "mean", weight: Any = None, larger_is_better: bool | None = None
+    ) -> None:
+        """Add a number, as `DistributedTrainer.log`; an accelerator is not waited for."""
+        if self._apart is not None:
+            self._apart.add(name, value, reduce, weight, larger_is_better)
+            return
+        require(not self._is_closed, f"log({name!r}) was called after the last epoch. Call it before on_train_end.")
+        if name not in self._reduces:
+            self._check_name(name, larger_is_better)
+            require_choice("log", "reduce", reduce, _REDUCES)
+        known = self._reduces.setdefault(name, reduce)
+        if reduce != known:
+            raise _changed(name, known, reduce)
+        require(weight is None or reduce == "mean", f"log({name!r}): a weight counts in a mean, not with {reduce!r}.")
+        if larger_is_better is not None:
+            self.larger_is_better[name] = bool(larger_is_better)
+        number = _as_number(name, "value", value)
+        counts = self.rows if weight is None else _as_number(name, "weight", weight)
+        if not isinstance(counts, Tensor) and not 0 <= counts < math.inf:
+            raise ConfigError(f"log({name!r}): weight must be a finite number of at least 0, got {counts}.")
+        self._add(name, {"mean": [number * counts, counts], "last": [self.place, number]}.get(reduce, [number]))
+
+    def add_norm(self, norm: Tensor, *, may_be_skipped: bool) -> None:
+        """Add the norm of a step's averaged gradients; only a finite one if it is not known yet whether it is taken."""
+        self._reduces[GRAD_NORM] = _ALIKE
+        number = _as_number(GRAD_NORM, "value", norm)
+        if may_be_skipped and isinstance(number, Tensor):
+            self._add(GRAD_NORM, [torch.nan_to_num(number, 0.0, 0.0, 0.0), number.isfinite().double()])
+        else:
+            self._add(GRAD_NORM, [number, 1.0])
+
+    def _add(self, name: str, sums: list[_Number]) -> None:
+        before, reduce = self._sums.get(name), self._reduces[name]
+        is_first = before is None or reduce == "last"
+        self._sums[name] = sums if is_first else _joined("mean" if reduce == _ALIKE else reduce, before or [], sums)
+
+    def _check_name(self, name: Any, larger_is_better: bool | None) -> None:
+        require(isinstance(name, str) and bool(name), f"log takes a name, got {brief(name)}.")
+        own = name.removeprefix("val_")
+        if own in self.reserved or own == GRAD_NORM or own.startswith("learning_rate"):
+            raise ConfigError(f"log({name!r}): fit records a number of this name itself. Choose another name.")
+        if name in self.best_names and larger_is_better is None:
+            raise ConfigError(
+                f"keep_best with {name!r}: it is unknown whether larger is better. Pass larger_is_better=True or False "
+                f"to trainer.log({name!r}, ...)."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's sums as JSON values; waits for the device."""
+        return {
+            name: [self._reduces[name], self.larger_is_better.get(name), [float(each) for each in sums]]
+            for name, sums in self._sums.items()
+        }
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the sums of one or several ranks."""
+        self._sums = {}
+        for state in states:
+            for name, (reduce, better, sums) in state.items():
+                known = self._reduces.setdefault(name, reduce)
+                if reduce != known:
+                    raise _changed(name, known, reduce)
+                if better is not None:
+                    self.larger_is_better[name] = better
+                self._sums[name] = _joined(reduce, self._sums[name], sums) if name in self._sums else list(sums)
+
+    def over_ranks(self) -> dict[str, float]:
+        """Return the numbers of all ranks; collective."""
+        # First an all_reduce: another collective of a rank whose callback calls one alone would not match it.
+        count = torch.tensor(len(self._sums), device="cpu")
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=runtime.cpu_group())
+        if not count:
+            return {}
+        joined = LoggedNumbers()
+        joined.larger_is_better = self.larger_is_better
+        try:
+            joined.restore([json.loads(text) for text in runtime.gather_texts(json.dumps(self.state()))])
+        except ConfigError as error:
+            raise on_all_ranks(error) from None
+        return joined.values(distributed=False)
+
+    def values(self, *, distributed: bool) -> dict[str, float]:
+        """Return the numbers of all ranks, collectively, or of this rank."""
+        return self.over_ranks() if distributed else {name: value() for name, value in self.lazy_values().items()}
+
+    def lazy_values(self) -> dict[str, Callable[[], float]]:
+        """Return a function for each number of this rank."""
+        return {name: partial(_value, self._reduces[name], sums) for name, sums in self._sums.items()}
+
+
+class NumberLogger:
+    """The part of a trainer that takes numbers of the user's own."""
+
+    _logged: LoggedNumbers | None = None
+    """Where they go; None: outside of a fit or an evaluation."""
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        reduce: Literal["mean", "sum", "max", "min", "last"] = "mean",
+        weight: Any = None,
+        larger_is_better: bool | None = None,
+    ) -> None:
+        """Record a number of your own in the history of the running epoch, or of the running validation as "val_...".
+
+        Call it in a step, a loss function or a callback's hook. The calls of all ranks count; a rank need not call it.
+        Ranks join the numbers once, at the end of the epoch or validation; an accelerator is not waited for.
+
+        Args:
+            name: In history, logs, `keep_best` and `monitor`.
+            value: A number, or a tensor with one.
+            reduce: What an epoch has of all values: their "mean", "sum", "max", "min", or the "last" one (of the
+                lowest rank that logged in the last step).
+            weight: How much a value counts in the mean. None: the rows of the running batch; outside of a batch 1.
+            larger_is_better: For `keep_best`.
+
+        Raises:
+            ConfigError: There is no fit or evaluation, `fit` measures a number of this name, `value` is not a number,
+                or `reduce` has changed.
+        """
+        if self._logged is None:
+            raise ConfigError(
+                f"log({name!r}) was called outside of a fit. Call it in a step, a loss function, or a callback's hook "
+                "before on_train_end (not in a callback that stays in the notebook)."
+            )
+        self._logged.add(name, value, reduce, weight, larger_is_better)
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[LoggedNumbers]:
+        """Keep what is logged within the context."""
+        before, self._logged = self._logged, LoggedNumbers()
+        try:
+            yield self._logged
+        finally:
+            self._logged = before
+
+
+def _as_number(name: str, what: str, value: Any) -> _Number:
+    """Return a number of the host, or a copy of a number on an accelerator, which a later step may overwrite."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.detach()
+        return float(value) if value.is_cpu else value.to(torch.float64, copy=True).reshape(())
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, (np.ndarray, np.bool_)) and value.size == 1 and value.dtype.kind in "biuf":
+        return float(value.item())
+    is_array = isinstance(value, (Tensor, np.ndarray))
+    got = f"{type(value).__name__} of shape {list(value.shape)}" if is_array else f"{brief(value)}"
+    kind = "" if is_array else f" ({type(value).__name__})"
+    raise ConfigError(f"log({name!r}): {what} must be a number, got {got}{kind}. Log a number of it, such as its mean.")
+
+
+def _changed(name: str, known: str, reduce: str) -> ConfigError:
+    return ConfigError(f"log({name!r}) was called with reduce={known!r}, and with reduce={reduce!r}. Use one of them.")
+
+
+def _joined(reduce: str, before: Sequence[_Number], new: Sequence[_Number]) -> list[_Number]:
+    """Return the sums of two parts, of which the second is that of a later call or of a higher rank."""
+    if reduce == _ALIKE:
+        return [*before]
+    if reduce == "last":
+        return [*(new if new[0] > before[0] else before)]
+    if reduce in ("mean", "sum"):
+        return [one + other for one, other in zip(before, new, strict=True)]
+    both = [each if isinstance(each, Tensor) else torch.tensor(each, device="cpu").double() for each in (*before, *new)]
+    found = (torch.maximum if reduce == "max" else torch.minimum)(*both)
+    return [float(found) if found.is_cpu else found]
+
+
+def _value(reduce: str, sums: Sequence[_Number]) -> float:
+    if reduce not in ("mean", _ALIKE):
+        return float(sums[-1])
+    total, weight = map(float, sums)
+    return total / weight if weight else math.nan
