@@ -213,8 +213,9 @@ def members(owner: type, hidden: Sequence[str]) -> list[tuple[str, str]]:
     """Return call and summary of a class and of each public method and property of it."""
     rows = [(call_of(owner.__name__, owner), summary(owner))]
     inner = ("cyxtrain.training", "cyxtrain.metrics")
-    own = [base for base in owner.__mro__ if base is owner or base.__module__.startswith(inner)]
-    for name, value in (each for base in own for each in vars(base).items()):
+    bases = [base for base in owner.__mro__ if base is owner or base.__module__.startswith(inner)]
+    own = {**vars(owner), **{name: getattr(owner, name) for base in bases for name in vars(base)}}
+    for name, value in own.items():
         function = getattr(value, "__func__", value)
         if name.startswith("_") or name in hidden:
             continue

@@ -1,4 +1,4 @@
-"""A loss over pairs of all ranks: SimCLR learns features of digits without their labels (Chen et al., 2020).
+"""A step with a loss over pairs of all ranks: SimCLR learns features of digits without labels (Chen et al., 2020).
 
 Run it alone, or on two ranks:
 
@@ -12,6 +12,8 @@ has a higher test accuracy on the features than on the pixels.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,35 +33,33 @@ def shifted(images: Tensor) -> Tensor:
     return padded[torch.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]].flatten(1)
 
 
-class SimCLR(nn.Module):
-    """An encoder that is trained to compare pictures: the model computes its own loss."""
+def contrast(trainer: Any, batch: Any) -> Tensor:
+    """Return the loss of a batch of pictures, which has no labels."""
+    (images,), model = batch, trainer.model
+    views = (functional.normalize(model.projection(model.encoder(shifted(images))), dim=1) for _ in range(2))
+    first, second = map(cx.all_gather_with_grad, views)  # of all ranks, with gradients
+    similarity = (both := torch.cat([first, second])) @ both.T / TEMPERATURE
+    similarity.fill_diagonal_(float("-inf"))  # a view is not compared with itself
+    other_view = torch.arange(len(both)).roll(len(first))
+    return functional.cross_entropy(similarity, other_view)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
-        self.projection = nn.Linear(128, 64)
 
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        if not self.training:
-            return {"features": 8 * functional.normalize(self.encoder(images), dim=1)}
-        views = (functional.normalize(self.projection(self.encoder(shifted(images))), dim=1) for _ in range(2))
-        first, second = map(cx.all_gather_with_grad, views)  # of all ranks, with gradients
-        both = torch.cat([first, second])
-        similarity = both @ both.T / TEMPERATURE
-        similarity.fill_diagonal_(float("-inf"))  # a view is not compared with itself
-        other_view = torch.arange(len(both)).roll(len(first))
-        return {"loss": functional.cross_entropy(similarity, other_view)}
+def features_of(trainer: Any, batch: Any) -> Tensor:
+    """Return the features of pictures."""
+    return 8 * functional.normalize(trainer.model.encoder(batch[0]), dim=1)
 
 
 def main() -> None:
     (x_train, y_train), (x_test, y_test) = load_digits()
     torch.manual_seed(0)
-    model = SimCLR()
-    trainer = cx.DistributedTrainer(model, None, torch.optim.Adam(model.parameters(), lr=0.002), scheduler="cosine")
+    encoder = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
+    model = nn.ModuleDict({"encoder": encoder, "projection": nn.Linear(128, 64)})
+    settings: Any = {"scheduler": "cosine", "train_step": contrast, "predict_step": features_of}
+    trainer = cx.DistributedTrainer(model, None, torch.optim.Adam(model.parameters(), lr=0.002), **settings)
     history = trainer.fit(x_train, epochs=EPOCHS, effective_batch_size=128, verbose=False)
 
     x_test = shifted(torch.from_numpy(x_test)).numpy()
-    features = [trainer.predict(images)["features"] for images in (x_train, x_test)]
+    features = [trainer.predict(images) for images in (x_train, x_test)]
     accuracies = [classify(*given, y_train, y_test) for given in (features, (x_train, x_test))]
     if cx.is_master():
         print("loss", *(f"{loss:.2f}" for loss in history.train_losses[::3]), f"... {history.train_losses[-1]:.2f}")

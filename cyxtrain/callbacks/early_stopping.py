@@ -83,11 +83,13 @@ class EarlyStopping(Monitoring):
         self.best = value if improved else self.best
         counts = improved and (self.baseline is None or self.is_better(value, self.baseline))
         self.wait = 0 if counts else self.wait + 1
-        if not improved and self.wait >= self.patience and (epoch > 0 or self._rounds == "validation"):
+        is_first = epoch == 0 and not (self._is_of_validations and len(self.trainer.history.validations) > 1)
+        if not improved and self.wait >= self.patience and not is_first:
             self.stopped_epoch = epoch
+            rounds = "validation" if self._is_of_validations else "epoch"
             is_finite = math.isfinite(self.best)
             best = f"best {self.best:.4g} at epoch {self.best_epoch + 1}" if is_finite else "never finite"
-            self.stop_reason = f"{self.monitor} has not improved for {counted(self.wait, self._rounds)}; {best}"
+            self.stop_reason = f"{self.monitor} has not improved for {counted(self.wait, rounds)}; {best}"
             self.trainer.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:

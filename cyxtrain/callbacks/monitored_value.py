@@ -60,12 +60,6 @@ class Monitoring(Callback):
         """Compare the metric with the best one."""
 
     @property
-    def _rounds(self) -> str:
-        """What is compared, in words: epochs, or validations if an epoch has several."""
-        rows = self.trainer.history.validations if self.monitor.startswith("val_") else []
-        return "validation" if len(rows) > len({row["epoch"] for row in rows}) else "epoch"
-
-    @property
     def worst(self) -> float:
         """A value that any other improves on."""
         return self._sign * math.inf

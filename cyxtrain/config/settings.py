@@ -33,7 +33,15 @@ _FIELDS: dict[str, list[str]] = {
         *("train_step", "test_step", "predict_step"),
     ],
     "fit": [
-        *("validation_data", "validation_groups", "sample_weight", "class_weight", "callbacks", "initial_epoch"),
+        *(
+            "validation_data",
+            "validation_groups",
+            "group_by_length",
+            "sample_weight",
+            "class_weight",
+            "callbacks",
+            "initial_epoch",
+        ),
         "resume",
     ],
 }

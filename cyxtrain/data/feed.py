@@ -147,7 +147,7 @@ class RowFeed(Feed):
 
     @override
     def resume_from(self, effective_batch_size: int) -> None:
-        self.effective_batch_size = effective_batch_size
+        self.effective_batch_size = self._order.rows_per_step = effective_batch_size
         most = -(-effective_batch_size // self._world_size)
         self.rows_at_once = self._batch_size if self._order.in_batches else -(-most // self._accumulation_steps)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 from typing_extensions import override
@@ -17,6 +18,8 @@ from typing_extensions import override
 from cyxtrain.data.rng import begin_pass, generators_kept, generators_of
 from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
 from cyxtrain.errors import ConfigError
+
+_SORTED_STEPS = 50
 
 
 class EpochOrder(NamedTuple):
@@ -42,6 +45,7 @@ class Order(ABC):
 
     is_drawn = False  # whether the user's sampler makes it, so that it may differ between ranks
     in_batches = False  # whether it comes in batches that are made in advance
+    rows_per_step = 1  # over all ranks
     stateful: Sequence[Any] = ()  # parts of it with a `state_dict` that decides what comes next
 
     @abstractmethod
@@ -62,13 +66,20 @@ class Order(ABC):
 
 
 class SeededOrder(Order):
-    """Our own order: the rows as they are, or shuffled by (seed, epoch)."""
+    """Our own order: the rows as they are, or shuffled by (seed, epoch); then perhaps sorted by length.
+
+    Attributes:
+        lengths: Of the rows. Each 50 steps are sorted, the longest rows first, so that a step has rows of one length,
+            more or less, and those that need most memory come first.
+    """
+
+    lengths: Indices | None = None
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self.size = size
         self.shuffle = shuffle
         self._seed = seed
-        self._cached: tuple[tuple[int, int], EpochOrder] | None = None
+        self._cached: tuple[tuple[int, ...], EpochOrder] | None = None
 
     @override
     def __len__(self) -> int:
@@ -76,9 +87,15 @@ class SeededOrder(Order):
 
     @override
     def of(self, epoch: int) -> EpochOrder:
-        if self._cached is None or self._cached[0] != (epoch, self.size):
-            order = EpochOrder(global_order(self.size, self.shuffle, self._seed, epoch))
-            self._cached = (epoch, self.size), order
+        key = (epoch, self.size, self.rows_per_step)
+        if self._cached is None or self._cached[0] != key:
+            indices = global_order(self.size, self.shuffle, self._seed, epoch)
+            if self.lengths is not None:
+                if len(self.lengths) != self.size:
+                    raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} rows.")
+                blocks = np.arange(self.size) // (_SORTED_STEPS * self.rows_per_step)
+                indices = indices[np.lexsort((-self.lengths[indices], blocks))]
+            self._cached = key, EpochOrder(indices)
         return self._cached[1]
 
     @override
@@ -87,7 +104,8 @@ class SeededOrder(Order):
 
     @override
     def describe(self) -> str:
-        return "in a new order in each epoch" if self.shuffle else "in their own order"
+        order = "in a new order in each epoch" if self.shuffle else "in their own order"
+        return order if self.lengths is None else f"{order}, grouped by length"
 
 
 class SamplerOrder(Order):
@@ -168,6 +186,28 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
     if whole and not (kind is RandomSampler and sampler.replacement):
         return SeededOrder(size, kind is RandomSampler, seed)
     return SamplerOrder(sampler, seed, in_batches=False)
+
+
+def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
+    """Return the length of each row: as given, by a function of a sample, or that of its first part (True)."""
+    if asked is True or callable(asked):
+        if dataset is None:
+            raise ConfigError("X is arrays: give the length of each row, such as group_by_length=mask.sum(1).")
+        length = asked if callable(asked) else _first_length
+        with generators_kept():
+            asked = [length(dataset[row]) for row in range(size)]
+    found = np.asarray(asked.cpu() if isinstance(asked, Tensor) else asked)
+    if found.shape != (size,) or found.dtype.kind not in "iuf":
+        raise ConfigError(
+            f"group_by_length has the shape {list(found.shape)} and the type {found.dtype}, and X has {size:,} rows: "
+            "give True, a function of a sample that returns its length, or one number for each row."
+        )
+    return found.astype(np.int64)
+
+
+def _first_length(sample: Any) -> int:
+    first = sample[0] if isinstance(sample, (tuple, list)) else sample
+    return len(next(iter(first.values())) if isinstance(first, Mapping) else first)
 
 
 def states_of(parts: Iterable[Any]) -> list[Any]:

@@ -47,7 +47,7 @@ class Experiment:
 
     Args:
         config: Settings in the sections `imports model data loss_fn optimizer scheduler metrics callbacks training
-            distributed`; only `model` and `data` are required.
+            distributed train_step test_step predict_step`; only `model` and `data` are required.
         source: Names the settings in errors: the file.
         own_code: Whether they may run your own code, in `imports` or as "module:name"; False for settings that
             somebody else wrote.
@@ -81,6 +81,7 @@ class Experiment:
                 scheduler=_scheduler(values, names, optimizer),
                 callbacks=_callbacks(values, names),
                 ddp_config=ddp_config,
+                **_steps(values, names),
             )
             self.data: Data = open_data(values, names)
         self.trainer.metadata[_KEY] = values
@@ -273,6 +274,15 @@ def _metric(each: Any, names: Names) -> Any:
         return each
     maker = names.imported("metric", name)
     return make(f"the metric '{name}'", maker, settings) if settings or isinstance(maker, type) else maker
+
+
+def _steps(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return the steps of the user's own, functions of (trainer, batch)."""
+    given = {name: values[name] for name in ("train_step", "test_step", "predict_step") if values.get(name)}
+    for name, path in given.items():
+        if not isinstance(path, str):
+            raise ConfigError(f"the section '{name}' must be the name of a function, module:name, got {path!r}.")
+    return {name: names.imported(name, path) for name, path in given.items()}
 
 
 def _callbacks(values: Mapping[str, Any], names: Names) -> list[Callback]:

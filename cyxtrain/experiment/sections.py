@@ -22,6 +22,9 @@ SECTIONS = (
     "callbacks",
     "training",
     "distributed",
+    "train_step",
+    "test_step",
+    "predict_step",
 )
 NAMED = ("model", "data", "loss_fn", "optimizer", "scheduler")
 """Sections of one object with a name and settings."""

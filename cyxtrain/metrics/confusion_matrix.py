@@ -83,20 +83,18 @@ def _figure(matrix: Any, names: Sequence[str]) -> Any:
 
     size, longest, has_text = len(names), max(map(len, names)), len(names) <= _MOST_WITH_TEXT
     right, predicted, rows = matrix.diagonal(), matrix.sum(0), matrix.sum(1)
-    parts = (predicted, rows, (predicted + rows) / 2)
-    precision, recall, f1 = (right / np.maximum(part, 1) for part in parts)
+    precision, recall, f1 = (right / np.maximum(part, 1) for part in (predicted, rows, (predicted + rows) / 2))
     inches = size * max(0.4, 0.08 * len(str(matrix.max()))) if has_text else 8.0
     figure: Any = Picture(figsize=(inches + 0.08 * longest + 4, inches + 0.08 * longest + 1.5), layout="constrained")
     axes = figure.subplots()
     shares = matrix / np.maximum(rows[:, None], 1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    ticks = range(0, size, 1 if has_text else -(-size // 20))
-    axes.set_xticks(ticks, [names[tick] for tick in ticks], rotation=0 if longest <= 3 else 90)
-    axes.set_yticks(ticks, [names[tick] for tick in ticks])
     axes.set(xlabel="predicted class", ylabel="true class")
     accuracy, mean = right.sum() / max(rows.sum(), 1), f1[predicted + rows > 0].mean()
     figure.suptitle(f"accuracy {accuracy:.4f} ({right.sum():,} of {rows.sum():,}), F1 {mean:.4f}")
     if has_text:
+        axes.set_xticks(range(size), names, rotation=0 if longest <= 3 else 90)
+        axes.set_yticks(range(size), names)
         small = {"fontsize": 8, "family": "monospace"}
         for row, column in np.argwhere(matrix):
             color = "white" if shares[row, column] > 0.5 else "black"

@@ -163,7 +163,8 @@ class Loss:
         """
         may_be_empty = self.counts_terms and not self.is_known and not self.gathers
         known = [is_accelerator and each.is_known for each in self.by_output.values()]
-        known = known or [is_accelerator and self.uses_num_items] * max(len(self.weightings), 1)
+        gives_sums = self.uses_num_items or (self.used is not None and self.used.is_known and self.used.counts_terms)
+        known = known or [is_accelerator and gives_sums] * max(len(self.weightings), 1)
         return [may_be_empty and not is_known for is_known in known]
 
     def terms(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:

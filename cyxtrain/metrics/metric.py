@@ -13,7 +13,7 @@ import json
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,7 @@ from cyxtrain.world import runtime
 
 
 class Metric(ABC):
-    """A number per epoch, or several, such as one for each class.
-
-    Attributes:
-        names: Of the numbers in the history.
-    """
+    """A number per epoch, or one for each of several `names`."""
 
     def __init__(self, name: str, larger_is_better: bool | None) -> None:
         self.name = name
@@ -178,7 +174,6 @@ class LibraryMetric(Metric):
         metric: Any `torchmetrics.Metric` with one number, or one for each class.
         prepare: Makes of (output, target) the arguments of `update`.
         joins: Whether several batches may be concatenated before `update`, which often waits for an accelerator.
-        num_classes: Of the metric, which has a number for each; 0: it has one number.
     """
 
     def __init__(
@@ -189,10 +184,8 @@ class LibraryMetric(Metric):
         larger_is_better: bool | None = None,
         *,
         joins: bool = False,
-        num_classes: int = 0,
     ) -> None:
         super().__init__(name, metric.higher_is_better if larger_is_better is None else larger_is_better)
-        self.name_classes(num_classes)
         _refuse_what_cannot_be_joined(name, metric)
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
@@ -228,26 +221,16 @@ class LibraryMetric(Metric):
             predictions, answers = zip(*kept, strict=True)
             self._metric.update(torch.cat(predictions), torch.cat(answers))
 
-    def name_classes(self, num_classes: int) -> None:
-        """Name a number for each class, such as "f1_class_0"."""
-        if num_classes:
-            prefix = self.name.removesuffix("_per_class")
-            self.names = [f"{prefix}_class_{number}" for number in range(num_classes)]
-
-    @property
-    def _nothing(self) -> list[float]:
-        return [math.nan] * len(self.names)
-
     @override
     def local_values(self) -> list[float]:
-        return self._compute() if self._has_seen else self._nothing
+        return self._compute() if self._has_seen else [math.nan] * len(self.names)
 
     @override
     def over_ranks(self) -> list[float]:
         if dist.get_world_size() == 1:
             return self.local_values()
         if not any(json.loads(text) for text in runtime.gather_texts(json.dumps(self._has_seen))):
-            return self._nothing
+            return [math.nan] * len(self.names)
         self._computes_together = True
         try:
             return self._compute()
@@ -264,13 +247,15 @@ class LibraryMetric(Metric):
             try:
                 value = as_tensor(self._metric.compute())
             except ValueError:  # too few rows, on all ranks alike
-                return self._nothing
+                return [math.nan] * len(self.names)
         if value.numel() != 1 and value.dim() != 1:
             raise ConfigError(
                 f"the metric {self.name} has shape {list(value.shape)}, and the history takes a number, or one for "
                 'each class: build it with an average, such as average="macro".'
             )
         found: list[float] = value.double().reshape(-1).tolist()
+        if len(found) > 1:  # the dry run is the first to see how many
+            self.names = [f"{self.name.removesuffix('_per_class')}_class_{number}" for number in range(len(found))]
         return found
 
     @override
@@ -363,31 +348,29 @@ def _gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class Metrics:
-    """The metrics of a fit, an evaluation or a validation, besides loss and accuracy.
-
-    Args:
-        metrics: Of batches.
-        whole_sets: Of all rows; not computed in training epochs.
-    """
+    """The metrics of a fit, an evaluation or a validation, besides loss and accuracy; `whole_sets`: of all rows."""
 
     def __init__(self, metrics: Sequence[Metric] = (), whole_sets: Sequence[TriedSet] = ()) -> None:
         self._metrics = list(metrics)
-        self.whole_sets = list(whole_sets)
+        self.whole_sets = whole_sets
+
+    @property
+    def _all(self) -> list[Metric | TriedSet]:
+        return [*self._metrics, *self.whole_sets]
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
     @property
     def names(self) -> list[str]:
-        """Their names in the history, without those over whole sets."""
-        return [name for metric in self._metrics for name in metric.names]
+        """Their names in the history."""
+        return [name for each in self._all for name in each.names]
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Whether larger values are better, by name, if known."""
-        known = [(metric.names, metric.larger_is_better) for metric in self._metrics]
-        known += [(each.names, each.larger_is_better) for each in self.whole_sets]
-        return {name: is_better for names, is_better in known if is_better is not None for name in names}
+        known = {name: each.larger_is_better for each in self._all for name in each.names}
+        return {name: is_better for name, is_better in known.items() if is_better is not None}
 
     def copy(self) -> Metrics:
         """Return metrics of the same kinds without any rows."""
@@ -405,7 +388,7 @@ class Metrics:
 
     def local_values(self) -> dict[str, float]:
         """Return each number over this rank's rows."""
-        return _by_name((metric.names, metric.local_values()) for metric in self._metrics)
+        return {name: value for one in self._metrics for value, name in zip(one.local_values(), one.names, strict=True)}
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate each number over this rank's rows."""
@@ -421,7 +404,7 @@ class Metrics:
 
     def over_ranks(self) -> dict[str, float]:
         """Return each number over all ranks' rows; collective."""
-        return _by_name((metric.names, metric.over_ranks()) for metric in self._metrics)
+        return {name: value for one in self._metrics for value, name in zip(one.over_ranks(), one.names, strict=True)}
 
     def state(self) -> dict[str, Any]:
         """Return this rank's state of each, as JSON values."""
@@ -431,7 +414,3 @@ class Metrics:
         """Continue from the states of one or several ranks; metrics without a state start empty."""
         for metric in self._metrics:
             metric.merge([state[metric.name] for state in states if metric.name in state])
-
-
-def _by_name(found: Iterable[tuple[list[str], list[float]]]) -> dict[str, float]:
-    return {name: value for names, values in found for name, value in zip(names, values, strict=True)}

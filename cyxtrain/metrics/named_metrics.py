@@ -7,6 +7,7 @@ takes a second.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -41,21 +42,11 @@ class _Task(NamedTuple):
     num_outputs: int = 1  # numbers per row, in a regression
 
 
-_AVERAGED = {
-    "f1": "F1Score",
-    "precision": "Precision",
-    "recall": "Recall",
-    "specificity": "Specificity",
-    "jaccard": "JaccardIndex",
-}
+_AVERAGED = {"f1": "F1Score", "precision": "Precision", "recall": "Recall", "specificity": "Specificity"}
+_AVERAGED |= {"jaccard": "JaccardIndex"}
 _RANKED = {"auc": "AUROC", "average_precision": "AveragePrecision"}
-_OF_CLASSES = {
-    **_AVERAGED,
-    **_RANKED,
-    "cohen_kappa": "CohenKappa",
-    "matthews": "MatthewsCorrCoef",
-    "calibration_error": "CalibrationError",
-}
+_OF_CLASSES = {**_AVERAGED, **_RANKED, "cohen_kappa": "CohenKappa", "matthews": "MatthewsCorrCoef"}
+_OF_CLASSES |= {"calibration_error": "CalibrationError"}
 _BY_AVERAGE = {f"{name}_{average}": (name, average) for average in ("macro", "micro", "weighted") for name in _AVERAGED}
 _BY_AVERAGE |= {f"{name}_weighted": (name, "weighted") for name in _RANKED}
 _BY_AVERAGE |= {f"{name}_per_class": (name, "none") for name in (*_AVERAGED, *_RANKED)}
@@ -65,11 +56,7 @@ _OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mape": lambda output, target: (output - target).abs() / target.abs().clamp_min(torch.finfo(target.dtype).eps),
     "msle": lambda output, target: (output.log1p() - target.log1p()).square(),
 }
-_FROM_LIBRARY = {
-    "rmse": ("MeanSquaredError", {"squared": False}),
-    "r2": ("R2Score", {}),
-    "explained_variance": ("ExplainedVariance", {}),
-}
+_FROM_LIBRARY = {"rmse": "MeanSquaredError", "r2": "R2Score", "explained_variance": "ExplainedVariance"}
 _CORRELATIONS = ("pearson", "spearman")
 _KNOWN = [ACCURACY, "top_5", *_OF_CLASSES, *_BY_AVERAGE, *_OF_NUMBERS, *_FROM_LIBRARY, *_CORRELATIONS]
 
@@ -139,9 +126,7 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any,
             with warnings.catch_warnings():  # in a few rows some classes are missing
                 warnings.simplefilter("ignore")
                 metric.add(output, target, rows)
-                count = len(metric.local_values())
-                if isinstance(metric, LibraryMetric) and count > 1:
-                    metric.name_classes(count)
+                metric.local_values()
         except ConfigError:
             raise
         except Exception as error:
@@ -188,9 +173,8 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
         of_ranks = metric == "spearman"
         metric_class = _computing(regression.SpearmanCorrCoef, lambda rows: _correlation(rows, of_ranks=of_ranks))
         return LibraryMetric(name, metric_class(**several), task.prepare, joins=True)
-    kind, given = _FROM_LIBRARY[metric]
-    settings = {**given, **(several if metric == "rmse" else {})}
-    library = getattr(regression, kind)
+    settings = {**several, "squared": False} if metric == "rmse" else {}
+    library = getattr(regression, _FROM_LIBRARY[metric])
     metric_class = _computing(library, lambda sums: library.compute(sums).mean())
     return LibraryMetric(name, metric_class(**settings), task.prepare, joins=True)
 
@@ -222,13 +206,11 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
         settings |= {"num_classes": count, "ignore_index": task.loss.ignored}
     if library is None:
         raise ConfigError(f"the metric {base!r} is for one class per row, and the targets are several labels.")
-    metric_class = library
+    metric_class, of_ranked = library, lambda metric: _mean_of_ranked(library.compute(metric), metric, average)
     if base in _RANKED:
-        metric_class = _computing(library, lambda metric: _mean_of_ranked(library.compute(metric), metric, average))
-        settings["average"] = "none"
-    prepare = _as_two_classes(prepare) if task.kind == "binary" else prepare
-    num_classes = count if average == "none" else 0
-    return LibraryMetric(name, metric_class(**settings), prepare, joins=True, num_classes=num_classes)
+        metric_class, settings["average"] = _computing(library, of_ranked), "none"
+    prepare = functools.partial(_as_two_classes, prepare) if task.kind == "binary" else prepare
+    return LibraryMetric(name, metric_class(**settings), prepare, joins=True)
 
 
 def _computing(metric_class: Any, compute: Callable[[Any], Tensor]) -> Any:
@@ -238,7 +220,7 @@ def _computing(metric_class: Any, compute: Callable[[Any], Tensor]) -> Any:
 
 def _mean_of_ranked(scores: Tensor, metric: Any, average: str) -> Tensor:
     """Return the mean over the classes that have rows, and of which other classes have rows; "none": the scores."""
-    answers = torch.cat(_parts(metric.target))
+    answers = _joined(metric.target)
     answers = answers[answers != metric.ignore_index] if metric.ignore_index is not None else answers
     counts = answers.sum(0) if answers.dim() > 1 else torch.bincount(answers, minlength=len(scores))
     known = (counts > 0) & (counts < len(answers))
@@ -250,7 +232,7 @@ def _mean_of_ranked(scores: Tensor, metric: Any, average: str) -> Tensor:
 
 def _correlation(metric: Any, *, of_ranks: bool) -> Tensor:
     """Return Pearson's correlation of all rows, or of their ranks, which is Spearman's; the mean over outputs."""
-    sides = [torch.cat(_parts(each)).reshape(-1, metric.num_outputs) for each in (metric.preds, metric.target)]
+    sides = [_joined(each).reshape(-1, metric.num_outputs) for each in (metric.preds, metric.target)]
     if of_ranks:
         sides = [torch.stack([*map(_ranks, side.T)], dim=1) for side in sides]
     x, y = (side - side.mean(0) for side in sides)
@@ -260,12 +242,12 @@ def _correlation(metric: Any, *, of_ranks: bool) -> Tensor:
 def _ranks(values: Tensor) -> Tensor:
     """Return the rank of each value; equal ones have the mean of theirs."""
     _, places, counts = values.unique(return_inverse=True, return_counts=True)
-    ranks: Tensor = counts.cumsum(0) - (counts.double() - 1) / 2
-    return ranks[places]
+    found: Tensor = (counts.cumsum(0) - (counts.double() - 1) / 2)[places]
+    return found
 
 
-def _parts(rows: Any) -> list[Tensor]:
-    return [rows] if isinstance(rows, Tensor) else list(rows)
+def _joined(rows: Any) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.cat(list(rows))
 
 
 def _as_classes(loss: Loss) -> Prepare:
@@ -290,12 +272,9 @@ def _as_binary(loss: Loss) -> Prepare:
     return prepare
 
 
-def _as_two_classes(binary: Prepare) -> Prepare:
-    def prepare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        scores, classes = binary(output, target)
-        return torch.stack([1 - scores, scores], dim=1), classes
-
-    return prepare
+def _as_two_classes(binary: Prepare, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    scores, classes = binary(output, target)
+    return torch.stack([1 - scores, scores], dim=1), classes
 
 
 def _as_doubles(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

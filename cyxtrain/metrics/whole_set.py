@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cyxtrain.metrics.loss import Loss
 
 _HuggingFace = collections.namedtuple("_HuggingFace", ("predictions", "label_ids"))
+_Function: TypeAlias = Callable[..., Any]
 # Errors of a function that more rows would not mend.
 _MISTAKES = (TypeError, AttributeError, NameError, ImportError)
 
@@ -42,11 +44,7 @@ class WholeSet:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        higher_is_better: bool | None = None,
-        preprocess: Callable[[Any, Any], Any] | None = None,
+        self, function: _Function, *, higher_is_better: bool | None = None, preprocess: _Function | None = None
     ) -> None:
         is_function = callable(function) and not isinstance(function, type)
         require(is_function, f"WholeSet.function must be a function, got {brief(function)}.")
@@ -75,11 +73,10 @@ class WholeSet:
         """Return the numbers over all rows, by name in the history; `name`: of a single number."""
         result = self(*rows)
         found = result if isinstance(result, Mapping) else {name: result}
-        try:
+        numbers = None
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what float raises for other libraries' values
             numbers = {str(each): float("" if isinstance(value, str) else value) for each, value in found.items()}
-        except (TypeError, ValueError, RuntimeError):
-            numbers = {"loss": 0.0}
-        if any(each == "loss" or each.startswith("val_") for each in numbers):
+        if numbers is None or any(each == "loss" or each.startswith("val_") for each in numbers):
             raise ConfigError(
                 f"the metric {name} must return a number, or numbers by name ('loss' and names that begin with 'val_' "
                 f"are taken); it returned {brief(result)}."
@@ -88,17 +85,15 @@ class WholeSet:
 
     def _names(self, name: str, rows: tuple[Any, Any]) -> list[str]:
         """Try the function on a few rows; return the names of its numbers, or its own if these are too few rows."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
                 return [*self._results(name, rows)]
-        except _MISTAKES as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"the metric {name} failed when it was tried on a few rows: {what}") from error
-        except Exception as error:
-            if isinstance(error, ConfigError):
-                raise
-            return [name]
+            except (ConfigError, *_MISTAKES) as error:
+                what = f"the metric {name} failed when it was tried on a few rows: {type(error).__name__}: {error}"
+                raise error if isinstance(error, ConfigError) else ConfigError(what) from error
+            except Exception:
+                return [name]
 
 
 class TriedSet(NamedTuple):
@@ -115,9 +110,7 @@ class TriedSet(NamedTuple):
 def tried_sets(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> list[TriedSet]:
     """Return the metrics over whole sets among a user's, tried on the output and the targets of some rows."""
     tried = []
-    for name, metric in given.items():
-        if not isinstance(metric, WholeSet):
-            continue
+    for name, metric in [(name, each) for name, each in given.items() if isinstance(each, WholeSet)]:
         kept = metric._kept(output, target, loss)
         parts = dict(output_parts(kept))
         for part in parts.values():
@@ -129,9 +122,9 @@ def tried_sets(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, r
                 )
         found = with_parts(kept, {each: as_numpy(part.detach().cpu()) for each, part in parts.items()})
         empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
-        of_all, names = functools.partial(metric._results, name), metric._names(name, found)
-        given_to = (name, metric._kept, of_all, with_parts(kept, empty), names)
-        tried.append(TriedSet(*given_to, metric.higher_is_better))
+        functions = metric._kept, functools.partial(metric._results, name)
+        names = metric._names(name, found)
+        tried.append(TriedSet(name, *functions, with_parts(kept, empty), names, metric.higher_is_better))
     return tried
 
 

@@ -144,8 +144,7 @@ def run_call(
     try:
         with displays_by(partial(display_here, report)):
             # The base class's method: a subclass's override runs in the notebook.
-            base = next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
-            value = getattr(base, method)(trainer, *arguments, **keywords)
+            value = getattr(DistributedTrainer, method)(trainer, *arguments, **keywords)
     except BaseException as error:
         failed, can_continue = Failed.of(error), is_on_all_ranks(error)
         if not can_continue:

@@ -45,8 +45,8 @@ class Display:
         """Show one line per fact, of (name, description)."""
 
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
-        """Start an epoch, or the rest of one after `done` steps; the number of steps may be unknown."""
-        self.begin(f"epoch {epoch}/{last_epoch}", steps, done)
+        """Start an epoch, or the rest of one after `done` steps; the last one may be unknown, 0, and its steps too."""
+        self.begin(f"epoch {epoch}/{last_epoch}" if last_epoch else f"epoch {epoch}", steps, done)
 
     def begin(self, name: str, steps: int | None, done: int = 0) -> None:
         """Start a bar, as `begin_epoch`; `name` stands before it."""

@@ -147,17 +147,16 @@ def evaluate_rows(
     logged.rows = 1
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
     for each, kept in whole:
-        measured |= _over_whole_set(each, kept, rows.source, complete=not is_stopped, distributed=distributed)
-    return None if is_stopped else Evaluation(**measured, **logged.values(distributed=distributed))
+        kept.is_complete = not is_stopped
+        measured |= _over_whole_set(each, kept, rows.source, distributed=distributed)
+    measured |= logged.values(distributed=distributed)
+    return None if is_stopped else Evaluation(**measured)
 
 
-def _over_whole_set(
-    tried: TriedSet, kept: _Outputs, source: Source, *, complete: bool, distributed: bool
-) -> dict[str, float]:
+def _over_whole_set(tried: TriedSet, kept: _Outputs, source: Source, *, distributed: bool) -> dict[str, float]:
     """Return the numbers of a metric over all rows, which rank 0 computes; none if the fit stops on any rank."""
     found: dict[str, float] = {}
-    problem = None
-    rows = _gathered_rows(kept, source, complete=complete, only_master=True, distributed=distributed)
+    problem, rows = None, _gathered_rows(kept, source, only_master=True, distributed=distributed)
     try:
         found = {} if rows is None else tried.results(rows)
     except Exception as error:
@@ -194,23 +193,16 @@ def predict(call: Call, pad_value: float | None = None) -> Any:
 
 
 def _gathered_rows(
-    outputs: _Outputs,
-    source: Source,
-    *,
-    distributed: bool,
-    pad_value: float | None = None,
-    complete: bool = True,
-    only_master: bool = False,
+    outputs: _Outputs, source: Source, *, distributed: bool, pad_value: float | None = None, only_master: bool = False
 ) -> Any:
     """Return the outputs of all ranks in the order of the data; None if any is not complete.
 
     `only_master`: return NumPy arrays on rank 0, and None on the others.
     """
-    own = {"kinds": outputs.kinds, "shapes": outputs.shapes, "numbers": outputs.numbers, "complete": complete}
-    texts = runtime.gather_texts(json.dumps(own)) if distributed else [json.dumps(own)]
-    found = [json.loads(text) for text in texts]
+    own = json.dumps({name: getattr(outputs, name) for name in ("kinds", "shapes", "numbers", "is_complete")})
+    found = [json.loads(text) for text in (runtime.gather_texts(own) if distributed else [own])]
     kinds = [each["kinds"] for each in found if each["kinds"]]  # a rank without a batch has none
-    if not kinds or not all(each["complete"] for each in found):
+    if not kinds or not all(each["is_complete"] for each in found):
         return None
     if any(other != kinds[0] for other in kinds):
         raise ConfigError(f"{outputs.owner} needs rows of one kind; outputs differ between ranks: {kinds}.")
@@ -268,6 +260,7 @@ class _Outputs:
         self.structure = structure
         self.rows_second = rows_second
         self.owner = owner
+        self.is_complete = True
         self.kinds: dict[str, str] = {}
         self.numbers: list[int] = []
 

@@ -190,8 +190,8 @@ class FitLoop:
             fuse(state.optimizer)
         reset_peak_memory(self._device)
         # Displayed epochs start at 1; the sampling order is indexed from 0.
-        last_step = plan.end_of_epoch(position, plan.steps_per_epoch)
-        plan.display.begin_epoch(position.epoch + 1, self._last_epoch, last_step, position.epoch_steps)
+        last_step, last_epoch = plan.end_of_epoch(position, plan.steps_per_epoch), self._last_epoch * plan.knows_epochs
+        plan.display.begin_epoch(position.epoch + 1, last_epoch, last_step, position.epoch_steps)
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
         # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.

@@ -49,6 +49,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     world_size = dist.get_world_size()
     first, last = position.epoch + 1, position.first_epoch + plan.epochs
     epochs = f"epoch {last}" if first == last else f"epochs {first} to {last}"
+    epochs = epochs if plan.knows_epochs else f"from epoch {first}"
     left = "no epoch left" if plan.is_over(position) else epochs
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
@@ -62,7 +63,6 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         ("device", plan.devices),
         *_precision(model, plan),
         ("model", _model(model, plan)),
-        *([("train_step", step)] if (step := plan.data.call.describe_step()) else []),
         *_flops(plan),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
         ("optimizer", _optimizer(state, plan)),

@@ -424,3 +424,46 @@ class TrainingState:
     def drop_callback_param_groups(self) -> None:
         """Remove the groups that callbacks added to the optimizer since the fit began."""
         drop_groups(self.optimizer, self.built_groups)
+
+
+class TrainerView:
+    """What a trainer shows of its training."""
+
+    _state: TrainingState
+
+    @property
+    def step_seconds(self) -> list[dict[str, float]]:
+        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
+
+        Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
+        communication over NCCL, how long the GPU waited.
+        """
+        return self._state.step_seconds
+
+    @property
+    def device_usage(self) -> dict[str, float]:
+        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
+
+        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
+        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
+        """
+        return self._state.device_usage
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
+        return self._state.metadata
+
+    @property
+    def history(self) -> TrainingHistory:
+        """The metrics of the latest fit, even of one that was stopped."""
+        return self._state.history
+
+    @property
+    def stop_training(self) -> bool:
+        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
+        return self._state.stop_training
+
+    @stop_training.setter
+    def stop_training(self, value: bool) -> None:
+        self._state.request_stop(bool(value))

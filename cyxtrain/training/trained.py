@@ -48,13 +48,7 @@ class Trained(nn.Module):
 
 
 def trained_with(model: nn.Module, loss: Loss | None, step: Callable[[Any], Any] | None = None) -> nn.Module:
-    """Return the model and what is trained with it; the model itself if the loss has nothing to learn or keep.
-
-    Args:
-        model: Not wrapped.
-        loss: Of the trainer.
-        step: What a call runs instead of the model's forward.
-    """
+    """Return the model and what is trained with it; the model itself if that is all. A call runs `step`, if any."""
     parts = {id(part) for part in model.modules()}
     prefix = _LOSS + "_" * any(name == _LOSS for name, _ in model.named_children())
     found = {} if loss is None else loss.named_modules(prefix)

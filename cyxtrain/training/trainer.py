@@ -47,9 +47,10 @@ from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
-from cyxtrain.training.model.own_steps import StepLike, TrainerSteps, check_names
+from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.training.resume.resume_diff import numerics_of
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
@@ -64,7 +65,7 @@ _numbers = itertools.count(1)
 
 
 @names_checked
-class DistributedTrainer(TrainerSteps, NumberLogger):
+class DistributedTrainer(BatchCalls, NumberLogger):
     """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
     It can be made before `cyxtrain.init()`; `fit`, `evaluate` and `predict` join the world by themselves.
@@ -97,7 +98,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
 
     Attributes:
         model: The unwrapped model.
-        loss_fn, loss_weights: As given.
+        loss_fn, loss_weights, metrics: As given; metrics by name.
         optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
@@ -135,7 +136,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self._metrics = metrics_by_name(metrics)
+        self.metrics = metrics_by_name(metrics)
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
@@ -160,6 +161,7 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             **vars(self),
             "_wrappers": [],
             "_fit": None,
+            "_batch_plan": None,
             "_state": replace(self._state, callbacks=Callbacks(), data=dict),
         }
 
@@ -169,18 +171,13 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
 
     @property
     def _arguments(self) -> TrainerArguments:
-        given = (self.model, self._loss, self.optimizer, self._device, self._metrics, self._own_steps)
+        given = (self.model, self._loss, self.optimizer, self._device, self.metrics, self._own_steps)
         return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
     def trained(self) -> nn.Module:
         """The model and, as one module with it, a loss that has its own parameters or buffers."""
         return self._state.trained
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The metrics that the trainer was given, by name."""
-        return dict(self._metrics)
 
     @property
     def epoch(self) -> int:
@@ -205,43 +202,6 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
         self._state.rates.set_checked(rates)
-
-    @property
-    def step_seconds(self) -> list[dict[str, float]]:
-        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
-
-        Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
-        communication over NCCL, how long the GPU waited.
-        """
-        return self._state.step_seconds
-
-    @property
-    def device_usage(self) -> dict[str, float]:
-        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
-
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
-        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
-        """
-        return self._state.device_usage
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
-        return self._state.metadata
-
-    @property
-    def history(self) -> TrainingHistory:
-        """The metrics of the latest fit, even of one that was stopped."""
-        return self._state.history
-
-    @property
-    def stop_training(self) -> bool:
-        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
-        return self._state.stop_training
-
-    @stop_training.setter
-    def stop_training(self, value: bool) -> None:
-        self._state.request_stop(bool(value))
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
         """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
@@ -293,7 +253,8 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
             callbacks: For this fit, called after the trainer's own.
             initial_epoch: Number of epochs that count as completed; `epochs` is then the number of the last one.
             resume: "auto" (the newest intact checkpoint, if there is one) or the path of a checkpoint to continue from.
-            **settings: Fields of `DistributedTrainingConfig`.
+            **settings: Fields of `DistributedTrainingConfig`; and `group_by_length`, to train on samples of similar
+                length in each step: True, the lengths, shape (n,), or a function of a sample that returns its length.
 
         Returns:
             The numbers of each epoch, the same on every rank.
@@ -346,18 +307,36 @@ class DistributedTrainer(TrainerSteps, NumberLogger):
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
         self._check_same_call("fit", works_alone=False)
-        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
-        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
-        plan = plan.merged_with(facts_by_rank)
+        plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error():
-            warn_of_data(facts_by_rank)
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            trained = trained_with(self.model, self._state.loss, plan.data.call.step)
-            ddp = DistributedDataParallel(trained, self.ddp_config)
-        return plan, ddp, checkpoint, header_lines
+            return plan, self._wrapped(plan), checkpoint, header_lines
+
+    def _wrapped(self, plan: FitPlan) -> DistributedDataParallel:
+        """Return the model, or a step of the user's own, so that backward averages gradients."""
+        trained = trained_with(self.model, self._state.loss, plan.data.call.step)
+        return DistributedDataParallel(trained, self.ddp_config)
+
+    def _agreed_plan(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
+    ) -> FitPlan:
+        """Return the plan of a fit; `has_all_rows`: whether no others will be trained on by it. All ranks call it."""
+        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
+        sources[0].is_whole &= has_all_rows
+        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
+        plan = plan.merged_with(facts_by_rank)
+        with ending_group_on_error():
+            warn_of_data(facts_by_rank)
+        return plan
+
+    def _begin_batch(self, call: str) -> None:
+        """Join the world, and check that all ranks make the same call, outside a fit."""
+        if self._fit is not None:
+            raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
+        self._check_same_call(call, works_alone=False)
 
     @contextlib.contextmanager
     def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:

@@ -58,6 +58,11 @@ SHORT = {
         same_on_two_ranks=False,
     ),
     "custom_loop": Ending(f"test accuracy: {ACCURACY}", (0.95,), (0.99,)),
+    "distillation": Ending(
+        f"test accuracy: teacher {ACCURACY}  student alone {ACCURACY}  with the teacher {ACCURACY}",
+        (0.94, 0.8, 0.91),
+        (0.98, 0.9, 0.97),
+    ),
     "imbalanced": Ending(f"recall: {ACCURACY} with equal weights {ACCURACY} with class_weight", (0, 0.6), (0.3, 0.9)),
     "mixed_precision": Ending(
         f"test accuracy: fp32 {ACCURACY}  bf16 {ACCURACY}  fp16 {ACCURACY}",

@@ -56,6 +56,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "NaN before a checkpoint": {**NAN, "checkpoint_every_n_steps": 2, "model": "Running"},
     "NaN before replicas are checked": {**NAN, "check_replicas_every_n_steps": 4},
     "NaN before numbers are shown": {**NAN, "log_every_n_steps": 4},
+    "NaN before a validation": {**NAN, "validate_every_n_steps": 4, "model": "Running"},
+    "validations": {"validate_every_n_steps": 5, "model": "Running"},
     "NaN, skipped": {**NAN, "on_nonfinite": "skip", "model": "Running"},
     "NaN ends the fit": {**NAN, "ends": True, "model": "Running"},
     "NaN and a hook before the step": {**NAN, "watches": True},
@@ -190,6 +192,8 @@ def fit(
         warnings.simplefilter("always")
         try:
             inputs, targets = rows(STEPS * BATCH + tail, row, value)
+            if settings.get("validate_every_n_steps"):
+                given["validation_data"] = rows(20, None, value)
             trainer.fit(inputs, targets, callbacks=callbacks, **{**given, **settings})
         except (cx.CyxtrainError, KeyError) as found:
             error = f"{type(found).__name__}: {found}"
@@ -203,7 +207,7 @@ def fit(
         "state": [len(state), digest(each for own in state.values() for each in own.values() if torch.is_tensor(each))],
         "rates": [[group["lr"] for group in trainer.optimizer.param_groups], trainer._state.rates.state_dict()],
         "position": {**vars(trainer._state.position)},
-        "losses": [trainer.history.train_losses, watch.losses],
+        "losses": [trainer.history.train_losses, watch.losses, trainer.history.validations],
         "checkpoints": sorted(os.listdir(folder)) if os.path.isdir(folder) else [],
         "stops": watch.stops,
     }

@@ -70,12 +70,7 @@ def target_name(given: Any) -> str | None:
 
 
 def as_given(rows: Rows, name: str | None) -> Any:
-    """Return rows as the data gave them: (x, y, sample_weight) as far as there are such, or a dictionary.
-
-    Args:
-        rows: Of a batch.
-        name: The `target_name` of the data's batches.
-    """
+    """Return rows as data gave them whose `target_name` is `name`: (x, y, sample_weight), or a dictionary."""
     if name is None or not isinstance(rows.inputs, dict):
         count = 3 if rows.weights is not None else 2 if rows.targets is not None else 1
         return tuple(rows)[:count]

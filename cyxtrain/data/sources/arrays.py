@@ -29,7 +29,7 @@ from cyxtrain.data.batches.rows import (
 )
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import RowFeed
-from cyxtrain.data.order import EpochOrder, SeededOrder
+from cyxtrain.data.order import EpochOrder, SeededOrder, lengths_of
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import to_device
@@ -47,6 +47,7 @@ class ArraySource(Source):
 
     def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         self._first_row = 0  # in the arrays that the user gave
+        self._lengths: Indices | None = None  # of rows, by which an epoch groups them
         self._rows: Indices | None = None  # the rows that were chosen of them; None: all from the first one on
         self.is_numpy = not holds_tensors(inputs)
         self.example = as_rows(inputs, targets, weights)
@@ -94,6 +95,7 @@ class ArraySource(Source):
         """Return neighbouring rows as a source, a view."""
         part = object.__new__(ArraySource)
         part._first_row, part._rows = self._first_row + first, None if self._rows is None else self._rows[first:end]
+        part._lengths = None if self._lengths is None else self._lengths[first:end]
         part.batch_size, part.shuffle = self.batch_size, self.shuffle
         part.is_numpy = self.is_numpy
         part.example = self.example.mapped(lambda tensor: tensor[first:end])
@@ -103,6 +105,7 @@ class ArraySource(Source):
         """Return some rows, in their order, as a source: a copy."""
         part, rows = self.part(0, 0), np.flatnonzero(is_chosen)
         part.example, part._rows = self.gather(rows), rows
+        part._lengths = None if self._lengths is None else self._lengths[rows]
         return part
 
     @override
@@ -122,7 +125,13 @@ class ArraySource(Source):
     @override
     def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> RowFeed:
         shuffle = config.shuffle if self.shuffle is None else self.shuffle
-        return RowFeed(self, SeededOrder(len(self), shuffle, config.seed), config, rank, world_size)
+        order = SeededOrder(len(self), shuffle, config.seed)
+        order.lengths = self._lengths
+        return RowFeed(self, order, config, rank, world_size)
+
+    @override
+    def group_by_length(self, asked: Any) -> None:
+        self._lengths = lengths_of(asked, len(self))
 
     @override
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
@@ -151,8 +160,9 @@ class ArraySource(Source):
             # All weights: a rare class may have its own.
             rows = len(tensor) if what == NAMES[-1] else SAMPLED_ROWS
             facts[f"{label}: hash of its values"] = sampled_hash(tensor, rows)
-        if self._rows is not None:
-            facts[f"which rows are the {name} data: hash"] = xxhash.xxh3_64_hexdigest(self._rows.tobytes())
+        for what, numbers in (("which rows are", self._rows), ("the lengths of", self._lengths)):
+            if numbers is not None:
+                facts[f"{what} the {name} data: hash"] = xxhash.xxh3_64_hexdigest(numbers.tobytes())
         return facts
 
     @override

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import xxhash
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
@@ -21,7 +22,7 @@ from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import RowFeed
-from cyxtrain.data.order import EpochOrder, Order, SeededOrder, order_of
+from cyxtrain.data.order import EpochOrder, Order, SeededOrder, lengths_of, order_of
 from cyxtrain.data.rng import row_seeds, set_epoch_of
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.fetching import RowLoader, RowRequest
@@ -114,11 +115,21 @@ class DatasetSource(Source):
             f"the order of the {name} data": self._order.describe(),
             f"the order of the {name} data: hash": self._order.to_evaluate().digest if self._order.is_drawn else 0,
         }
+        if isinstance(self._order, SeededOrder) and self._order.lengths is not None:
+            facts[f"the lengths of the {name} data: hash"] = xxhash.xxh3_64_hexdigest(self._order.lengths.tobytes())
         for what, tensor in self.example.named():
             facts[f"{name} {what}: dtype"] = str(tensor.dtype).removeprefix("torch.")
             facts[f"{name} {what}: shape of a row"] = list(tensor.shape[1:])
             facts[f"{name} {what}: hash of the first rows"] = sampled_hash(tensor) if self._is_reproducible else ""
         return facts
+
+    @override
+    def group_by_length(self, asked: Any) -> None:
+        if not isinstance(self._order, SeededOrder):
+            raise ConfigError(
+                f"group_by_length orders the rows, and they come {self._order.describe()}: leave the sampler out."
+            )
+        self._order.lengths = lengths_of(asked, len(self._order), self._dataset)
 
     @override
     def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> RowFeed:

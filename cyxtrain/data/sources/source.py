@@ -18,6 +18,7 @@ from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows, weighted_by_class
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import Feed
+from cyxtrain.errors import ConfigError
 
 _Source = TypeVar("_Source", bound="Source")
 
@@ -90,6 +91,13 @@ class Source(ABC):
         source = copy.copy(self)
         source._weigh = lambda rows: weighted_by_class(rows, weights, ignored)
         return source
+
+    def group_by_length(self, asked: Any) -> None:
+        """Train on rows of similar length in each step; `asked`: True, lengths, or a function of a sample."""
+        raise ConfigError(
+            "group_by_length orders rows by number, and X gives batches one after the other: give a Dataset or arrays, "
+            "or let X make such batches."
+        )
 
     def shortened(self: _Source, batches: int, batch_size: int) -> _Source:
         """Return the first batches alone, to evaluate."""

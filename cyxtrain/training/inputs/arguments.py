@@ -46,6 +46,7 @@ class FitArguments:
         class_weights: How much the rows of a class count, by its number, or None.
         validation: (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
         groups: What each row belongs to, so that validation_split keeps its rows together; or None.
+        group_by_length: True, lengths, or a function of a sample; None: steps have rows of any length.
         config: Complete and valid.
         resume: "auto", the path of a checkpoint, or None.
         callbacks: For this fit.
@@ -62,6 +63,7 @@ class FitArguments:
     callbacks: Sequence[Callback] = ()
     initial_epoch: int | None = None
     groups: Any = None
+    group_by_length: Any = None
 
 
 def parse_fit(
@@ -81,15 +83,15 @@ def parse_fit(
     **settings: Any,
 ) -> FitArguments:
     """Return normalized arguments of `fit`; raise ConfigError for arguments that contradict each other."""
-    arrays, config = _split([X, y, *more], [X_val, y_val], config, settings)
+    arrays, config, lengths = _split([X, y, *more], [X_val, y_val], config, settings)
     if yields_batches(arrays[0]) and arrays[2] is None and yields_batches(arrays[1]):  # fit(loader, val_loader, config)
         require(validation_data is None, "fit got validation data twice: by position, and as validation_data.")
         validation_data, arrays[1] = arrays[1], None
-    if arrays[2] is not None:
+    elif arrays[2] is not None:
         require(validation_data is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
         validation_data = (arrays[2], arrays[3])
-    wrong = class_weight is not None and not isinstance(class_weight, Mapping)
-    require(not wrong, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
+    right = class_weight is None or isinstance(class_weight, Mapping)
+    require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
     checked = _from_initial(initial_epoch, _settings(config, settings))
     path = _path(resume)
     return FitArguments(
@@ -103,11 +105,12 @@ def parse_fit(
         callbacks=checked_callbacks(callbacks),
         initial_epoch=initial_epoch,
         groups=_groups(validation_groups, checked),
+        group_by_length=lengths,
     )
 
 
-def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return (X, y, X_val and y_val; the config), each given by position or by name."""
+def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+    """Return (X, y, X_val and y_val; the config; group_by_length), each given by position or by name."""
     for place, array in enumerate(given):
         if isinstance(array, DistributedTrainingConfig):
             require(config is None, "fit got two configs: one by position, one by name.")
@@ -123,7 +126,7 @@ def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, 
     count = sum(array is not None for array in arrays)
     right = arrays[0] is not None and len(arrays) == 4
     require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count} arrays.")
-    return arrays, config
+    return arrays, config, settings.pop("group_by_length", None)
 
 
 def _refuse_settings(given: Sequence[Any]) -> None:

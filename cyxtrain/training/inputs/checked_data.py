@@ -104,12 +104,6 @@ class CheckedData(ModelSetup):
         accuracy = [] if self.loss.accuracy is None else ["accuracy"]
         return [*dict.fromkeys(["loss", *accuracy, *self.loss.shown, *self.metrics.names])]
 
-    @property
-    def validated(self) -> list[str]:
-        """Names of what is measured of it if it is not trained on."""
-        whole = (name for each in self.metrics.whole_sets for name in each.names)
-        return [*dict.fromkeys([*self.measured, *whole])]
-
 
 def check_data(
     source: Source,

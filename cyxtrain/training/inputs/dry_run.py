@@ -144,7 +144,8 @@ class DryRun:
     def predict(self, source: Source) -> Any:
         """Try a prediction for a source's first rows; return the output without its values. Raises as `train`."""
         batch = self._placed(source.first(_ROWS))
-        missing = self._call.missing(self._model, batch.inputs) if self._loss.function is None else []
+        own = self._loss.function is None and self._loss.used is None
+        missing = self._call.missing(self._model, batch.inputs) if own else []
         if missing:
             raise ConfigError(
                 f"the forward of {type(self._model).__name__} requires {', '.join(missing)}{self._call.names_differ}, "

@@ -23,7 +23,7 @@ Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iter
 
 
 class FitSettings(TypedDict, total=False):
-    """The fields of `DistributedTrainingConfig`; Keras's values of `verbose` and its name for X, too."""
+    """The fields of `DistributedTrainingConfig`; Keras's values of `verbose`, and x; and `group_by_length`."""
 
     epochs: int
     batch_size: int
@@ -73,4 +73,5 @@ class FitSettings(TypedDict, total=False):
     log_every_n_steps: int
     validation_stratify: bool
     load_best: bool
+    group_by_length: Any
     x: Data

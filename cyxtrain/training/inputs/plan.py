@@ -109,8 +109,8 @@ class FitPlan:
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
         sets = self.validation.items()
-        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.validated]
-        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.validated]
+        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
+        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
         return self.data.measured + first + named
 
     def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
@@ -142,6 +142,11 @@ class FitPlan:
         """Epochs of the fit, at most."""
         most, steps = self.config.max_steps, self.steps_per_epoch
         return self.config.epochs if most is None or not steps else min(self.config.epochs, -(-most // steps))
+
+    @property
+    def knows_epochs(self) -> bool:
+        """Whether the number of epochs is known, and not only that `max_steps` ends the fit before."""
+        return self.steps_per_epoch is not None or self.config.epochs != self.config.max_steps
 
     def steps_left(self, position: Position) -> int | None:
         """Return the steps until `max_steps`; None: it is not set."""

@@ -125,6 +125,8 @@ def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
                     "it gives its batches once, and each epoch is validated: give the function that makes it, without "
                     "calling it, or a DataLoader."
                 )
+    if arguments.group_by_length is not None and arguments.group_by_length is not False:
+        source.group_by_length(arguments.group_by_length)
     if config.validation_split:
         if not isinstance(source, ArraySource):
             raise ConfigError(

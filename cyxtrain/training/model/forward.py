@@ -104,10 +104,6 @@ class ModelCall:
         """Return what failed, for an error of the dry run."""
         return f"the model cannot take X, tried on shape {shapes}{self.names_differ}"
 
-    def describe_step(self) -> str:
-        """Return the name of a step of the user's own, or ""."""
-        return ""
-
     def missing(self, model: nn.Module, inputs: Tree) -> list[str]:
         """Return names of arguments that forward requires besides the inputs, such as the targets."""
         with contextlib.suppress(TypeError, ValueError):  # inputs that do not fit, or a forward written in C

@@ -6,7 +6,6 @@ A step takes a batch and returns its loss, as a model without a loss_fn does: wh
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,8 +30,6 @@ StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
 
 TRAIN, TEST, PREDICT = ("train_step", "test_step", "predict_step")
-_OTHER_NAMES = {"training_step": TRAIN, "validation_step": TEST}
-"""Lightning's."""
 
 
 class BuiltIn:
@@ -42,6 +39,9 @@ class BuiltIn:
         model: Not wrapped.
         loss: Of the trainer.
         precision: Of forward; the loss is computed in full precision.
+
+    Attributes:
+        weight: What the latest loss was divided by, if that is not the number of rows.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, precision: Precision) -> None:
@@ -49,6 +49,7 @@ class BuiltIn:
         self._loss = loss
         self.precision = precision
         self._call: ModelCall | None = None
+        self.weight: Tensor | float | None = None
 
     def __call__(self, given: Any) -> dict[str, Any]:
         """Return "loss" and what else the built-in step measures of a batch, and the model's "output"."""
@@ -61,13 +62,26 @@ class BuiltIn:
                 loss.inspect_result(result, batch.rows)
             found = loss(output, batch)
         if is_first:
-            _check_is_mean(loss, found)
+            kinds = [kind for _, kind, _ in loss.terms(found)]
+            require(
+                Weighting.NOTHING not in kinds,
+                "loss_fn is a sum (reduction='sum'), and the built-in step returns a mean to a step of your own: give "
+                "a loss_fn that is a mean, or compute the loss in the step and return (sum, weight).",
+            )
             loss.accuracy = find_accuracy(loss, output, batch.answers, found.mean.detach(), asked=False)
         measured = {name: _as_returned(part) for name, part in found.parts.items()}
         if loss.accuracy is not None and "accuracy" not in measured:
             measured["accuracy"] = tuple(correct_of(output, batch.answers, loss))
         shown = loss.without_own(output)
-        return {"loss": _as_returned(found), **measured, **({} if is_scalar(shown) else {"output": shown})}
+        return {"loss": self._mean(found), **measured, **({} if is_scalar(shown) else {"output": shown})}
+
+    def _mean(self, found: BatchLoss) -> Tensor:
+        """Return a loss as the mean of what counts, 0 if nothing does."""
+        if self._loss.counts_terms and not self._loss.weightings:
+            self.weight = found.weight
+        if not isinstance(found.weight, Tensor):
+            return found.value if found.terms == found.weight else found.value * found.terms / (found.weight or 1)
+        return found.value * found.terms / torch.where(found.weight == 0, 1, found.weight)
 
     def predict(self, given: Any) -> Any:
         """Return the model's output for a batch's inputs."""
@@ -81,36 +95,13 @@ class BuiltIn:
         return self._call
 
 
-class RunningStep:
-    """The built-in step that a trainer's methods call while one of the user's own runs."""
-
-    def __init__(self) -> None:
-        self.built_in: BuiltIn | None = None
-
-    def required(self, name: str) -> BuiltIn:
-        """Return it; raise ConfigError if no step runs."""
-        if self.built_in is None:
-            raise ConfigError(
-                f"{name} is called by fit, evaluate and predict: for a single batch, call train_on_batch, "
-                "test_on_batch or predict_on_batch."
-            )
-        return self.built_in
-
-
 class OwnStep(NamedTuple):
-    """A step of the user's own.
-
-    Attributes:
-        name: "train_step", "test_step" or "predict_step".
-        function: Takes a batch.
-        trainer: Whose step it is.
-        running: Of that trainer.
-    """
+    """A step of the user's own: a function of a batch; `running` is the trainer's stack of built-in steps."""
 
     name: str
     function: Callable[[Any], Any]
     trainer: Any
-    running: RunningStep
+    running: list[BuiltIn]
 
     @property
     def owners(self) -> list[Any]:
@@ -131,7 +122,7 @@ class TrainerSteps:
         for name, step in self._given_steps.items():
             is_step = step is None or callable(step)
             require(is_step, f"{name} must be a function of (trainer, batch), got {brief(step)}.")
-        self._running_step = RunningStep()
+        self._running_steps: list[BuiltIn] = []
 
     @property
     def _own_steps(self) -> OwnSteps:
@@ -140,9 +131,9 @@ class TrainerSteps:
         for name, given in self._given_steps.items():
             method = getattr(self, name)
             if given is not None:
-                found[name] = OwnStep(name, partial(given, self), self, self._running_step)
+                found[name] = OwnStep(name, partial(given, self), self, self._running_steps)
             elif getattr(method, "__func__", None) is not vars(TrainerSteps)[name]:
-                found[name] = OwnStep(name, method, self, self._running_step)
+                found[name] = OwnStep(name, method, self, self._running_steps)
         return found
 
     def train_step(self, batch: Any) -> Any:
@@ -156,50 +147,44 @@ class TrainerSteps:
             A dictionary with "loss" (the mean over this rank's rows, or (sum, weight)), "output" (of the model, which
             metrics compare with y) and numbers for the history, such as "accuracy". A step of your own may return the
             loss alone.
-
-        Raises:
-            ConfigError: Called by other code than a step.
         """
-        return self._running_step.required(TRAIN)(batch)
+        return self._built_in(TRAIN)(batch)
 
     def test_step(self, batch: Any) -> Any:
         """Return the loss of a batch of `evaluate` or of the validation data, as `train_step`; without gradients.
 
         Args:
             batch: As in `train_step`.
-
-        Raises:
-            ConfigError: Called by other code than a step.
         """
-        return self._running_step.required(TEST)(batch)
+        return self._built_in(TEST)(batch)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's output for a batch of `predict`. Override it for a prediction of your own.
 
         Args:
             batch: (x,), or a dictionary, if the data give such; without targets.
-
-        Raises:
-            ConfigError: Called by other code than a step.
         """
-        return self._running_step.required(PREDICT).predict(batch)
+        return self._built_in(PREDICT).predict(batch)
+
+    def _built_in(self, name: str) -> BuiltIn:
+        require(
+            bool(self._running_steps),
+            f"{name} is called by fit, evaluate and predict: for a single batch, call train_on_batch, test_on_batch or "
+            "predict_on_batch.",
+        )
+        return self._running_steps[-1]
 
 
 def check_names(trainer: type, model: nn.Module, steps: OwnSteps) -> None:
-    """Refuse steps under other libraries' names or in other places, which nothing calls."""
-    for other, name in _OTHER_NAMES.items():
-        require(
-            name in steps or not callable(getattr(trainer, other, None)),
-            f"{trainer.__name__} has a {other}, and fit does not call it: rename it to {name}(self, batch).",
-        )
+    """Refuse steps under Lightning's names, and those of the model, which nothing calls."""
     kind = type(model)
-    wrong = [name for name in (TRAIN, "training_step") if callable(getattr(kind, name, None))]
-    require(
-        not wrong or TRAIN in steps,
-        f"{kind.__name__} has a {''.join(wrong[:1])}, and fit does not call it: steps are the trainer's. Rename it to "
-        "train_step(self, batch) and move it to a subclass of DistributedTrainer, where self.model is the model; or "
-        "pass it as train_step=, a function of (trainer, batch).",
-    )
+    places = ((trainer, "training_step", TRAIN), (trainer, "validation_step", TEST), (kind, "training_step", TRAIN))
+    for owner, other, name in (*places, (kind, TRAIN, TRAIN)):
+        require(
+            name in steps or not callable(getattr(owner, other, None)),
+            f"{owner.__name__} has a {other}, and fit does not call it: make it {name}(self, batch) of a subclass of "
+            f"DistributedTrainer, where self.model is the model, or pass a function of (trainer, batch) as {name}=.",
+        )
 
 
 def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnStep | None:
@@ -220,13 +205,9 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
 
 
 class StepCall(ModelCall):
-    """Calls a step of the user's own with batches of one form, as the data give them.
+    """Calls a step of the user's own with batches as the data give them, in the precision of the built-in step.
 
-    Args:
-        step: What is called.
-        built_in: What `super().train_step(batch)` runs, in the precision of the whole step.
-        target_name: Of the data's batches, as `collate.target_name` has it.
-        device: Where the trainer's other modules go, such as a teacher.
+    `target_name` is that of `collate`. The trainer's other modules, such as a teacher, go to the device.
     """
 
     def __init__(self, step: OwnStep, built_in: BuiltIn, target_name: str | None, device: torch.device) -> None:
@@ -247,11 +228,6 @@ class StepCall(ModelCall):
         """Return what failed, for an error of the dry run."""
         return f"{self._own.name} failed, tried on a batch of shape {shapes}"
 
-    def describe_step(self) -> str:
-        """Return the name of the function."""
-        function = self._own.owners[1]
-        return str(getattr(function, "__qualname__", type(function).__name__))
-
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return what the step returns; `model`: not wrapped, or what wraps the step."""
         call = model
@@ -268,43 +244,46 @@ class StepCall(ModelCall):
         """Return what the step returns for a batch's inputs alone."""
         return self(model, Batch(batch.number, batch.inputs, None))
 
-    def missing(self, model: nn.Module, inputs: Any) -> list[str]:
-        """Return []: the step knows what the model requires."""
-        return []
-
     def _run(self, given: Any) -> Any:
-        own = self._own
-        own.running.built_in = self._built_in
+        own, built_in = self._own, self._built_in
+        own.running.append(built_in)
+        built_in.weight = None
         try:
             result = own.function(given)
         finally:
-            own.running.built_in = None
+            own.running.pop()
         if self._returns_loss and not _has_loss(result):
             raise ConfigError(
                 f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
                 'over this rank\'s rows; (sum, weight); or a dictionary with such a "loss".'
             )
-        return result
+        return result if built_in.weight is None else _weighted(result, built_in.weight)
 
     def _tried(self, model: nn.Module, given: Any) -> Any:
         """Run the step in the dry run; refuse what `fit` does itself."""
         name, before = self._own.name, [parameter.grad for parameter in model.parameters()]
 
-        def refuse(*_: Any) -> None:
-            raise ConfigError(f"{name} called an optimizer's step(): return the loss, and fit does backward and step.")
+        def refuse(call: str) -> None:
+            raise ConfigError(
+                f"{name} called {call}: return the loss, and fit does backward, averages the gradients over the ranks, "
+                "and steps. For gradients that the loss is made of, call torch.autograd.grad."
+            )
 
-        def check_gradients() -> None:
-            if any(each.grad is not old for each, old in zip(model.parameters(), before, strict=True)):
-                raise ConfigError(
-                    f"{name} called backward(): return the loss, and fit does backward, averages the gradients over "
-                    "the ranks, and steps. For gradients that the loss is made of, call torch.autograd.grad."
-                )
-
-        hook = register_optimizer_step_pre_hook(refuse)
-        with contextlib.ExitStack() as stack:
-            stack.callback(check_gradients)  # also if the step then failed
-            stack.callback(hook.remove)
+        hook = register_optimizer_step_pre_hook(lambda *_: refuse("an optimizer's step()"))
+        try:
             return self._run(given)
+        finally:
+            hook.remove()
+            if any(each.grad is not old for each, old in zip(model.parameters(), before, strict=True)):
+                refuse("backward()")  # also if the step then failed
+
+
+def _weighted(result: Any, weight: Tensor | float) -> Any:
+    """Return a result whose loss, a mean, has the weight of the built-in step's loss, of which it is made."""
+    if isinstance(result, Tensor):
+        return result * weight, weight
+    own = result.get("loss") if isinstance(result, Mapping) else None
+    return {**result, "loss": (own * weight, weight)} if isinstance(own, Tensor) else result
 
 
 def _has_loss(result: Any) -> bool:
@@ -321,17 +300,6 @@ def _described(result: Any) -> str:
 
 
 def _as_returned(loss: BatchLoss) -> Any:
-    """Return a loss as a mean over this rank's rows, or (sum, weight)."""
+    """Return a number for the history: a mean over this rank's rows, or (sum, weight)."""
     counts_rows = not isinstance(loss.weight, Tensor) and not isinstance(loss.terms, Tensor)
     return loss.value if counts_rows and loss.terms == loss.weight else (loss.value * loss.terms, loss.weight)
-
-
-def _check_is_mean(loss: Loss, found: BatchLoss) -> None:
-    kinds = {kind for _, kind, _ in loss.terms(found)}
-    several = bool(loss.weightings) and Weighting.TERMS in kinds
-    if Weighting.NOTHING in kinds or several:
-        what = "several losses, of which one is a weighted mean" if several else "a sum (reduction='sum')"
-        raise ConfigError(
-            f"loss_fn is {what}, and the built-in step returns one mean to a step of your own: compute the loss there, "
-            "and return (sum, weight)."
-        )

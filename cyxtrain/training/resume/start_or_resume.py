@@ -139,7 +139,7 @@ def _begin_or_resume(
     found = find_checkpoint(plan, state)
     data = plan.digests()
     if found is None:
-        plan = _with_batch_norm_checked(state, plan)
+        plan = with_batch_norm_checked(state, plan)
         scheduled = plan.schedule_steps(plan.warmup_steps if state.rates.warms_up_first else 0)
         _check_schedule(plan, state.rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
         _warn_of_warmup(plan)
@@ -208,10 +208,10 @@ def _resume_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointStat
     plan.feed.check_world(checkpoint.world_size, place_of(state.position))
     plan.feed.resume_from(state.position.effective_batch_size)
     plan.feed.load_state_dict(checkpoint.others.get("data", {}))
-    return _with_batch_norm_checked(state, plan)
+    return with_batch_norm_checked(state, plan)
 
 
-def _with_batch_norm_checked(state: TrainingState, plan: FitPlan) -> FitPlan:
+def with_batch_norm_checked(state: TrainingState, plan: FitPlan) -> FitPlan:
     """Refuse rows that batch norm cannot train on, now that each rank's rows of a step are known."""
     check_single_rows(state.model, plan)
     empty, micro_batches = part_without_rows(state.model, plan), plan.feed.micro_batches

@@ -17,7 +17,7 @@ from cyxtrain.parallel.finite import all_finite
 by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 DAILY = ["adamw", "sgd", "several buckets", "clip_norm", "a rank without rows", "NaN", "NaN in the last step"]
 DAILY += ["NaN in the first step with momentum", "NaN before a checkpoint", "NaN, not fused", "unused on one rank"]
-DAILY += ["NaN and a hook before the step"]
+DAILY += ["NaN and a hook before the step", "NaN before a validation"]
 ERROR = {**NAN, "model": "Running", "fails_at": 3}
 """Fails in the hook after a step that was not taken, before anybody could know."""
 LATE = {"wish": {"stops_at": 3}, "wish in the last step": {"stops_at": STEPS - 1}}

@@ -12,6 +12,7 @@ from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_pr
 from rank_processes import rank_server  # noqa: F401 - a fixture
 
 import cyxtrain as cx
+from cyxtrain.training.state import Position
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS, VALID = make_rows(40), make_rows(9, seed=1)
@@ -120,14 +121,22 @@ def test_it_resumes_from_any_step(tmp_path):
             assert fit(resume=str(path)) == whole
 
 
-def test_batches_without_an_end_are_read_as_far_as_that(recwarn):
+def test_a_checkpoint_of_an_older_version_has_no_first_step():
+    values = {name: 0 for name in vars(Position()) if name != "first_step"}
+    assert Position.from_json(values, "it") == Position()
+
+
+def test_batches_without_an_end_are_read_as_far_as_that(recwarn, capsys):
     def batches(count: int) -> Iterator[Any]:
         for number in range(count):
             yield make_rows(8, seed=number)
 
     with one_process():
         trainer = make_trainer()
-        history = trainer.fit(batches(10**9), max_steps=4, validation_data=VALID, verbose=False)
+        history = trainer.fit(batches(10**9), max_steps=4, validation_data=VALID)
+        shown = capsys.readouterr().out
+        assert "as many as there are batches, at most 4, from epoch 1\n" in shown
+        assert "\nepoch 1  loss" in shown
         assert (trainer.step, history.epochs) == (4, [1])
         assert not recwarn.list
         trainer.fit(batches(3), max_steps=5, verbose=False)

@@ -56,11 +56,7 @@ class Penalized(Trainer):
         result = super().train_step(batch)
         output = result["output"]
         penalty = (output["size"] if isinstance(output, dict) else output).square().mean()
-        if isinstance(result["loss"], tuple):
-            total, weight = result["loss"]
-            result["loss"] = total + 0.0 * penalty, weight
-        else:
-            result["loss"] = result["loss"] + 0.0 * penalty
+        result["loss"] = result["loss"] + 0.0 * penalty
         return {**result, "penalty": penalty}
 
 
@@ -120,6 +116,27 @@ def test_accumulation_and_precision_are_those_of_the_built_in_step(settings):
     with one_process():
         own, built_in = fitted("super", True, **settings), fitted("super", False, **settings)
     np.testing.assert_allclose(own["parameters"], built_in["parameters"], rtol=1e-6)
+
+
+def with_holes(own: bool) -> Any:
+    """Fit on labels of which most do not count: in the second batch, all of the second half."""
+    inputs, targets = data()
+    targets[torch.arange(ROWS) % 3 > 0] = -100
+    targets[12:16] = -100
+    model = make_model("float64")
+    trainer = (Penalized if own else Trainer)(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+    loader = DataLoader([*zip(inputs, targets, strict=True)], EFFECTIVE // cx.get_world_size())
+    history = trainer.fit(loader, epochs=2, verbose=False)
+    return flat(model.parameters()), history.train_losses, history.train_accuracies
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_loss_of_the_built_in_step_keeps_its_weight(world_size):
+    with one_process():
+        expected = with_holes(False)
+    for found in everywhere(world_size, with_holes, True):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10)
 
 
 def weighted(own: bool) -> Any:
@@ -219,7 +236,7 @@ def everything() -> dict[str, Any]:
 def test_a_model_without_forward_trains_evaluates_and_predicts_by_steps(world_size):
     for found in everywhere(world_size, everything):
         own = {"loss", "accuracy", "f1"}
-        assert {*found["names"]} == {*own, *(f"val_{name}" for name in own), "val_top"}
+        assert {*found["names"]} == {*own, *(f"val_{name}" for name in own), "val_top", "learning_rate"}
         assert found["difference"] < 1e-12
         for name, value in found["expected"].items():
             assert abs(found["evaluation"][name] - value) < 1e-12, name

@@ -358,7 +358,7 @@ def drawn(folder: str) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_confusion_matrix_is_of_all_rows_and_a_picture(world_size, tmp_path):
     ranks = everywhere(world_size, drawn, str(tmp_path))
-    assert all(names == ["loss", "accuracy", "val_loss", "val_accuracy"] for _, names in ranks)
+    assert not any("matrix" in name for _, names in ranks for name in names)
     assert (tmp_path / "new" / "matrix.png").read_bytes().startswith(b"\x89PNG")
     _, classes = make_rows(9, seed=1)
     matrix = ranks[0][0]

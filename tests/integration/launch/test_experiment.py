@@ -156,6 +156,13 @@ class Weighted(nn.Module):
 def decay(optimizer, total_steps, power=1.0):
     return torch.optim.lr_scheduler.PolynomialLR(optimizer, total_steps, power)
 
+def step(trainer, batch):
+    result = trainer.train_step(batch)
+    return {"loss": 2 * result["loss"], "half": result["loss"]}
+
+def softened(trainer, batch):
+    return trainer.model(batch[0]).softmax(1)
+
 import cyxtrain as cx
 @cx.register_model("registered")
 def registered(config):
@@ -210,6 +217,16 @@ def test_models_that_are_registered_in_a_module_of_imports_and_take_the_config(o
     assert history.metrics["right"]
     assert history.metrics["val_count"][0] == 40
     assert experiment.trainer.metrics["confusion_matrix"].matrix.sum() == 40
+
+
+def test_steps_of_the_user_s_own_by_the_names_of_their_modules(own):
+    values = {"model": "own_things:Net", "loss_fn": "own_things:loss", "data": "own_things:loaders"}
+    steps = {"train_step": "own_things:step", "test_step": "own_things:step", "predict_step": "own_things:softened"}
+    history, experiment = fitted({**values, **steps})
+    assert history.train_losses == pytest.approx([2 * history.history["half"][0]])
+    assert history.val_losses == pytest.approx([2 * history.history["val_half"][0]])
+    assert experiment.trainer.predict(np.ones((2, 3), np.float32)).sum() == pytest.approx(2.0)
+    cx.finalize()
 
 
 @pytest.mark.parametrize(
@@ -362,6 +379,13 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
         ("metrics", ["own_things:none"], "own_things has no class or function 'none'"),
         ("metrics", [3], "each of 'metrics' needs a name"),
         ("metrics", 3, "the section 'metrics' must be a list"),
+        (
+            "train_step",
+            {"name": "own_things:loss"},
+            "the section 'train_step' must be the name of a function, module:name",
+        ),
+        ("train_step", "own_things:none", "own_things has no class or function 'none'"),
+        ("train_steps", "own_things:loss", r"no section 'train_steps'. Did you mean 'train_step'\?"),
         ("callbacks", [{"CSVLogger": "a.csv"}], "each of 'callbacks' needs a name, such as '- {name: EarlyStopping"),
         ("data", "own_things:no_data", r"must return \(train, test\), or a dictionary with 'train'.*got ndarray"),
         ("loss_fn", "cross_entrop", r"no loss 'cross_entrop'. Did you mean 'cross_entropy'\?"),

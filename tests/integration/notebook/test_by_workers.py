@@ -625,6 +625,40 @@ def test_a_subclass_of_the_trainer_does_its_own_once():
     assert torch.equal(trainer.predict(X), model(X / 2).detach())
 
 
+class Stepping(cx.DistributedTrainer):
+    """Learns from a teacher that it holds besides its model, and counts."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        with seeded():
+            self.teacher = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+        self.calls = 0
+
+    def train_step(self, batch: Any) -> Any:
+        self.calls += 1
+        result = super().train_step(batch)
+        result["loss"] = result["loss"] + nn.functional.mse_loss(result["output"], self.teacher(batch[0]))
+        return result
+
+    def predict_step(self, batch: Any) -> Tensor:
+        output: Tensor = super().predict_step(batch)
+        return output.softmax(1)
+
+
+def fit_by_steps() -> Any:
+    model = make_model()
+    trainer = Stepping(model, "cross_entropy", torch.optim.Adam(model.parameters(), 1e-2))
+    history = trainer.fit(X, Y, **SETTINGS).history
+    return fingerprint(model), history, trainer.calls, trainer.predict(X).tolist()
+
+
+def test_steps_of_the_user_s_own_run_in_the_workers():
+    launched = run_world(RANKS, fit_by_steps)[0]
+    found = fit_by_steps()
+    assert found == launched
+    assert found[2] == 2 * 5
+
+
 def test_a_forked_child_leaves_its_parents_workers_alone():
     before = started()
     child = os.fork()

@@ -88,7 +88,7 @@ INSIDE = {
         "nonfinite outside_fit",
         "step",
         "stopping checkpoint_manager resume evaluation header delegation",
-        "fit_loop",
+        "fit_loop on_batch",
         "trainer amp_trainer",
     ],
 }

@@ -20,8 +20,8 @@ from cyxtrain.training.inputs.arguments import parse_fit
 from cyxtrain.training.inputs.fit_keywords import Data, FitSettings
 
 ROOT = Path(__file__).resolve().parents[3]
-WIDER = {"verbose": bool | int | str, "x": Data}
-"""Keras's names and values that `fit` takes, too: verbose=0, 1, 2 and "auto", and x for X."""
+WIDER = {"verbose": bool | int | str, "x": Data, "group_by_length": typing.Any}
+"""What `fit` takes, too: Keras's verbose=0, 1, 2 and "auto", x for X; and what orders the data."""
 
 CALLS = """\
 import numpy as np

@@ -1,0 +1,159 @@
+"""One batch at a time, by every rank: without epochs, callbacks or checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config.settings import names_checked, require
+from cyxtrain.data.batches.rows import as_rows
+from cyxtrain.data.batches.structure import num_rows
+from cyxtrain.data.feed import Place
+from cyxtrain.data.rng import generators_kept, seed_generators
+from cyxtrain.data.sources.open import open_source, yields_batches
+from cyxtrain.data.sources.source import Source
+from cyxtrain.metrics.logged import LoggedNumbers
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.model.modes import put_into_training
+from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.own_steps import TrainerSteps
+from cyxtrain.training.nonfinite import FiniteGuard
+from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
+from cyxtrain.training.state import TrainerView, TrainingState
+from cyxtrain.training.step import TrainingStep
+from cyxtrain.world import runtime
+from cyxtrain.world.agreement import agree_on, ending_group_on_error
+
+_KEPT = (
+    *("seed", "on_nonfinite", "clip_norm", "clip_value", "clip_adaptive", "precision", "amp", "sync_batchnorm"),
+    *("fused_optimizer", "float32_precision", "channels_last"),
+)
+"""The settings of the latest fit that hold for a step outside it."""
+
+
+@names_checked
+class BatchCalls(TrainerView, TrainerSteps):
+    """The calls of a trainer for single batches; `self` is the trainer."""
+
+    _batch_plan: tuple[Any, FitPlan] | None = None
+    """Types and shapes of the latest batch, and the plan of a fit of it, which holds for others of the same form."""
+
+    def train_on_batch(
+        self: Any,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Take one step on a batch, in training mode: Keras's call, for loops of your own.
+
+        Every rank passes the same batch and trains on its share, as in `fit`. Precision, clipping and other settings of
+        a step are those of the latest fit. Callbacks are not called, and epochs are not counted.
+
+        Args:
+            x: Inputs, one entry per sample, or several by name.
+            y: Targets, one entry per sample.
+            sample_weight: How much the loss of each sample counts, shape (n,).
+            class_weight: How much the samples of each class count, by class index.
+            return_dict: Return a dictionary with names.
+
+        Returns:
+            The loss of this batch, over all ranks, before the step; with accuracy or metrics a list of all.
+
+        Raises:
+            ConfigError: The input is wrong, on any rank, or a callback calls it.
+            NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`.
+        """
+        self._begin_batch("train_on_batch")
+        given = (x, y, sample_weight, class_weight)
+        (source, config, form), _ = agree_on(lambda: _opened(self._state, *given))
+        if self._batch_plan is None or self._batch_plan[0] != form:
+            weights = {"sample_weight": sample_weight, "class_weight": class_weight}
+            plan = self._agreed_plan((x, y, config), weights, has_all_rows=False)
+            self._batch_plan = form, with_batch_norm_checked(self._state, plan)
+        plan = self._batch_plan[1]
+        with ending_group_on_error(), memory_explained():
+            ddp = self._wrapped(plan)
+            with self._fit_context(plan, ddp) as logged:
+                return _returned(_step(self._state, plan, ddp, source, logged), return_dict)
+
+    def test_on_batch(self: Any, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """Return loss, accuracy and metrics of a batch, in evaluation mode: `evaluate` of a single batch.
+
+        Args:
+            x: As in `train_on_batch`, divided among the ranks.
+            y: As in `train_on_batch`.
+            sample_weight: As in `train_on_batch`.
+            return_dict: As in `train_on_batch`.
+        """
+        rows = _rows_of("test_on_batch", x)
+        batch_size = -(-rows // self.get_world_size())
+        return _returned(dict(self.evaluate(x, y, sample_weight=sample_weight, batch_size=batch_size)), return_dict)
+
+    def predict_on_batch(self: Any, x: Any) -> Any:
+        """Return the model's output for a batch, on every rank: `predict` of a single batch.
+
+        Args:
+            x: As in `train_on_batch`, divided among the ranks.
+        """
+        rows = _rows_of("predict_on_batch", x)
+        return self.predict(x, batch_size=-(-rows // self.get_world_size()))
+
+
+def _opened(
+    state: TrainingState, x: Any, y: Any, weights: Any, class_weights: Any
+) -> tuple[tuple[Source, DistributedTrainingConfig, Any], dict[str, Any]]:
+    """Return a batch, its settings and its form, and what must be the same on every rank."""
+    rows, kept = _rows_of("train_on_batch", x), {name: getattr(state.config, name) for name in _KEPT}
+    require(
+        not state.rates.ends_with_fit,
+        "the schedule of this trainer ends with a fit, which train_on_batch has not: pass a scheduler of "
+        "torch.optim.lr_scheduler, or set the rate with trainer.set_learning_rates.",
+    )
+    config = DistributedTrainingConfig(epochs=1, effective_batch_size=rows, shuffle=False, verbose=False, **kept)
+    source = open_source(x, y, weights, config, 0, trains=True)
+    source = source if class_weights is None else source.weighted_by_class(class_weights, None)
+    facts = source.facts("the batch's")
+    form = {name: value for name, value in facts.items() if "hash" not in name}
+    return (source, config, (form, config)), facts
+
+
+def _step(
+    state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, source: Source, logged: LoggedNumbers
+) -> dict[str, float]:
+    """Take a step on a batch; return what was measured, over all ranks."""
+    config, data, rank = plan.config, plan.data, runtime.get_rank()
+    device = data.placement.device
+    state.begin_loop(Callbacks(), state.data)
+    with generators_kept(device):
+        seed_generators(config.seed, 0, state.position.step, rank, device)
+        put_into_training(state.model, *data.loss.modules)
+        guard = FiniteGuard(ddp, config.on_nonfinite, state.position, device, state.loss_scale)
+        step = TrainingStep(ddp, state, data, guard)
+        shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
+        with contextlib.closing(shares):  # type: ignore[type-var]
+            share = next(shares)
+            logged.begin(share.rows, 0)
+            step(share)
+        ddp.sync_buffers()
+        state.position.count_step()
+        return {**step.totals.over_ranks(runtime.cpu_group()), **logged.over_ranks()}
+
+
+def _rows_of(call: str, x: Any) -> int:
+    require(
+        not yields_batches(x),
+        f"{call} takes one batch, as arrays, and X is a {type(x).__name__}, which gives batches: pass each of them, or "
+        "call fit, evaluate or predict.",
+    )
+    return max(1, num_rows(as_rows(x).inputs))
+
+
+def _returned(measured: Mapping[str, float], as_dictionary: bool) -> Any:
+    values = [*measured.values()]
+    return dict(measured) if as_dictionary else values if len(values) > 1 else values[0]
