@@ -1,6 +1,6 @@
 """Callbacks for `fit`: `cx.callbacks.Callback` to derive from, and ready ones under Keras's names."""
 
-from cyxtrain.callbacks.averaging import EMA
+from cyxtrain.callbacks.averaging import EMA, SWA
 from cyxtrain.callbacks.callback import Callback, LambdaCallback
 from cyxtrain.callbacks.csv_logger import CSVLogger
 from cyxtrain.callbacks.early_stopping import EarlyStopping
@@ -12,6 +12,7 @@ from cyxtrain.callbacks.tensorboard import TensorBoard
 
 __all__ = [
     "EMA",
+    "SWA",
     "CSVLogger",
     "Callback",
     "EarlyStopping",

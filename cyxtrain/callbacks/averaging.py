@@ -1,7 +1,9 @@
-"""An exponential moving average of the weights, which often predicts better than the weights."""
+"""Averages of the weights over training, which often predict better than the weights."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,101 @@ from cyxtrain.config.settings import require, require_boolean
 from cyxtrain.environment import torch_compat
 
 
-class EMA(Callback):
+class _Averaging(Callback):
+    """Keeps an average of what is trained, the same on every rank, and puts it into the model where it is used."""
+
+    belongs_on_all_ranks = True
+    restored_with_best = True
+    _averages_buffers = False
+
+    def __init__(self, validates: bool, overwrites_at_end: bool) -> None:
+        owner = type(self).__name__
+        require_boolean(owner, "validates", validates)
+        require_boolean(owner, "overwrites_at_end", overwrites_at_end)
+        self.validates = validates
+        self.overwrites_at_end = overwrites_at_end
+        self._average: list[Tensor] = []
+        self._own: list[Tensor] | None = None
+
+    def _present(self) -> list[Tensor]:
+        """Return what is averaged, as the model has it now."""
+        trained = self.trainer.trained
+        found = [*trained.parameters(), *(trained.buffers() if self._averages_buffers else ())]
+        return [each.data for each in found if each.is_floating_point() or each.is_complex()]
+
+    def _wide(self) -> list[Tensor]:
+        """Return the same, 16 bits as float32: what a step adds to an average is lost in 16 bits."""
+        return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in self._present()]
+
+    def _at_end(self) -> list[Tensor]:
+        """Return what the model gets at the end of a fit."""
+        return self._average
+
+    def _at_present(self) -> list[Tensor]:
+        """Return what the model gets during a fit."""
+        return self._average
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Start with a copy of the weights."""
+        self._average = [each.clone() for each in self._wide()]
+        self._own = None
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Swap the average in."""
+        if self.validates:
+            self._swap_in()
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Swap the weights back in."""
+        if self._own is not None:
+            self._set(self._own)
+            self._own = None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Restore the weights after an error in validation."""
+        self.on_test_end()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Overwrite the weights with the average."""
+        if self.overwrites_at_end:
+            self._set(self._at_end())
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the average within a `with` block, in or after a fit; for saving, say. All ranks do it.
+
+        Raises:
+            ConfigError: There has been no fit.
+        """
+        require(bool(self._average), f"{type(self).__name__} has no average yet: use applied() in a fit or after it.")
+        if self._own is not None:  # in a validation that uses it
+            yield
+            return
+        self._swap_in()
+        try:
+            yield
+        finally:
+            self.on_test_end()
+
+    def _swap_in(self) -> None:
+        average = self._at_present()
+        self._own = [each.clone() for each in self._present()]
+        self._set(average)
+
+    def _set(self, values: list[Tensor]) -> None:
+        torch_compat.copy_all(self._present(), values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average."""
+        return {"average": list(self._average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the average."""
+        for average, saved in zip(self._average, state["average"], strict=True):
+            average.copy_(saved)
+
+
+class EMA(_Averaging):
     """Keep an exponential moving average: after each step, decay * average + (1 - decay) * parameters.
 
     Every rank keeps the same average; it is part of checkpoints. Buffers, such as running means, are not averaged.
@@ -26,13 +122,12 @@ class EMA(Callback):
         decay: Between 0 and 1.
         start_step: Steps before averaging starts; until then the average equals the parameters.
         validates: Whether validation, and with it the choice of "best.ckpt", uses the average.
-        overwrites_at_end: Whether the model gets the average when the fit is complete.
+        overwrites_at_end: Whether the model gets the average when the fit is complete; with `load_best`, that of the
+            best checkpoint.
 
     Raises:
         ConfigError: An argument is invalid.
     """
-
-    belongs_on_all_ranks = True
 
     def __init__(
         self, decay: float = 0.999, start_step: int = 0, validates: bool = True, overwrites_at_end: bool = True
@@ -40,62 +135,70 @@ class EMA(Callback):
         require_float("EMA", "decay", decay)
         require(0 < decay < 1, f"EMA.decay must be between 0 and 1, got {decay!r}.")
         require_count("EMA", start_step=start_step)
-        require_boolean("EMA", "validates", validates)
-        require_boolean("EMA", "overwrites_at_end", overwrites_at_end)
+        super().__init__(validates, overwrites_at_end)
         self.decay = decay
         self.start_step = start_step
-        self.validates = validates
-        self.overwrites_at_end = overwrites_at_end
-        self._average: list[Tensor] = []
-        self._own: list[Tensor] | None = None
-
-    def _parameters(self) -> list[Tensor]:
-        trained = self.trainer.trained.parameters()
-        return [each.data for each in trained if each.is_floating_point() or each.is_complex()]
-
-    def _wide(self) -> list[Tensor]:
-        """Return the parameters, those of 16 bits as float32: what a step adds to an average is lost in 16 bits."""
-        return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in self._parameters()]
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Start with a copy of the parameters."""
-        self._average = [parameter.clone() for parameter in self._wide()]
-        self._own = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Update the average."""
         weight = 1.0 - self.decay if self.trainer.step > self.start_step else 1.0
         torch_compat.lerp_all(self._average, self._wide(), weight)
 
-    def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Swap the average in."""
-        if self.validates:
-            self._own = [parameter.clone() for parameter in self._parameters()]
-            self._set(self._average)
 
-    def on_test_end(self, logs: Logs | None = None) -> None:
-        """Restore the parameters."""
-        if self._own is not None:
-            self._set(self._own)
-            self._own = None
+class SWA(_Averaging):
+    """Keep the mean of the weights at the ends of the last epochs: stochastic weight averaging.
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Restore the parameters after an error in validation."""
-        self.on_test_end()
+    A high learning rate in these epochs, constant or cyclic, lets the weights differ. Every rank keeps the same mean;
+    it is part of checkpoints. Buffers of floats, such as the running means of batch norm, are averaged too. Cost: a
+    copy of weights and buffers, read and written once per epoch.
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        """Overwrite the parameters with the average."""
-        if self.overwrites_at_end:
-            self._set(self._average)
+    Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (2018).
 
-    def _set(self, values: list[Tensor]) -> None:
-        torch_compat.copy_all(self._parameters(), values)
+    Args:
+        start_epoch: The first epoch whose weights count, from 0.
+        validates: As in `EMA`, from that epoch on.
+        overwrites_at_end: As in `EMA`.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+
+    _averages_buffers = True
+
+    def __init__(self, start_epoch: int, validates: bool = True, overwrites_at_end: bool = True) -> None:
+        require_count("SWA", start_epoch=start_epoch)
+        super().__init__(validates, overwrites_at_end)
+        self.start_epoch = start_epoch
+        self._count, self._counted_step = 0, -1
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Start without any weights."""
+        super().on_train_begin()
+        self._count, self._counted_step = 0, -1
+
+    def _at_end(self) -> list[Tensor]:
+        """Return the mean, or the weights if none count yet."""
+        return self._average if self._count else self._present()
+
+    def _at_present(self) -> list[Tensor]:
+        """Return the mean with the present weights: an epoch is validated before its end, where its weights count."""
+        if self.trainer.step == self._counted_step or self.trainer.epoch < self.start_epoch:
+            return self._at_end()
+        mean = [each.clone() for each in self._average]
+        torch_compat.lerp_all(mean, self._wide(), 1 / (self._count + 1))
+        return mean
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Count the epoch's weights."""
+        if epoch >= self.start_epoch:
+            self._count, self._counted_step = self._count + 1, self.trainer.step
+            torch_compat.lerp_all(self._average, self._wide(), 1 / self._count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average."""
-        return {"average": list(self._average)}
+        """Return the mean, how many epochs it has, and the step after the last of them."""
+        return {**super().state_dict(), "count": self._count, "step": self._counted_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the average."""
-        for average, saved in zip(self._average, state["average"], strict=True):
-            average.copy_(saved)
+        """Restore them."""
+        super().load_state_dict(state)
+        self._count, self._counted_step = state["count"], state["step"]

@@ -36,11 +36,14 @@ class Trainer(Protocol):
     """What a callback may use of the `DistributedTrainer` that calls it; its docstrings tell what each is."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...  # noqa: D102
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...  # noqa: D102
     @property
     def trained(self) -> nn.Module: ...  # noqa: D102
     @property
@@ -51,6 +54,8 @@ class Trainer(Protocol):
     def config(self) -> DistributedTrainingConfig: ...  # noqa: D102
     @property
     def scheduler(self) -> Any: ...  # noqa: D102
+    @property
+    def schedulers(self) -> dict[str, Any]: ...  # noqa: D102
     @property
     def step_seconds(self) -> list[dict[str, float]]: ...  # noqa: D102
     @property
@@ -122,6 +127,8 @@ class Callback:
     """Whether it stays in the notebook while worker processes train (`num_processes`), to draw or to ask: its hooks of
     training, epochs and validation are called as on rank 0, not those of batches, and the weights arrive at the end.
     Without workers it is an ordinary callback."""
+    restored_with_best = False
+    """Whether `fit(load_best=True)` restores its state, too, before `on_train_end`."""
     runs_last = False
     """Whether its `on_epoch_end` runs after those of the other callbacks, and sees what they have logged."""
     ends_on_nonfinite = False
@@ -390,6 +397,13 @@ class Callbacks:
                 f"{source} has the state of {', '.join(left)}, but fit has no such callback: the run may continue "
                 "differently."
             )
+
+    def load_best(self, states: Mapping[str, Any], source: str) -> None:
+        """Restore the states of the best checkpoint that belong to its weights."""
+        for name, callback in self._named():
+            if callback.restored_with_best and name in states:
+                with taking_over(f"{source}, {name}"):
+                    callback.load_state_dict(states[name])
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
         counts: Counter[str] = Counter()

@@ -53,7 +53,7 @@ class LearningRateScheduler(_SettingRates):
         Raises:
             ConfigError: The schedule returned something else than a finite number of at least 0.
         """
-        before = rates_of(self.trainer.optimizer)
+        before = rates_of(*self.trainer.optimizers.values())
         found = [self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch) for rate in before]
         rates = []
         for rate in found:
@@ -137,7 +137,7 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
                 self._lower(epoch)
 
     def _lower(self, epoch: int) -> None:
-        before = rates_of(self.trainer.optimizer)
+        before = rates_of(*self.trainer.optimizers.values())
         rates = [max(rate * self.factor, self.min_lr) if rate > self.min_lr else rate for rate in before]
         self.cooldown_counter, self.wait = self.cooldown, 0
         if rates == before:
@@ -178,7 +178,7 @@ class LearningRateMonitor(Callback):
             self._record(self.trainer.step)
 
     def _record(self, step: int) -> None:
-        self.values.append((step, rates_of(self.trainer.optimizer)))
+        self.values.append((step, rates_of(*self.trainer.optimizers.values())))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries."""

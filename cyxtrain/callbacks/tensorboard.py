@@ -91,7 +91,8 @@ class TensorBoard(Callback):
         )
         if runtime.is_master():
             self._writer = self._open("train")
-            settings = dataclasses.asdict(self.trainer.config) | {"optimizer": type(self.trainer.optimizer).__name__}
+            optimizers = {name: type(each).__name__ for name, each in self.trainer.optimizers.items()}
+            settings = dataclasses.asdict(self.trainer.config) | optimizers
             rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
             if self.write_graph:
@@ -158,7 +159,7 @@ class TensorBoard(Callback):
 
     def _write_step(self, step: int) -> None:
         assert self._writer is not None
-        rates = rates_of(self.trainer.optimizer)
+        rates = rates_of(*self.trainer.optimizers.values())
         for number, rate in enumerate(rates):
             self._writer.add_scalar("step/learning rate" + (f" {number}" if len(rates) > 1 else ""), rate, step)
         if self._norm is not None:

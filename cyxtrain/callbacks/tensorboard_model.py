@@ -47,15 +47,11 @@ class GraphWriter:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self.close = model.register_forward_pre_hook(self._note, with_kwargs=True).remove
 
     def _note(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inputs = arguments, named
         self.close()
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
 
     def write(self, writer: SummaryWriter) -> bool:
         """Write the graph; return whether the model had been called. Model and generators stay as they are."""

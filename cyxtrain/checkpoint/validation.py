@@ -171,9 +171,10 @@ _OPTIMIZER = _has(step=lambda step: not _is_number(step) or (_is_finite(step) an
 _RANK = _has(generators=_is_dict, sums=_list_of(_NUMBERS), metrics=_is_dict)
 _GROUP = _has(params=_list_of(_is_text), lr=_is_rate)
 _SCHEDULE = _has(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))
+_RATES = {"scheduler": _has(type=_is_text, state=_SCHEDULE), "rates": lambda value: not value or is_rates(value)}
 _OTHERS = {
-    "scheduler": _has(type=_is_text, state=_SCHEDULE),
-    "rates": lambda value: _is_dict(value) and (not value or is_rates(value)),
+    **_RATES,
+    "optimizers": _dict_of(lambda each: _has(**_RATES, groups=_is_count)(each) and len(each) == len(_RATES) + 1),
     "loss_scale": lambda value: _is_dict(value) and (not value or is_loss_scale(value)),
     "compression": _is_dict,
     "trained": _list_of(_is_text),

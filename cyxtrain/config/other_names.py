@@ -145,10 +145,11 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "num_processes: A launcher starts them too: cyxtrain launch -n 4 -- python train.py.": (
             "devices gpus num_gpus num_devices nprocs nproc_per_node"
         ),
-        "optimizer": "optim optimizers",
+        "optimizer": "optim",
         "precision": "autocast bf16 dtype fp16 mixed_precision torch_dtype use_amp",
         "resume": "ckpt_path resume_from resume_from_checkpoint",
         "scheduler": "lr_scheduler lr_scheduler_type lr_schedule",
+        "schedulers": "lr_schedulers",
         "save_best_only": "save_top_k",
         "save_weights_only": "weights_only",
         "seed": "random_seed random_state",

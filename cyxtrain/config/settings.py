@@ -29,7 +29,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _FIELDS: dict[str, list[str]] = {
     "DistributedTrainer": [
-        *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
+        *("loss_fn", "optimizer", "optimizers", "loss_weights", "metrics"),
+        *("scheduler", "schedulers", "scheduler_interval", "ddp_config", "device"),
         *("train_step", "test_step", "predict_step"),
     ],
     "fit": [

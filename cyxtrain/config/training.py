@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
@@ -138,12 +139,14 @@ class DistributedTrainingConfig:
     accumulation_steps: int = 1
     """Micro-batches per step: each rank's samples of a step (`batch_size` times this) pass through the model in so many
     parts, with the memory of one part, and the result of the whole."""
-    clip_norm: float | None = None
-    """Largest norm of all gradients together, averaged over ranks; larger ones are scaled down to it."""
-    clip_value: float | None = None
-    """Largest absolute value of an element of a gradient."""
-    clip_adaptive: float | None = None
-    """Largest norm of a unit's gradient as a multiple of that of the unit's weights; 0.01 is usual."""
+    clip_norm: float | Mapping[str, float] | None = None
+    """Largest norm of all gradients together, averaged over ranks; larger ones are scaled down to it. A dictionary has
+    one for the gradients of each optimizer that it names; others are not clipped."""
+    clip_value: float | Mapping[str, float] | None = None
+    """Largest absolute value of an element of a gradient; or a dictionary by names of optimizers."""
+    clip_adaptive: float | Mapping[str, float] | None = None
+    """Largest norm of a unit's gradient as a multiple of that of the unit's weights, 0.01 is usual; or a dictionary by
+    names of optimizers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What the model computes in: "fp32", as its parameters; "bf16" or "fp16", by autocast."""
     amp: AMPConfig | None = None
@@ -310,7 +313,8 @@ class DistributedTrainingConfig:
         asked = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
         for name in asked:
             value = getattr(self, name)
-            right = is_number(value) and 0 < value < math.inf
+            limits = value.values() if isinstance(value, Mapping) else [value]
+            right = all(is_number(limit) and 0 < limit < math.inf for limit in limits)
             require(right, f"{owner}.{name} must be a finite number above 0 or None, got {value!r}.")
         require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
 

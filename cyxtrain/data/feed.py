@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -247,7 +248,9 @@ class RowFeed(Feed):
         for step in steps:
             pieces, global_rows = sharding.shard(self._rank, step)
             own = [order.rows(piece) for piece in pieces]
-            yield RowShare(next(numbers), global_rows, own, fetch, copier, keeps=not self._source.is_whole)
+            share = RowShare(next(numbers), global_rows, own, fetch, copier, keeps=not self._source.is_whole)
+            share.count_ranks = functools.partial(sharding.count_ranks, step)
+            yield share
 
     def _begin_pass(self, number: int, place: Place) -> EpochOrder:
         """Return the order of a pass; it is made once. All ranks call it."""

@@ -57,6 +57,10 @@ class Sharding(ABC):
         With `together`, the micro-batches that all ranks have at the same time count as one.
         """
 
+    def count_ranks(self, step: int) -> int:
+        """Return how many ranks have rows in a step: those from 0 on."""
+        return sum(bool(self.shard(rank, step).pieces) for rank in range(self.world_size))
+
     def uneven_step(self) -> UnevenStep | None:
         """Return the first step in which ranks have different numbers of micro-batches."""
         for step in self._kinds_of_steps():

@@ -58,12 +58,9 @@ class _Hook:
         if self.style == FULL or process_env.wants_full_traceback() or not self._is_shortened(error):
             self._previous(kind, error, trace)
         elif isinstance(error, CyxtrainError) and (self.is_printing or not is_on_all_ranks(error)):
-            print(self._text(error, trace), file=sys.stderr)
-
-    def _text(self, error: CyxtrainError, trace: TracebackType | None) -> str:
-        if self.style == ONE_LINE:
-            return f"{type(error).__name__}: {_message(error)}"
-        return _in_two_lines(error, trace) if _is_of_another_rank(error) else _in_short(error, trace)
+            in_short = _in_two_lines if _is_of_another_rank(error) else _in_short
+            is_one_line = self.style == ONE_LINE
+            print(f"{kind.__name__}: {_message(error)}" if is_one_line else in_short(error, trace), file=sys.stderr)
 
     def _is_shortened(self, error: BaseException) -> bool:
         if isinstance(error, ConfigError) or _is_of_another_rank(error):
@@ -77,20 +74,20 @@ _hook: _Hook | None = None
 
 
 def install(style: str | None = None, *, is_printing: bool = True) -> None:
-    """Replace `sys.excepthook` where that has not happened.
+    """Replace `sys.excepthook` where that has not happened, or PyTorch has replaced it since.
 
     Args:
         style: `SHORT`, `ONE_LINE` or `FULL`; None: short, and only if the program has not set its own hook.
         is_printing: Whether this rank prints what all ranks raise.
     """
     global _hook
-    if _hook is None or (style is not None and sys.excepthook is not _hook):
-        module = str(getattr(sys.excepthook, "__module__", None)).partition(".")[0]
-        if style is None and module not in _REPLACED:
-            return
+    module = str(getattr(sys.excepthook, "__module__", None)).partition(".")[0]
+    if sys.excepthook is not _hook and (style is not None or module in _REPLACED):
+        style = style or (SHORT if _hook is None else _hook.style)
         sys.excepthook = _hook = _Hook(sys.excepthook)
-    _hook.style = style or _hook.style
-    _hook.is_printing = is_printing
+    if _hook is not None:
+        _hook.style = style or _hook.style
+        _hook.is_printing = is_printing
 
 
 def _in_short(error: BaseException, trace: TracebackType | None) -> str:

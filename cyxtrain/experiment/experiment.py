@@ -28,7 +28,7 @@ from cyxtrain.experiment.sections import Overrides, check_section, with_names, w
 from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model
 from cyxtrain.optim.named_schedules import SCHEDULERS
-from cyxtrain.optim.optimizers import OPTIMIZERS, parameters_for
+from cyxtrain.optim.optimizers import ONLY, OPTIMIZERS, parameters_for
 from cyxtrain.optim.schedules import wants_total_steps
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.training.evaluation import Evaluation
@@ -46,8 +46,8 @@ class Experiment:
     The model's weights are initialized from `training.seed`, the same on every rank. Checkpoints save the settings.
 
     Args:
-        config: Settings in the sections `imports model data loss_fn optimizer scheduler metrics callbacks training
-            distributed train_step test_step predict_step`; only `model` and `data` are required.
+        config: Settings in the sections `imports model data loss_fn optimizer optimizers scheduler schedulers metrics
+            callbacks training distributed train_step test_step predict_step`; only `model` and `data` are required.
         source: Names the settings in errors: the file.
         own_code: Whether they may run your own code, in `imports` or as "module:name"; False for settings that
             somebody else wrote.
@@ -72,13 +72,18 @@ class Experiment:
             self._distributed, ddp_config = _distributed(values)
             _import(values, names)
             model = _model(values, names, self._training.seed)
-            optimizer = _optimizer(values, names, model)
+            optimizers = _optimizers(values, names, model)
+            schedulers = {
+                own: _scheduler(each, f"schedulers.{own}", names, optimizers[own])
+                for own, each in _by_name(values, "schedulers", optimizers).items()
+            }
+            only = optimizers.get(ONLY)
             self.trainer = DistributedTrainer(
                 model,
                 _loss(values, names),
-                optimizer,
+                **({"optimizers": optimizers, "schedulers": schedulers} if only is None else {"optimizer": only}),
                 metrics=_metrics(values, names),
-                scheduler=_scheduler(values, names, optimizer),
+                scheduler=None if only is None else _scheduler(values.get("scheduler"), "scheduler", names, only),
                 callbacks=_callbacks(values, names),
                 ddp_config=ddp_config,
                 **_steps(values, names),
@@ -238,18 +243,51 @@ def _as_tensor(value: Any) -> Any:
     )
 
 
-def _optimizer(values: Mapping[str, Any], names: Names, model: nn.Module) -> torch.optim.Optimizer:
-    name, settings = section_of(values, "optimizer", default="adam")
+def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers by name; that of the section 'optimizer' is the only one."""
+    if values.get("optimizers") is None:
+        return {ONLY: _optimizer(*section_of(values, "optimizer", default="adam"), names, model)}
+    for section in ("optimizer", "scheduler"):
+        if values.get(section) is not None:
+            raise ConfigError(f"the sections '{section}' and 'optimizers' are given: leave one out, or set it to null.")
+    made = {}
+    for own, each in _by_name(values, "optimizers").items():
+        name, settings = named(each, f"optimizers.{own}", f"{own}: {{name: adam, modules: ...}}")
+        modules = settings.pop("modules", None)
+        paths = [modules] if isinstance(modules, str) else modules
+        try:
+            parts = nn.ModuleList([model.get_submodule(path) for path in paths])
+        except (AttributeError, TypeError) as error:
+            has = ", ".join(part for part, _ in model.named_children())
+            raise ConfigError(
+                f"optimizers.{own}.modules must name modules of the model, such as one of {has}, got {modules!r}."
+            ) from error
+        made[own] = _optimizer(name, settings, names, parts)
+    return made
+
+
+def _optimizer(name: str, settings: Mapping[str, Any], names: Names, model: nn.Module) -> torch.optim.Optimizer:
     maker = names.find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
     parameters = parameters_for(name, model)
     optimizer: torch.optim.Optimizer = make(f"the optimizer '{name}'", maker, settings, parameters)
     return optimizer
 
 
-def _scheduler(values: Mapping[str, Any], names: Names, optimizer: torch.optim.Optimizer) -> Any:
-    if values.get("scheduler") is None:
+def _by_name(values: Mapping[str, Any], section: str, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a section that has settings by the optimizers' names, `known` ones if these are given."""
+    found = values.get(section) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"the section '{section}' must have settings by the optimizers' names, got {found!r}.")
+    for own in found:
+        if known is not None and own not in known:
+            raise unknown_name(f"the section '{section}'", str(own), [*known], "optimizer")
+    return dict(found)
+
+
+def _scheduler(section: Any, owner: str, names: Names, optimizer: torch.optim.Optimizer) -> Any:
+    if section is None:
         return None
-    name, settings = section_of(values, "scheduler")
+    name, settings = named(section, f"the section '{owner}'", f"{owner}: {{name: ...}}")
     maker = names.find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
     owner = f"the scheduler '{name}'"
     if not wants_total_steps(partial(maker, **settings)):

@@ -24,7 +24,8 @@ from cyxtrain.notebook.relay import BEGUN, SHOW
 from cyxtrain.notebook.sharing import SharedFile, read, write
 from cyxtrain.notebook.state_transfer import Changes, merge, parts_of
 from cyxtrain.notebook.worker_cache import is_on_gpu, workers
-from cyxtrain.notebook.worker_calls import FIT, FIT_ONLY_PARTS, CallResult, SideEffects, run_call
+from cyxtrain.notebook.worker_calls import FIT, CallResult, SideEffects, run_call
+from cyxtrain.optim.optimizers import described_name
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training import delegation
 from cyxtrain.training.inputs.arguments import parse_fit
@@ -84,6 +85,7 @@ class _Call:
             self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
             self._verbose = parse_fit(*arguments, **keywords).config.verbose
         self._parts = parts_of(trainer, self._callbacks)
+        self._idle = [] if method == FIT else sorted(parts_of_trainer(trainer).of_fits)
         stays = [name for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook]
         self._staying = {name: self._parts[name] for name in stays}
         for callback in (*trainer.callbacks, *self._callbacks) if method == FIT else ():
@@ -99,7 +101,7 @@ class _Call:
                     self._show("header", ([("workers", why_new)],))
                 with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
                     self._send(trainer, given)
-                    call = (self._method, trainer.path, given.path, list(self._staying))
+                    call = (self._method, trainer.path, given.path, list(self._staying), self._idle)
                     answers = pool.run(run_call, call, partial(self._on_report, pool), self._on_signal)
                 can_continue = answers.can_continue
                 return self._apply(answers, pool.num_processes)
@@ -116,8 +118,7 @@ class _Call:
     def _send(self, trainer: SharedFile, given: SharedFile) -> None:
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
         call = (SideEffects.here(), self._arguments, data)
-        idle = () if self._method == FIT else FIT_ONLY_PARTS
-        stays = {name: part for name, part in self._parts.items() if name in idle} | self._staying
+        stays = {name: self._parts[name] for name in self._idle} | self._staying
         try:
             objects: dict[str, Any] = {}
             write((self._trainer, self._callbacks), trainer, stays, objects=objects)
@@ -191,9 +192,9 @@ def _unsendable_part(trainer: DistributedTrainer, arguments: tuple[Any, ...], ke
     parts = {
         "the model": trainer.model,
         "loss_fn": trainer.loss_fn,
-        "the optimizer": trainer.optimizer,
+        **{f"the {described_name(name)}": each for name, each in trainer.optimizers.items()},
         "metrics": parts_of_trainer(trainer).given.metrics,
-        "the scheduler": trainer.scheduler,
+        **{f"the {described_name(name, 'scheduler')}": each for name, each in trainer.schedulers.items()},
         **{f"the callback {type(each).__name__}": vars(each) for each in checked_callbacks(keywords.get("callbacks"))},
         **{f"the callback {type(each).__name__}": vars(each) for each in trainer.callbacks},
         **{("X", "y")[place] if place < 2 else f"argument {place + 1}": each for place, each in enumerate(arguments)},

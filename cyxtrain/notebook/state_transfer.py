@@ -23,7 +23,7 @@ from cyxtrain.callbacks.callback import Callback
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import warn
 from cyxtrain.notebook.sharing import address_of, as_bytes, from_bytes, returning
-from cyxtrain.optim.learning_rates import schedules_in
+from cyxtrain.optim.learning_rates import LearningRates, schedules_in
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 
@@ -38,8 +38,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.Functio
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Return the parts of a trainer, and of a call's callbacks, that both sides have, by name."""
     own = parts_of_trainer(trainer)
-    parts, rates = dict(own.owners), own.owners["rates"]
-    schedules = [] if rates is None else schedules_in(rates.scheduler)
+    parts = dict(own.owners)
+    schedules = [
+        each for rates in parts.values() if isinstance(rates, LearningRates) for each in schedules_in(rates.scheduler)
+    ]
     parts |= {f"schedule {number}": schedule for number, schedule in enumerate(schedules)}
     for what, module in own.modules.items():
         parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
@@ -72,8 +74,8 @@ class Changes:
     """New modules, by (parent module, name)."""
     tensors: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
     """Parameters and buffers by name, with `requires_grad`."""
-    optimizer: tuple[Any, Any] | None = None
-    """Its state by parameter, and its groups."""
+    optimizers: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """The state by parameter of each, and its groups, by the optimizer's name."""
     attributes: dict[str, dict[str, _Attribute]] = field(default_factory=dict)
     """Changed ones, by part and name."""
     removed: list[tuple[str, str]] = field(default_factory=list)
@@ -107,8 +109,8 @@ class AttributeDigests:
                 found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
             for name, buffer in module.named_buffers():  # detached: the buffer itself would be sent by name
                 found.tensors[f"{what} buffer {name}"] = buffer.detach(), False
-        optimizer = self._trainer.optimizer
-        found.optimizer = dict(optimizer.state), optimizer.param_groups
+        for own, optimizer in self._trainer.optimizers.items():
+            found.optimizers[own] = dict(optimizer.state), optimizer.param_groups
         for part, name, value in _attributes(self._parts):
             now.add((part, name))
             digest, sent = self._digest(value)
@@ -163,7 +165,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             hidden = _OF_MODULES
         elif part == "trainer":
             hidden = parts_of_trainer(owner).local
-        elif part == "the optimizer":
+        elif isinstance(owner, torch.optim.Optimizer):
             hidden = _OF_OPTIMIZERS
         for name, value in list(vars(owner).items()):
             if name not in hidden:
@@ -184,15 +186,15 @@ def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any
                 place, _, last = name.rpartition(".")
                 torch_compat.own_buffers(module.get_submodule(place))[last] = None
     trainer.model.zero_grad()
-    if changes.optimizer is not None:
-        state, groups = changes.optimizer
-        merged = _in_place(dict(trainer.optimizer.state), state)
-        trainer.optimizer.state.clear()
-        trainer.optimizer.state.update(merged)
-        for group, new in zip(trainer.optimizer.param_groups, groups, strict=False):
+    for name, (state, groups) in changes.optimizers.items():
+        optimizer = trainer.optimizers[name]
+        merged = _in_place(dict(optimizer.state), state)
+        optimizer.state.clear()
+        optimizer.state.update(merged)
+        for group, new in zip(optimizer.param_groups, groups, strict=False):
             _in_place(group, new)
-        trainer.optimizer.param_groups.extend(groups[len(trainer.optimizer.param_groups) :])
-        place_state(trainer.optimizer)
+        optimizer.param_groups.extend(groups[len(optimizer.param_groups) :])
+        place_state(optimizer)
     for part, attributes in changes.attributes.items():
         for name, sent in attributes.items():
             try:

@@ -31,8 +31,6 @@ from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
 
 FIT = "fit"
-FIT_ONLY_PARTS = ("the optimizer", "rates")
-"""Parts of a trainer that other calls do not need and are not sent: the optimizer's state is large."""
 _PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (lambda: torch.backends.cudnn.allow_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32")),
@@ -110,7 +108,12 @@ class CallResult:
 
 
 def run_call(
-    method: str, trainer_path: str, call_path: str, staying: Sequence[str], report: Callable[[Any], None]
+    method: str,
+    trainer_path: str,
+    call_path: str,
+    staying: Sequence[str],
+    not_sent: Sequence[str],
+    report: Callable[[Any], None],
 ) -> tuple[CallResult, bool]:
     """Run a trainer's call on this rank.
 
@@ -119,6 +122,7 @@ def run_call(
         trainer_path: File with the trainer.
         call_path: File with (settings, arguments, keyword arguments).
         staying: Names of callbacks that stay in the notebook.
+        not_sent: Names of parts that the call does not need.
         report: Takes reports for the notebook.
 
     Returns:
@@ -129,8 +133,7 @@ def run_call(
         relays = {name: Relay(name, report if is_master else None) for name in staying}
         trainer: DistributedTrainer
         objects: dict[str, Any] = {}
-        not_sent = {**dict.fromkeys(FIT_ONLY_PARTS), **relays}
-        trainer, callbacks = read(trainer_path, not_sent, mapped=False, objects=objects)
+        trainer, callbacks = read(trainer_path, {**dict.fromkeys(not_sent), **relays}, mapped=False, objects=objects)
         parts = parts_of(trainer, callbacks)
         side_effects, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
         side_effects.enter()

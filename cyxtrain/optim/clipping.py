@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import torch_compat
+from cyxtrain.optim.optimizers import parameters_of
 from cyxtrain.parallel.finite import values_of
 
 # changes the gradients of parameters in place; returns their norm before, if it computes that
@@ -18,15 +20,23 @@ Clip = Callable[[Sequence[nn.Parameter]], Tensor | None]
 _LEAST_NORM = 1e-3
 
 
-def make_clip(config: DistributedTrainingConfig) -> Clip | None:
-    """Return the clipping that a config asks for, or None."""
-    if config.clip_norm is not None:
-        return _on_values(partial(nn.utils.clip_grad_norm_, max_norm=config.clip_norm))
-    if config.clip_value is not None:
-        return _on_values(partial(nn.utils.clip_grad_value_, clip_value=config.clip_value))
-    if config.clip_adaptive is not None:
-        return _on_values(partial(clip_adaptive, factor=config.clip_adaptive))
-    return None
+def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.optim.Optimizer]) -> Clip | None:
+    """Return the clipping that a config asks for, or None; limits by name are for parameters of those `optimizers`."""
+    name = next((name for name in _CLIPS if getattr(config, name) is not None), None)
+    if name is None:
+        return None
+    (function, argument), limits = _CLIPS[name], getattr(config, name)
+    if not isinstance(limits, Mapping):
+        return _on_values(partial(function, **{argument: limits}))
+    own = {name: limit for name, limit in limits.items() if name in optimizers}
+    clips = [(_on_values(partial(function, **{argument: own[name]})), optimizers[name]) for name in own]
+
+    def clip_each(_: Sequence[nn.Parameter]) -> Tensor | None:
+        for clip, optimizer in clips:
+            clip(parameters_of(optimizer))
+        return None
+
+    return clip_each
 
 
 def _on_values(clip: Clip) -> Clip:
@@ -59,6 +69,14 @@ def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
             limits = unit_norms(parameter.detach()).clamp_(min=_LEAST_NORM).mul_(factor)
             norms = unit_norms(parameter.grad)
             parameter.grad.mul_(torch.where(norms > limits, limits / norms, 1.0))  # exactly 1 within the limit
+
+
+_CLIPS: Mapping[str, tuple[Callable[..., Any], str]] = {
+    "clip_norm": (nn.utils.clip_grad_norm_, "max_norm"),
+    "clip_value": (nn.utils.clip_grad_value_, "clip_value"),
+    "clip_adaptive": (clip_adaptive, "factor"),
+}
+"""What clips, and the argument that is the limit."""
 
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, ConfigError, counted
 from cyxtrain.optim.given_schedule import GivenSchedule, given_schedule
 from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
+from cyxtrain.optim.optimizers import ONLY
 
 # of the optimizer, and of how many times the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
@@ -41,6 +43,7 @@ class LearningRates:
         factor: By which the program's rates have been multiplied.
         interval: What the schedule is stepped after: "step" or "epoch".
         warmup_steps: Steps of the warm-up before the schedule.
+        built_groups: Groups of the optimizer when the latest fit began: callbacks may add others.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | ScheduleMaker | None) -> None:
@@ -52,7 +55,7 @@ class LearningRates:
         self.interval = "step"
         self.optimizer = optimizer
         self.warmup_steps = self._warm_steps = 0
-        self._num_groups = len(optimizer.param_groups)
+        self._num_groups = self.built_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
         self._noted: list[float] = []
         self._used: list[torch.Tensor | float] = []
@@ -101,6 +104,7 @@ class LearningRates:
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
         """Start a fit."""
+        self.built_groups = len(self.optimizer.param_groups)
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
         self._adopt_program_rates()
@@ -146,13 +150,6 @@ class LearningRates:
         """Set the rate of each group."""
         if list(rates) != self.now():
             self._set(rates)
-
-    def set_checked(self, rates: Sequence[float]) -> None:
-        """Set the rate of each group, as a user passes them."""
-        groups = len(self.optimizer.param_groups)
-        right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
-        require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
-        self.set_all(rates)
 
     def note_rates(self) -> None:
         """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
@@ -326,9 +323,27 @@ class LearningRates:
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
 
-def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+def rates_of(*optimizers: torch.optim.Optimizer) -> list[float]:
     """Return the present learning rate of each group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def rates_by_name(parts: Mapping[str, LearningRates]) -> dict[str, float]:
+    """Return the rates of the latest step by their names in the history, which have the names of several optimizers."""
+    if parts.keys() == {ONLY}:
+        return parts[ONLY].by_name()
+    found = {own: part.by_name().items() for own, part in parts.items()}
+    return {name.replace(LEARNING_RATE, f"{LEARNING_RATE}_{own}"): rate for own in found for name, rate in found[own]}
+
+
+def set_rates(parts: Collection[LearningRates], rates: Sequence[float]) -> None:
+    """Set the rate of each group of several optimizers, as a user passes them."""
+    groups = [len(part.optimizer.param_groups) for part in parts]
+    right = len(rates) == sum(groups) and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
+    require(right, f"set_learning_rates takes a number of at least 0 for each of {sum(groups)} groups, got {rates!r}.")
+    left = iter(rates)
+    for part, count in zip(parts, groups, strict=True):
+        part.set_all([*itertools.islice(left, count)])
 
 
 def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ from cyxtrain.data.batches.structure import map_output
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
+
+ONLY = "optimizer"
+"""The name of an optimizer that is the only one of its trainer."""
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 
@@ -112,15 +116,46 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     return made
 
 
+def make_optimizers(
+    optimizer: OptimizerLike, optimizers: Mapping[str, torch.optim.Optimizer] | None, model: nn.Module
+) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers of a trainer by name: one, or those given by name, each of its own parameters."""
+    if optimizers is None:
+        return {ONLY: make_optimizer(optimizer, model)}
+    if optimizer != "adam":
+        raise ConfigError("optimizer and optimizers are given: put all of them into optimizers={...}, by name.")
+    given = dict(optimizers) if isinstance(optimizers, Mapping) else {}
+    if not given or not all(isinstance(each, torch.optim.Optimizer) for each in given.values()):
+        raise ConfigError(
+            "optimizers must be a dictionary of torch.optim optimizers by name, as in optimizers={'g': "
+            f"torch.optim.Adam(model.generator.parameters()), 'd': ...}}, got {brief(optimizers)}."
+        )
+    return {str(name): each for name, each in given.items()}
+
+
+def described_name(name: str, what: str = "optimizer") -> str:
+    """Return what messages call the optimizer of that name, or `what` else belongs to it."""
+    return what if name == ONLY else f"{what} {name!r}"
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether each step needs a function that evaluates the loss, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 # state that PyTorch's optimizers keep on the CPU unless fused or capturable
 _ON_THE_CPU = ("step", "mu_product")
 
 
-def place_state(optimizer: torch.optim.Optimizer | None) -> None:
-    """Move an optimizer's state to the devices of its parameters, which `model.to(device)` does not."""
-    if optimizer is None:
-        return
-    for group in optimizer.param_groups:
+def place_state(*optimizers: torch.optim.Optimizer) -> None:
+    """Move the state of optimizers to the devices of their parameters, which `model.to(device)` does not."""
+    for optimizer, group in [(each, group) for each in optimizers for group in each.param_groups]:
         names = () if group.get("fused") or group.get("capturable") else _ON_THE_CPU
         for parameter in group["params"]:
             state, to_parameter = optimizer.state.get(parameter, {}), partial(torch.Tensor.to, device=parameter.device)

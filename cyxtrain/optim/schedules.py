@@ -17,6 +17,7 @@ from cyxtrain.errors import CheckpointError, ConfigError, brief
 from cyxtrain.optim.given_schedule import GivenSchedule, Schedule, given_schedule, is_schedule
 from cyxtrain.optim.learning_rates import ScheduleMaker, schedules_in
 from cyxtrain.optim.named_schedules import SCHEDULERS
+from cyxtrain.optim.optimizers import described_name
 
 # where PyTorch stores the states of schedules within a schedule
 _PARTS = "_schedulers"
@@ -54,6 +55,26 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
             f"lambda optimizer, total_steps: {name}(optimizer, ...)."
         )
     return _checked(scheduler(optimizer) if callable(scheduler) else scheduler, scheduler, optimizer)
+
+
+def make_schedulers(
+    scheduler: SchedulerLike,
+    schedulers: Mapping[str, SchedulerLike] | None,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> dict[str, LRScheduler | ScheduleMaker | None]:
+    """Return the scheduler of each optimizer by its name; `scheduler`: that of the only one."""
+    if scheduler is not None:
+        if len(optimizers) > 1 or schedulers is not None:
+            example = f"schedulers={{{next(iter(optimizers))!r}: ...}}"
+            raise ConfigError(f"scheduler is that of a single optimizer: give schedulers by name, as in {example}.")
+        schedulers = dict.fromkeys(optimizers, scheduler)
+    given = {} if schedulers is None else schedulers
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"schedulers must be a dictionary by the optimizers' names, got {brief(schedulers)}.")
+    for name in given:
+        if name not in optimizers:
+            raise unknown_name("the trainer", str(name), [*optimizers], "optimizer for the schedule")
+    return {name: make_scheduler(given.get(name), each) for name, each in optimizers.items()}
 
 
 def wants_total_steps(function: Callable[..., Any]) -> bool:
@@ -97,15 +118,16 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
     return made if isinstance(made, LRScheduler) else GivenSchedule(made, optimizer)
 
 
-def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Return what must be equal on every rank."""
+def scheduler_facts(scheduler: LRScheduler | None, name: str) -> dict[str, Any]:
+    """Return what must be equal on every rank; `name`: of the optimizer."""
+    name = described_name(name, "scheduler")
     if scheduler is None:
-        return {"the scheduler": None}
+        return {f"the {name}": None}
     try:
         state = encode_tree(scheduler.state_dict(), "scheduler", {})
     except CheckpointError as error:
         raise ConfigError(f"the scheduler {_kind(scheduler)} has a state that cannot be saved: {error}") from error
-    return {"the scheduler": _kind(scheduler), "the scheduler's state": state}
+    return {f"the {name}": _kind(scheduler), f"the {name}'s state": state}
 
 
 def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any]:

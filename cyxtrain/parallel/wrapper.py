@@ -177,6 +177,11 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.is_prepared = True
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a loss is watched that no backward has averaged the gradients of."""
+        return self._reducer is not None and self._reducer.loss is not None
+
     def backward_without_batch(self) -> None:
         """Take part in a step's last backward without samples: what has not accumulated is zero."""
         if self._reducer is not None:
@@ -245,7 +250,7 @@ class DistributedDataParallel(nn.Module):
         """Discard what was accumulated and watched since the latest synchronisation: the step is skipped."""
         self._latest.watched = None
         if self._reducer is not None:
-            self._reducer.loss, self._reducer.unsynced = None, False
+            self._reducer.loss, self._reducer.unsynced, self._reducer.is_prepared = None, False, False
 
     def use_reports(self) -> None:
         """Leave flags on the accelerator until `read_report`: backward does not wait.
@@ -289,11 +294,16 @@ class DistributedDataParallel(nn.Module):
         if self._latest.has_reports:
             return self.read_report(self.report([]))
         loss, self._latest.watched = self._latest.watched, None
+        self._latest.checked = loss
         if self._reducer is not None:
             return self._reducer.is_finite()
-        self._latest.checked = loss
         gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
+
+    @property
+    def checked_loss(self) -> Tensor | None:
+        """The sum of the losses that this rank watched in the latest synchronisation that was checked; None: none."""
+        return self._latest.checked
 
     def losses_are_finite(self) -> bool:
         """Return whether the losses that were watched on all ranks are finite."""

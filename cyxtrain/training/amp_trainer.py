@@ -33,7 +33,7 @@ from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import rule_named
 from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.optim.learning_rates import LearningRates
-from cyxtrain.optim.optimizers import OptimizerLike, make_optimizer, place_state
+from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.training.inputs.checked_data import LossLike, ModelSetup, place_model
@@ -111,8 +111,8 @@ class DistributedAMPTrainer:
         agree_on(check)
         self._placement = place_model(self.model, self._loss, "auto")
         place_state(self.optimizer)
-        rates = LearningRates(self.optimizer, None)
-        self._state = TrainingState(self.model, self.optimizer, 0, rates, self.scaler, loss=self._loss)
+        rates = {ONLY: LearningRates(self.optimizer, None)}
+        self._state = TrainingState(self.model, 0, rates, self.scaler, loss=self._loss)
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._step: TrainingStep | None = None
         self._global_rows = 1
@@ -124,8 +124,9 @@ class DistributedAMPTrainer:
         """Make the optimizer; return what must be the same on every rank."""
         trained = trained_with(self.model, self._loss)
         self.optimizer = make_optimizer(optimizer, trained)
-        check_trained(trained, self.optimizer, _PRECISION)
-        facts = {**model_facts(trained, self._loss), **optimizer_facts(self.optimizer, trained)}
+        optimizers = {ONLY: self.optimizer}
+        check_trained(trained, optimizers, DistributedTrainingConfig(precision=_PRECISION))
+        facts = {**model_facts(trained, self._loss), **optimizer_facts(optimizers, trained)}
         return {**facts, "accumulation_steps": self.accumulation_steps, "config": asdict(self.config)}
 
     @property

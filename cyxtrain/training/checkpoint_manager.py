@@ -244,6 +244,7 @@ class CheckpointManager:
         state, source = found
         load_model_state(self._state.model, state.model, source)
         load_state_besides(self._state.trained, state.others, source)
+        self._state.callbacks.load_best(state.others.get("callbacks", {}), source)
         return f"the weights of step {state.position['step']:,}, from {source}"
 
     def _place(self) -> tuple[int, int]:

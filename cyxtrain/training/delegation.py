@@ -14,8 +14,9 @@ class TrainerParts(NamedTuple):
     """What a delegate sends of a trainer and changes in place, and what it asks of it (`trainer.parts_of_trainer`).
 
     Attributes:
-        owners: The objects whose attributes a call may change, by name: "trainer", "its state", "the optimizer" and
-            "rates". The last two are None in a process that has been sent neither.
+        owners: The objects whose attributes a call may change, by name: "trainer", "its state", the optimizers and
+            their learning rates.
+        of_fits: Names of those that only `fit` needs and other calls are not sent: an optimizer's state is large.
         modules: The loss's modules, and the "model", by name.
         local: Names of the trainer's attributes that stay in their process, or are parts themselves.
         given: What the trainer was given.
@@ -23,6 +24,7 @@ class TrainerParts(NamedTuple):
     """
 
     owners: dict[str, Any]
+    of_fits: frozenset[str]
     modules: dict[str, nn.Module]
     local: frozenset[str]
     given: TrainerArguments

@@ -17,7 +17,7 @@ from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
 from cyxtrain.errors import is_on_all_ranks, warn
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
-from cyxtrain.optim.learning_rates import LEARNING_RATE
+from cyxtrain.optim.learning_rates import LEARNING_RATE, rates_by_name, rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.display import numbers, pace
@@ -37,6 +37,7 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
 from cyxtrain.training.trained import params_without_optimizer, warn_of_params_without_optimizer
+from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
@@ -89,6 +90,8 @@ class FitLoop:
             ddp.use_reports()
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device)
+        self._updates = make_updates(state, plan, ddp)
+        self._exchange_signals = (self._updates or ddp).exchange_signals
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
     def fit(self) -> StopRequest | None:
@@ -127,7 +130,7 @@ class FitLoop:
         """Run a step; then the callbacks, checkpoints and requests of any rank that follow it."""
         self._logged.begin(share.rows, share.number)
         self._callbacks.on_train_batch_begin(share.number)
-        received = self._ddp.exchange_signals(self._requests.local())
+        received = self._exchange_signals(self._requests.local())
         step(share)
         self._logged.rows = share.rows
         self._state.take_step(share.global_rows, self._plan.feed.position)
@@ -147,6 +150,8 @@ class FitLoop:
         """Acquire the resources of a fit; release them however it ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._release_data)
+            if self._updates is not None:
+                stack.enter_context(self._updates)
             stack.enter_context(freed_memory_kept())
             stack.enter_context(contextlib.closing(self._manager))
             stack.enter_context(contextlib.closing(self._callbacks))
@@ -176,7 +181,8 @@ class FitLoop:
             checkpoint, source = self._checkpoint
             self._state.load_values(checkpoint, source)
             self._state.load_trained(checkpoint)
-            self._state.rates.resume_from(self._plan.schedule_steps(self._state.rates.warmup_steps))
+            for rates in self._state.rates.values():
+                rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
             self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
             self._ddp.load_compression_state(self._state.compression)
             self._state.request_stop(self._state.stop_training or stop_requested_in(checkpoint))
@@ -186,8 +192,8 @@ class FitLoop:
         plan, state, position = self._plan, self._state, self._state.position
         if position.samples == 0:
             self._call("on_epoch_begin", position.epoch, {})
-        if plan.uses_fused_optimizer:
-            fuse(state.optimizer)
+        for name in plan.fused_optimizers:
+            fuse(state.optimizers[name])
         reset_peak_memory(self._device)
         # Displayed epochs start at 1; the sampling order is indexed from 0.
         last_step, last_epoch = plan.end_of_epoch(position, plan.steps_per_epoch), self._last_epoch * plan.knows_epochs
@@ -205,7 +211,7 @@ class FitLoop:
             ends_fit=plan.ends_on_nan,
             may_defer=may_defer,
         )
-        self._step = step = TrainingStep(self._ddp, state, plan.data, guard, self._logged)
+        self._step = step = TrainingStep(self._ddp, state, plan.data, guard, self._logged, self._updates)
         seed_generators(plan.config.seed, position.epoch, position.samples, runtime.get_rank(), self._device)
         if self._pending_restore is not None:
             restore_rank(*self._pending_restore, step.totals, self._logged, self._device)
@@ -249,7 +255,7 @@ class FitLoop:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
-        own = self._state.rates.by_name() | self._logged.over_ranks()
+        own = rates_by_name(self._state.rates) | self._logged.over_ranks()
         self._step = None
         self._state.end_epoch()
         self._publish_times(step)
@@ -369,17 +375,18 @@ class FitLoop:
         Learning rates that callbacks set on any rank are set on all; the lowest such rank wins. Callbacks
         must freeze, unfreeze and add parameters to the optimizer alike on all ranks.
         """
-        rates, state = self._state.rates, self._state
-        before, trained = rates.now(), trained_facts(state.trained, state.optimizer)
+        state, optimizers = self._state, self._state.optimizers.values()
+        before, trained = rates_of(*optimizers), trained_facts(state.trained, optimizers)
         call()
-        rates.follow_groups()
-        facts = trained_facts(state.trained, state.optimizer)
-        received, rank = self._requests.agree(flagged=rates.now() != before or facts != trained)
+        for rates in state.rates.values():
+            rates.follow_groups()
+        facts = trained_facts(state.trained, optimizers)
+        received, rank = self._requests.agree(flagged=rates_of(*optimizers) != before or facts != trained)
         if rank is not None:
             agree(facts)
-            found = torch.tensor(rates.now(), dtype=torch.float64, device="cpu")
+            found = torch.tensor(rates_of(*optimizers), dtype=torch.float64, device="cpu")
             dist.broadcast(found, rank, group=runtime.cpu_group())
-            rates.set_all(found.tolist())
+            set_rates(state.rates.values(), found.tolist())
         return received
 
     def _apply_end(self, received: Sequence[float]) -> None:
@@ -423,7 +430,7 @@ class FitLoop:
 
     def _warn_of_params_without_optimizer(self) -> None:
         """Warn once about each trained parameter that is not in the optimizer, also after a callback unfroze it."""
-        found = params_without_optimizer(self._state.trained, self._state.optimizer)
+        found = params_without_optimizer(self._state.trained, self._state.optimizers.values())
         if runtime.is_master() and (new := [name for name in found if name not in self._warned_params]):
             warn_of_params_without_optimizer(self._state.trained, new)
         self._warned_params.update(found)
@@ -443,7 +450,7 @@ class FitLoop:
     def _batch_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate this rank's numbers of the epoch so far, and the step's learning rate."""
         assert self._step is not None
-        rates = {name: partial(float, rate) for name, rate in self._state.rates.by_name().items()}
+        rates = {name: partial(float, rate) for name, rate in rates_by_name(self._state.rates).items()}
         return self._step.totals.lazy_values() | rates | self._logged.lazy_values()
 
     def _logs(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from cyxtrain.data.batches.structure import leaves
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import process_env
 from cyxtrain.errors import counted, shortened
-from cyxtrain.optim.optimizers import spares_norms_and_biases
+from cyxtrain.optim.optimizers import ONLY, spares_norms_and_biases
 from cyxtrain.parallel.compression import COMPRESSIBLE
 from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
@@ -43,7 +43,7 @@ _PRODUCTS = {
 
 def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[tuple[str, str]]:
     """Return (what, how) of a fit, in the order in which they are shown."""
-    model, rates, position = state.model, state.rates, state.position
+    model, position = state.model, state.position
     effective = plan.feed.effective_batch_size
     loss = plan.data.loss
     world_size = dist.get_world_size()
@@ -65,8 +65,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         ("model", _model(model, plan)),
         *_flops(plan),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
-        ("optimizer", _optimizer(state, plan)),
-        *([("rate", rates.explain(_scaling(plan.config, effective)))] if rates.differ_from_program else []),
+        *_optimizers(state, plan, _scaling(plan.config, effective)),
     ]
     besides = _count(state.trained) - _count(model)
     if besides:
@@ -115,12 +114,16 @@ def _flops(plan: FitPlan) -> Iterator[tuple[str, str]]:
         yield "flops", f"{in_words(flops)} per sample, forward and backward{known}"
 
 
-def _optimizer(state: TrainingState, plan: FitPlan) -> str:
-    spares = spares_norms_and_biases(state.optimizer, state.trained)
-    words = [type(state.optimizer).__name__]
-    words += ["by PyTorch's fused kernel"] if plan.uses_fused_optimizer else []
-    words += ["no weight decay on norms and biases"] if spares else []
-    return ", ".join(words)
+def _optimizers(state: TrainingState, plan: FitPlan, scaling: str) -> Iterator[tuple[str, str]]:
+    for name, rates in state.rates.items():
+        own = "" if name == ONLY else f"{name}: "
+        spares = spares_norms_and_biases(rates.optimizer, state.trained)
+        words = [type(rates.optimizer).__name__]
+        words += ["by PyTorch's fused kernel"] if name in plan.fused_optimizers else []
+        words += ["no weight decay on norms and biases"] if spares else []
+        yield "optimizer", own + ", ".join(words)
+        if rates.differ_from_program:
+            yield "rate", own + rates.explain(scaling)
 
 
 def _world(num_processes: int | str | None) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import enum
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class FiniteGuard:
         ends_fit: Whether such a step ends the fit in good order.
         may_defer: Whether all ranks compute on accelerators, and the wrapper uses reports: a verdict may be late.
         is_fit: Whether `fit` takes the steps, and not a loop of the user's.
+        part: What of the model `ddp` has, in words, if a step has several updates; the loss scale is then updated by
+            `end_updates` of the guard of the whole model.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class FiniteGuard:
         ends_fit: bool = False,
         may_defer: bool = False,
         is_fit: bool = True,
+        part: str = "",
     ) -> None:
         self._ddp = ddp
         is_dynamic = scale is not None and scale.is_dynamic
@@ -101,6 +104,7 @@ class FiniteGuard:
         self._skips = on_nonfinite == SKIP
         self._ends_fit = ends_fit
         self._is_fit = is_fit
+        self._part = part
         self._position = position
         self._device = device
         self._scale = scale
@@ -134,7 +138,8 @@ class FiniteGuard:
         scale_can_fall = self._scale is not None and self._scale.can_fall
         if self._scale is not None:
             self._used_scale = self._scale.value
-            self._scale.update(overflowed=not finite)
+            if not self._part:
+                self._scale.update(overflowed=not finite)
         if finite:
             self._position.count_skipped(skipped=False)
             self._taken += 1
@@ -146,6 +151,21 @@ class FiniteGuard:
         nonfinite = self._nonfinite_gradients()
         self._explain(share, losses, recompute, nonfinite, self.restore)
         return Verdict.SKIPPED
+
+    def end_updates(self, verdicts: Collection[Verdict]) -> Verdict:
+        """Return the verdict on a step with several updates; update the loss scale, once.
+
+        If an update was not taken, the buffers are restored: its forward may have left NaN in them.
+        """
+        if {*verdicts} == {Verdict.TAKEN}:
+            self._taken += 1
+        else:
+            self.restore()
+        if self._scale is not None:
+            self._scale.update(overflowed={*verdicts} != {Verdict.TAKEN})
+        worst = max(verdicts, key=[*Verdict].index)
+        self._overflows += worst is Verdict.OVERFLOW
+        return worst
 
     def report(
         self,
@@ -225,7 +245,7 @@ class FiniteGuard:
         if self._overflows and not self._taken:
             problem = f"no step was taken: the gradients of all {self._overflows:,} overflowed 16 bits"
             remedy = "Give AMPConfig a smaller initial_scale, backoff_factor or growth_factor"
-        elif self._taken and not any(bool(gradient.any()) for gradient in self._gradients().values()):
+        elif self._taken and (own := self._gradients()) and not any(bool(each.any()) for each in own.values()):
             problem = "all gradients of its last step are 0: they may be too small for 16 bits"
             remedy = "Give AMPConfig a larger initial_scale or backoff_factor"
         if problem and runtime.is_master():
@@ -241,7 +261,8 @@ class FiniteGuard:
         position, ranks = self._position, _ranks_at_fault(facts_by_rank)
         where = f"step {position.step + 1}: {words}."
         if self._is_fit:
-            where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
+            number = f"step {share.number + 1} ({position.step + 1} in all)"
+            where = f"epoch {position.epoch + 1}, {number}{self._part}: {words}."
         position.count_skipped(skipped=True)
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
@@ -258,8 +279,10 @@ class FiniteGuard:
         has_data = any(facts.get("data") for facts in facts_by_rank)
         look = _LOOK if self._is_fit else _LOOK_IN_LOOP
         remedy = "Fix or drop those rows of the data" if has_data else look
+        kept = "The step was not taken: the model is as before."
+        kept = "The update was not taken: its parameters are as before." if self._part else kept
         error = NonFiniteError(
-            f"{where} {in_a_row}The step was not taken: the model is as before. {remedy}{advice}.{self._range()}",
+            f"{where} {in_a_row}{kept} {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
             during=f"step {position.step + 1}",
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,9 +30,11 @@ from cyxtrain.checkpoint.validation import is_position, taking_over
 from cyxtrain.checkpoint.weights import fitting_state, load_model_state
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env
-from cyxtrain.errors import CheckpointError, brief, warn
+from cyxtrain.errors import CheckpointError, ConfigError, brief, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.optim.learning_rates import LearningRates, scaling_of
+from cyxtrain.optim.given_schedule import given_schedule
+from cyxtrain.optim.learning_rates import LearningRates, scaling_of, set_rates
+from cyxtrain.optim.optimizers import ONLY, described_name
 from cyxtrain.optim.precision import LossScale, make_loss_scale
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.progress.history import TrainingHistory
@@ -120,8 +123,9 @@ class TrainingState:
 
     Attributes:
         model: Not wrapped.
-        optimizer: Of its parameters, and of those of its loss.
         trainer: Number of the trainer in its program, from 1.
+        rates: The learning rates of each optimizer, which it has as `optimizer`, by the optimizer's name. The
+            optimizers are of the parameters of the model, and of its loss.
         run: Identifies this run: "id"; "started" (seconds since 1970); the "launched" command and the "trainer" in it;
             digests of the "data" and of the "validation" data, or "". The same on every rank.
         ranks: Per-rank state in the middle of an epoch; empty unless gathered for a checkpoint.
@@ -133,14 +137,12 @@ class TrainingState:
         runs: Ids of the runs that this training has been.
         step_seconds: Of each part of a step, in the latest epoch, by rank.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
-        built_groups: Groups of the optimizer when the latest fit began: callbacks may add others.
         stop_reason: Why a callback has ended the latest fit; "": none has.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     trainer: int
-    rates: LearningRates
+    rates: dict[str, LearningRates]
     loss_scale: LossScale | None = None
     position: Position = field(default_factory=Position)
     history: TrainingHistory = field(default_factory=TrainingHistory)
@@ -159,11 +161,18 @@ class TrainingState:
     metadata: dict[str, Any] = field(default_factory=dict)
     data: Callable[[], dict[str, Any]] = dict
     loss: Loss | None = None
-    built_groups: int = 0
     stop_reason: str = ""
 
-    def __post_init__(self) -> None:
-        self.built_groups = self.built_groups or len(self.optimizer.param_groups)
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by name; none in a notebook's worker that only evaluates."""
+        return {name: rates.optimizer for name, rates in self.rates.items() if rates is not None}
+
+    @property
+    def parts_of_fits(self) -> dict[str, Any]:
+        """What only fits need, by its name in messages: the optimizers and their rates."""
+        optimizers = {f"the {described_name(name)}": each for name, each in self.optimizers.items()}
+        return optimizers | {described_name(name, "rates"): each for name, each in self.rates.items()}
 
     @property
     def trained(self) -> nn.Module:
@@ -182,7 +191,7 @@ class TrainingState:
         config: DistributedTrainingConfig,
         data: Mapping[str, str],
         effective_batch_size: int,
-        lengths: tuple[int, int | None, int | None],
+        lengths: Sequence[tuple[int, int | None, int | None]],
         initial_epoch: int | None,
         numerics: dict[str, Any],
     ) -> None:
@@ -192,12 +201,11 @@ class TrainingState:
             config: Of the fit.
             data: Digests of its data, as in `run`.
             effective_batch_size: Samples per step over all ranks.
-            lengths: Steps of the warm-up, of the fit and of its schedule, as `LearningRates.begin` takes them.
+            lengths: For each optimizer, steps of the warm-up, of the fit and of its schedule (`LearningRates.begin`).
             initial_epoch: Number of epochs that count as completed; None: those that are.
             numerics: Numerics of the fit.
         """
         position = self.position
-        self.built_groups = len(self.optimizer.param_groups)
         if initial_epoch is not None:
             position.epoch = initial_epoch
         # The rest of an epoch that an earlier fit did not complete is not trained.
@@ -211,8 +219,9 @@ class TrainingState:
         self.config, self.kept, self.arithmetic, self.stop_reason = config, {}, numerics, ""
         self._clear_rank_states()
         self.loss_scale = make_loss_scale(config)
-        self.rates.interval = config.scheduler_interval or "step"
-        self.rates.begin(scaling_of(config, effective), *lengths)
+        for rates, steps in zip(self.rates.values(), lengths, strict=True):
+            rates.interval = config.scheduler_interval or "step"
+            rates.begin(scaling_of(config, effective), *steps)
         self._begin_run(data)
 
     def resume_from(
@@ -240,7 +249,8 @@ class TrainingState:
         self.load_trained(state)
         self.history.world_size = runtime.get_world_size()
         self.config, self.arithmetic = config, numerics
-        self.rates.interval = config.scheduler_interval or "step"
+        for rates in self.rates.values():
+            rates.interval = config.scheduler_interval or "step"
         if is_new_run:
             self._begin_run(data)
             self.complete_fits = max(0, self.position.fits - 1)
@@ -266,7 +276,8 @@ class TrainingState:
         """Count a completed epoch."""
         self.position.epoch += 1
         self.position.samples = self.position.epoch_steps = 0
-        self.rates.end_epoch()
+        for rates in self.rates.values():
+            rates.end_epoch()
         self._clear_rank_states()
 
     def complete_fit(self) -> None:
@@ -315,14 +326,25 @@ class TrainingState:
     def to_checkpoint(self) -> CheckpointState:
         """Return what a checkpoint holds; its tensors are the live ones, not copies."""
         trained = self.trained
-        state, groups = optimizer_state_by_name(self.optimizer, trained)
+        found = {name: optimizer_state_by_name(each, trained) for name, each in self.optimizers.items()}
+        by_optimizer = {
+            name: {
+                "scheduler": scheduler_state(rates.scheduler),
+                "rates": rates.state_dict(),
+                "groups": len(found[name][1]),
+            }
+            for name, rates in self.rates.items()
+        }
+        # That of an only optimizer stands where it always did, so that other versions can read it.
+        only = by_optimizer.pop(ONLY, {})
         return CheckpointState(
             model=plain_state(self.model),
-            optimizer=state,
-            optimizer_groups=groups,
+            optimizer={name: each for state, _ in found.values() for name, each in state.items()},
+            optimizer_groups=[group for _, groups in found.values() for group in groups],
             others={
-                "scheduler": scheduler_state(self.rates.scheduler),
-                "rates": self.rates.state_dict(),
+                "scheduler": only.get("scheduler", {}),
+                "rates": only.get("rates", {}),
+                **({"optimizers": by_optimizer} if by_optimizer else {}),
                 "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
                 "compression": self.compression,
                 "trained": [name for name, each in plain_parameters(trained) if each.requires_grad],
@@ -376,9 +398,12 @@ class TrainingState:
                 raise CheckpointError(
                     f"Cannot load {source}: it trains {brief(sorted(unknown))}, which this model does not have."
                 )
-            scheduler = self.rates.as_saved(state.others.get("rates", {}))
-            check_scheduler_state(scheduler, state.others.get("scheduler", {}), source)
-            self.rates.scheduler = scheduler
+            schedulers = {}
+            for name, saved in self._saved_optimizers(state, source).items():
+                schedulers[name] = self.rates[name].as_saved(saved.rates)
+                check_scheduler_state(schedulers[name], saved.scheduler, source)
+            for name, scheduler in schedulers.items():
+                self.rates[name].scheduler = scheduler
             self.load_values(state, source)
             self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
             self.compression = state.others.get("compression", {})
@@ -396,21 +421,41 @@ class TrainingState:
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Load model, optimizer, scheduler and loss scale from a checkpoint; raise CheckpointError as `load`."""
-        # The optimizer first: it loads all or nothing, and the model's state has been checked.
-        trained = self.trained
-        added = rebuild_groups(self.optimizer, trained, state.optimizer_groups, self.built_groups)
-        for name, parameter in plain_parameters(trained):
-            if name in added and name in state.others.get("trained", ()):
-                parameter.requires_grad_(True)
-        load_optimizer_state_by_name(self.optimizer, trained, state.optimizer, state.optimizer_groups)
+        # The optimizers first: each loads all or nothing, and the model's state has been checked.
+        trained, saved = self.trained, self._saved_optimizers(state, source)
+        for own, rates in self.rates.items():
+            added = rebuild_groups(rates.optimizer, trained, saved[own].groups, rates.built_groups)
+            for name, parameter in plain_parameters(trained):
+                if name in added and name in state.others.get("trained", ()):
+                    parameter.requires_grad_(True)
+            load_optimizer_state_by_name(rates.optimizer, trained, saved[own].state, saved[own].groups)
         load_model_state(self.model, state.model, source)
         load_state_besides(trained, state.others, source)
-        load_scheduler_state(self.rates.scheduler, state.others.get("scheduler", {}))
-        if state.others.get("rates"):
-            self.rates.load_state_dict(state.others["rates"], source)
-        self.rates.follow_groups()
+        for own, rates in self.rates.items():
+            load_scheduler_state(rates.scheduler, saved[own].scheduler)
+            if saved[own].rates:
+                rates.load_state_dict(saved[own].rates, source)
+            rates.follow_groups()
         if self.loss_scale is not None and state.others.get("loss_scale"):
             self.loss_scale.load_state_dict(state.others["loss_scale"], source)
+
+    def _saved_optimizers(self, state: CheckpointState, source: str) -> dict[str, _SavedOptimizer]:
+        """Return what a checkpoint has of each optimizer; raise CheckpointError if it has others by name."""
+        others, groups = state.others, state.optimizer_groups
+        only = {"scheduler": others.get("scheduler", {}), "rates": others.get("rates", {}), "groups": len(groups)}
+        found = others.get("optimizers") or {ONLY: only}
+        if found.keys() != self.rates.keys():
+            raise CheckpointError(
+                f"Cannot load {source}: it has the optimizers {', '.join(found)}, and this trainer "
+                f"{', '.join(self.rates)}. Build the trainer as it was."
+            )
+        saved, left, known = {}, iter(groups), {name for group in groups for name in group["params"]}
+        for name, each in found.items():
+            own = [*itertools.islice(left, each["groups"])]
+            others_have = known - {named for group in own for named in group["params"]}
+            values = {named: value for named, value in state.optimizer.items() if named not in others_have}
+            saved[name] = _SavedOptimizer(values, own, each["scheduler"], each["rates"])
+        return saved
 
     def load_trained(self, state: CheckpointState) -> None:
         """Freeze and unfreeze parameters as in a checkpoint; older checkpoints do not record it."""
@@ -422,14 +467,61 @@ class TrainingState:
                 parameter.requires_grad_(name in trained)
 
     def drop_callback_param_groups(self) -> None:
-        """Remove the groups that callbacks added to the optimizer since the fit began."""
-        drop_groups(self.optimizer, self.built_groups)
+        """Remove the groups that callbacks added to the optimizers since the fit began."""
+        for rates in self.rates.values():
+            drop_groups(rates.optimizer, rates.built_groups)
+
+
+class _SavedOptimizer(NamedTuple):
+    """What a checkpoint has of an optimizer: its state by parameter name, its groups, its schedule and its rates."""
+
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any]
+    rates: dict[str, Any]
 
 
 class TrainerView:
     """What a trainer shows of its training."""
 
     _state: TrainingState
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by name; an only one is called "optimizer"."""
+        return self._state.optimizers
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The only optimizer.
+
+        Raises:
+            ConfigError: There are several: see `optimizers`.
+        """
+        return self._only_rates().optimizer
+
+    def _only_rates(self) -> LearningRates:
+        rates = self._state.rates
+        if len(rates) > 1:
+            raise ConfigError(
+                f"the trainer has the optimizers {', '.join(rates)}: take one, as in trainer.optimizers"
+                f"[{next(iter(rates))!r}]."
+            )
+        return next(iter(rates.values()))
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
+        return given_schedule(self._only_rates().scheduler)
+
+    @property
+    def schedulers(self) -> dict[str, Any]:
+        """The learning-rate schedule of each optimizer by its name; as `scheduler`."""
+        return {name: given_schedule(rates.scheduler) for name, rates in self._state.rates.items()}
+
+    def set_learning_rates(self, rates: Sequence[float]) -> None:
+        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
+        set_rates(self._state.rates.values(), rates)
 
     @property
     def step_seconds(self) -> list[dict[str, float]]:

@@ -28,15 +28,18 @@ from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
+from cyxtrain.optim.closure import Closure
+from cyxtrain.optim.factors import Number, as_double, quotient, times
 from cyxtrain.optim.optimizer_step import OptimizerStep
+from cyxtrain.optim.optimizers import needs_closure
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.updates import Updates
 from cyxtrain.world import runtime
 
-Number = Tensor | float
 Divisors = Sequence[Number] | None
 
 
@@ -57,6 +60,7 @@ class TrainingStep:
         setup: How batches reach the model, and what is computed of its output.
         guard: Decides whether a step is taken.
         logged: Numbers of the user's own; None: they are not kept.
+        updates: What a train_step of the user's own may call; None: there is none.
 
     Attributes:
         totals: Sums of the epoch.
@@ -70,14 +74,17 @@ class TrainingStep:
         setup: ModelSetup,
         guard: FiniteGuard,
         logged: LoggedNumbers | None = None,
+        updates: Updates | None = None,
     ) -> None:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
         self.guard = guard
-        self._step_optimizer = OptimizerStep(state.optimizer)
-        self._rates = state.rates
-        self._clip = make_clip(state.config)
+        self._own_updates = updates
+        self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
+        self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
+        self._rates = [*state.rates.values()]
+        self._clip = make_clip(state.config, state.optimizers)
         self._logged = logged or LoggedNumbers()
         self._scale, self._multiplier = state.loss_scale, 1.0
         self._before_update = state.callbacks.before_optimizer_step
@@ -86,6 +93,7 @@ class TrainingStep:
         self._is_accelerator = is_accelerator(self._device)
         self._device_of_sums = runtime.device_of_sums(self._device)
         self._parameters = list(ddp.parameters())
+        self._factor: Number = 1.0  # of the gradients after backward
         self._choose_weighting()
         self.totals = MetricSums(1, self._device, setup.loss, setup.metrics)
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
@@ -110,6 +118,8 @@ class TrainingStep:
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
         self.begin()
+        if self._own_updates is not None:
+            self._own_updates.begin(share, self.guard, self._multiplier)
         results = self._accumulate(share)
         if self.finish(share, results) is not Verdict.SKIPPED:
             for result in results:
@@ -135,7 +145,12 @@ class TrainingStep:
         """
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
             with self.clock.forward:
-                result = self._forward(batch)
+                if self._own_updates is None:
+                    result = self._forward(batch)
+                else:
+                    result = self._own_updates.run(partial(self._forward, batch), batch.rows, is_last=is_last)
+            if self._has_updated:
+                return result
             with self.clock.backward:
                 self._backward(result.loss, self._divisors_of(result.loss, share, divisors), is_last=is_last)
         return result
@@ -144,41 +159,81 @@ class TrainingStep:
         """Take part in averaging a step's gradients without a row on this rank."""
         with self.clock.backward:
             self._ddp.forward_without_batch()
+            if self._own_updates is not None:
+                self._own_updates.follow()
+            if self._has_updated:
+                return
             self._divisors_of(self._loss.without_rows(), share, divisors)
             self._ddp.backward_without_batch()
+
+    @property
+    def _has_updated(self) -> bool:
+        """Whether a step of the user's own has updated parameters itself."""
+        return self._own_updates is not None and self._own_updates.made
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
         """Unscale; check that gradients are finite, update the loss scale; clip; step the optimizer and the schedule.
 
         On accelerators the verdict on a step may come with the next one, which raises (`FiniteGuard.defers_verdicts`).
         """
+        if self._own_updates is not None and self._own_updates.made:
+            self.clock.communicated(self.clock.forward, self._own_updates.seconds_communicated())
+            return self._own_updates.finish()
         if self._normalizes_after_backward:
             self._divide_by_weight(sum(result.loss.weight for result in results), share)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
-            verdict, step = self._decide(share, results)
-            if step is not None:
+            verdict, steps = self._decide(share, results)
+            if steps:
                 if self._before_update is not None:
                     self._before_update(share.number)
                 if self._clip is not None and (norm := self._clip(self._parameters)) is not None:
                     self._logged.add_norm(norm, may_be_skipped=self.guard.defers_verdicts)
-                step()
-                self._rates.step()
+                for step in steps:
+                    step()
+                for rates in self._rates:
+                    rates.step()
         return verdict
 
-    def _decide(self, share: Share, results: Sequence[Result]) -> tuple[Verdict, Callable[[], object] | None]:
-        """Return the verdict, and the function that steps the optimizer, or None."""
+    def _decide(self, share: Share, results: Sequence[Result]) -> tuple[Verdict, Sequence[Callable[[], object]]]:
+        """Return the verdict, and the functions that step the optimizers, if they are to step."""
         losses = [each.value for result in results for _, _, each in self._nonempty_losses(result.loss)]
         recompute = partial(self._recompute_locally, share)
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
-            return verdict, self._step_optimizer if verdict is Verdict.TAKEN else None
-        report = self.guard.report(share, losses, recompute, self._rates.undoable())
-        step = None if self._before_update is not None else self._step_optimizer.unless(report.bad)
-        if step is None and report.is_good():  # this call blocks
-            return Verdict.TAKEN, self._step_optimizer
-        return Verdict.TAKEN, step
+            return verdict, self._updates(share) if verdict is Verdict.TAKEN else ()
+        undos = [rates.undoable() for rates in self._rates]
+        report = self.guard.report(share, losses, recompute, partial(_call_each, undos))
+        late = [step.unless(report.bad) for step in self._steps] if self._before_update is None else [None]
+        if None not in late:
+            return Verdict.TAKEN, [step for step in late if step is not None]
+        return Verdict.TAKEN, self._updates(share) if report.is_good() else ()  # this call blocks
+
+    def _updates(self, share: Share) -> Sequence[Callable[[], object]]:
+        """Return what steps the optimizers once the host knows that the gradients are finite."""
+        if not self._with_closure:
+            return self._steps
+        (optimizer,) = self._with_closure
+        loss = self._averaged_loss()
+        return [partial(optimizer.step, Closure(optimizer, partial(self._evaluate, share), loss))]
+
+    def _evaluate(self, share: Share) -> Tensor:
+        """Return the loss of a share over all ranks, and set the gradients, once more."""
+        self._zero()
+        results = self._accumulate(share)
+        if self._normalizes_after_backward:
+            self._divide_by_weight(sum(result.loss.weight for result in results), share)
+        self._ddp.is_finite()  # a line search may leave the finite
+        return self._averaged_loss()
+
+    def _averaged_loss(self) -> Tensor:
+        """Return the loss over all ranks of which the gradients are, 0-dim, float64."""
+        own = self._ddp.checked_loss
+        (total,) = self._sum_over_ranks([0.0 if own is None else own], self.clock.backward)
+        return (
+            torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums) * self._factor / self._world_size
+        )
 
     def _zero(self) -> None:
         for parameter in self._parameters:  # also those that the optimizer does not have, or they would add up
@@ -189,6 +244,11 @@ class TrainingStep:
         results: list[Result] = []
         if self._loss.gathers or self._setup.without_rows is not None:
             max_micro_batches, min_micro_batches = self._max_and_min_micro_batches(len(share))
+            require(
+                max_micro_batches == min_micro_batches or not self._setup.call.optimizes,
+                f"step {share.number + 1} has no rows for some rank, and its train_step needs those of all ranks at "
+                "once (SyncBatchNorm or gathered rows) and calls optimize: set drop_last=True.",
+            )
             if max_micro_batches != min_micro_batches:
                 return self._accumulate_unevenly(share, max_micro_batches)
         items, divisors = self._precompute_divisors(share)
@@ -287,19 +347,21 @@ class TrainingStep:
 
     def _backward(self, loss: BatchLoss, divisors: Sequence[Number], *, is_last: bool) -> None:
         value = self._scaled_loss(loss, divisors)
+        has_parts = self._own_updates is not None and bool(self._own_updates.parts)
         if value is not None:
-            value.backward()
-        elif is_last:
-            self._ddp.backward_without_batch()
-        else:
+            with self._own_updates.suspended() if self._own_updates is not None else contextlib.nullcontext():
+                value.backward()
+        elif not is_last:
             self._ddp.skip_backward()
+        if is_last and (value is None or has_parts):
+            self._ddp.backward_without_batch()
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor | None:
         """Return what to call `backward` on, scaled; None: its weight is 0."""
         value: Tensor | None = None
         for number, factor, each in self._nonempty_losses(loss):
             # Averaging divides by N, so multiply by N x this rank's fraction; exactly 1 for even batches.
-            term = _times(each.value, _quotient(factor * each.terms * self._world_size, divisors[number]))
+            term = times(each.value, quotient(factor * each.terms * self._world_size, divisors[number]))
             value = term if value is None else value + term
         if value is None:
             return None
@@ -356,7 +418,7 @@ class TrainingStep:
                 for number, (_, _, each) in enumerate(self._loss.terms(loss)):
                     weight = each.weight
                     stays = self._is_accelerator and isinstance(weight, Tensor)
-                    weights[number] += _as_double(weight, self._device)[0] if stays else float(weight)
+                    weights[number] += as_double(weight, self._device)[0] if stays else float(weight)
             for _ in range(max_micro_batches - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)
@@ -367,14 +429,15 @@ class TrainingStep:
         """Divide gradients by the weight over all ranks instead of by the number of samples."""
         with self.clock.backward:
             (total,) = self._sum_over_ranks([weight], self.clock.backward)
-        multiply_gradients(self._parameters, _quotient(share.global_rows, total))
+        self._factor = quotient(share.global_rows, total)
+        multiply_gradients(self._parameters, self._factor)
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
         """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""
         stays = self._device_of_sums.type != "cpu"
         if stays and self._world_size == 1 and not any(isinstance(each, Tensor) for each in weights):
             return list(weights)
-        totals = torch.cat([_as_double(each, self._device_of_sums) for each in weights])
+        totals = torch.cat([as_double(each, self._device_of_sums) for each in weights])
         if self._world_size > 1 or not stays:
             began = time.perf_counter()
             dist.all_reduce(totals, group=dist.group.WORLD if stays else runtime.cpu_group())
@@ -382,25 +445,6 @@ class TrainingStep:
         return [*totals.unbind()] if stays else totals.tolist()
 
 
-def _as_double(number: Number, device: torch.device) -> Tensor:
-    """Return a number as shape (1,), without a copy to an accelerator for which the host would wait."""
-    if isinstance(number, Tensor):
-        return number.detach().to(device, torch.float64, non_blocking=number.is_cpu).reshape(1)
-    return torch.full((1,), number, dtype=torch.float64, device=device)
-
-
-def _quotient(number: Number, divisor: Number) -> Number:
-    """Return number / divisor in float64, and 0 if the divisor is 0, without waiting for an accelerator."""
-    if not isinstance(divisor, Tensor):
-        return number / divisor if divisor else 0.0
-    # A Python number / tensor is number * (1 / divisor), which is rounded twice.
-    above = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
-    return torch.div(above.double(), divisor).masked_fill_(divisor == 0, 0.0)
-
-
-def _times(loss: Tensor, factor: Number) -> Tensor:
-    """Return loss * factor with the same bits for a float64 tensor as factor as for a number."""
-    if not isinstance(factor, Tensor):
-        return loss if factor == 1 else loss * factor
-    wide = loss.float() if loss.dtype.itemsize == 2 else loss
-    return (wide * factor.to(wide.dtype)).to(loss.dtype)
+def _call_each(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()

@@ -13,6 +13,7 @@ from cyxtrain.checkpoint.weights import fitting_state, load_model_state
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, shortened, warn
 from cyxtrain.metrics.loss import Loss
+from cyxtrain.optim.optimizers import parameters_of
 
 _LOSS = "loss_fn"
 
@@ -62,9 +63,9 @@ def _has_state(module: nn.Module) -> bool:
     return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
 
-def params_without_optimizer(trained: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of parameters that require gradients and are in no group of the optimizer."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def params_without_optimizer(trained: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
+    """Return the names of parameters that require gradients and are in no group of the optimizers."""
+    known = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     named = trained.named_parameters()
     return [plain_name(name) for name, each in named if each.requires_grad and id(each) not in known]
 

@@ -25,11 +25,10 @@ from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
-from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
-from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
+from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizers
 from cyxtrain.optim.precision import float32_products
-from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
+from cyxtrain.optim.schedules import SchedulerLike, make_schedulers, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
@@ -76,6 +75,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
             added, and the history has each.
         optimizer: From torch.optim, a factory, or a name.
+        optimizers: Instead of `optimizer`, several by name, each built of its own parameters.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
             returns; 1 for others.
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
@@ -86,6 +86,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
             returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
             it steps the schedule.
+        schedulers: Instead of `scheduler`, those of several optimizers, by the optimizer's name.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
         ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
@@ -99,7 +100,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     Attributes:
         model: The unwrapped model.
         loss_fn, loss_weights, metrics: As given; metrics by name.
-        optimizer: Of the model's parameters.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
         stop_evaluating: Set by a callback on any rank during a batch, ends `evaluate` or a validation after it.
@@ -115,9 +115,11 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         loss_fn: LossLike = None,
         optimizer: OptimizerLike = "adam",
         *,
+        optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
         loss_weights: Mapping[str, float] | None = None,
         metrics: Any = None,
         scheduler: SchedulerLike = None,
+        schedulers: Mapping[str, SchedulerLike] | None = None,
         scheduler_interval: Literal["step", "epoch"] = "step",
         callbacks: Sequence[Callback] = (),
         ddp_config: DDPConfig | None = None,
@@ -132,15 +134,16 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.loss_fn = loss_fn
         self.loss_weights = loss_weights
         loss = Loss(self._loss)
-        self.optimizer = make_optimizer(optimizer, trained_with(self.model, loss))
+        named = make_optimizers(optimizer, optimizers, trained_with(self.model, loss))
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
         self.metrics = metrics_by_name(metrics)
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
-        rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
-        self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates, loss=loss)
+        made = make_schedulers(scheduler, schedulers, named)
+        rates = {name: LearningRates(each, made[name]) for name, each in named.items()}
+        self._state = TrainingState(self.model, next(_numbers), rates, loss=loss)
         self.stop_evaluating = self.stop_predicting = False
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
@@ -151,7 +154,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         parts = {
             "model": type(self.model).__name__,
             "loss": name_of_loss(self.loss_fn),
-            "optimizer": type(self.optimizer).__name__,
+            **{name: type(each).__name__ for name, each in self.optimizers.items()},
             "world": world,
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in parts.items())})"
@@ -171,7 +174,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     @property
     def _arguments(self) -> TrainerArguments:
-        given = (self.model, self._loss, self.optimizer, self._device, self.metrics, self._own_steps)
+        given = (self.model, self._loss, self.optimizers, self._device, self.metrics, self._own_steps)
         return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
@@ -193,15 +196,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def config(self) -> DistributedTrainingConfig:
         """Settings of the latest call of `fit`."""
         return self._state.config
-
-    @property
-    def scheduler(self) -> Any:
-        """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
-        return given_schedule(self._state.rates.scheduler)
-
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
-        self._state.rates.set_checked(rates)
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
         """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
@@ -346,8 +340,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             stack.enter_context(torch.enable_grad())
             logged = stack.enter_context(self._logging())
             stack.enter_context(float32_products(plan.config.float32_precision))
-            if plan.uses_fused_optimizer:
-                stack.enter_context(fused(self.optimizer))
+            for name in plan.fused_optimizers:
+                stack.enter_context(fused(self.optimizers[name]))
             stack.enter_context(recomputed(self._recomputed))
             stack.enter_context(compiled(self.model, plan.config.compile, by_layer=plan.compiles_layers))
             for wrapper in self._wrappers:
@@ -356,7 +350,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                 yield logged
             finally:
                 self._fit = None
-                self._state.rates.note_rates()
+                for rates in self._state.rates.values():
+                    rates.note_rates()
                 plan.display.close()
                 ddp.close()
                 self._state.trained.zero_grad()
@@ -553,9 +548,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments, sources, first)
-        rates = self._state.rates
-        steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
-        facts |= scheduler_facts(check_rates(rates, plan.config, steps))
+        for name, rates in self._state.rates.items():
+            facts |= scheduler_facts(check_rates(rates, plan.config, plan.scheduled(rates)), name)
         plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
@@ -567,7 +561,8 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
     """Return what another process that runs the trainer's calls has as well: its layout is known to this module."""
     state = trainer._state
     return TrainerParts(
-        owners={"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": state.rates},
+        owners={"trainer": trainer, "its state": state, **state.parts_of_fits},
+        of_fits=frozenset(state.parts_of_fits),
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
         local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
         given=trainer._arguments,

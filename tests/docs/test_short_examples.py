@@ -75,6 +75,13 @@ SHORT = {
     ),
     "regression": Ending(f"test mae {ACCURACY}  r2 {ACCURACY}", (0.08, 0.96), (0.12, 0.99)),
     "resume": Ending("bit for bit: True", same_on_two_ranks=False),  # dropout differs between ranks
+    "gan": Ending(
+        r"new ones: mean (0\.\d\d), variance between pictures (0\.\d{3})",
+        (0.26, 0.05),
+        (0.34, 0.08),
+        same_on_two_ranks=False,
+    ),
+    "sam": Ending(r"SAM: test loss (0\.\d{3}), test accuracy (0\.\d{3})", (0.55, 0.79), (0.66, 0.84)),
     "text_bytes": Ending(r"Although practicality beats purity\."),
     "vae": Ending(
         f"squared error per pixel: {ACCURACY}, of the mean picture {ACCURACY}",
@@ -83,7 +90,10 @@ SHORT = {
         same_on_two_ranks=False,
     ),
 }
-LONG = dict.fromkeys(("imbalanced", "powersgd", "regression", "text_bytes", "vae"), pytest.mark.nightly)
+SHORT["vae_gan"] = Ending(SHORT["vae"].line, (0.015, 0.07), (0.03, 0.08), same_on_two_ranks=False)
+LONG = dict.fromkeys(
+    ("gan", "imbalanced", "powersgd", "regression", "text_bytes", "vae", "vae_gan"), pytest.mark.nightly
+)
 LONGER = {"draw_pictures", "train_cyxtrain", "train_digits", "train_torch"}
 """Examples that tests/docs/test_examples.py runs, and one that needs a browser."""
 

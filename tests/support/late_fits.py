@@ -205,7 +205,10 @@ def fit(
         "parameters": digest(net.parameters()),
         "buffers": digest(net.buffers()),
         "state": [len(state), digest(each for own in state.values() for each in own.values() if torch.is_tensor(each))],
-        "rates": [[group["lr"] for group in trainer.optimizer.param_groups], trainer._state.rates.state_dict()],
+        "rates": [
+            [group["lr"] for group in trainer.optimizer.param_groups],
+            trainer._state.rates["optimizer"].state_dict(),
+        ],
         "position": {**vars(trainer._state.position)},
         "losses": [trainer.history.train_losses, watch.losses, trainer.history.validations],
         "checkpoints": sorted(os.listdir(folder)) if os.path.isdir(folder) else [],

@@ -49,6 +49,8 @@ class Share(ABC):
         self.global_rows = global_rows
         self.next: Share | None = None
         """The share of the next step, if its rows may be fetched before this step is complete."""
+        self.count_ranks: Callable[[], int] | None = None
+        """Returns how many ranks, from 0, have rows in this step; None: nobody knows before asking."""
         self._copier = copier
         self._latest = -1
         self._early: tuple[int, Callable[[], Callable[[], Rows] | None]] | None = None

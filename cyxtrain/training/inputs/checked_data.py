@@ -49,7 +49,7 @@ class TrainerArguments(NamedTuple):
 
     model: nn.Module
     loss_fn: Any
-    optimizer: torch.optim.Optimizer
+    optimizers: Mapping[str, torch.optim.Optimizer]
     device: str | torch.device
     metrics: Mapping[str, Any]
     steps: OwnSteps
@@ -125,7 +125,7 @@ def check_data(
     loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
     with memory_explained(trains=trains_on is not None):
         placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
-        place_state(trainer.optimizer)
+        place_state(*trainer.optimizers.values())
     call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
     asked, measures, output = {} if predicting else trainer.metrics, Metrics(), None
     dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)

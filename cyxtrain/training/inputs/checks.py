@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cyxtrain.config import DDPConfig
-from cyxtrain.config.settings import require
+from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.config import DDPConfig, DistributedTrainingConfig
+from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.structure import Tree
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.metrics.loss import Loss, part_of
+from cyxtrain.optim.optimizers import ONLY, needs_closure, parameters_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
+from cyxtrain.training.trained import params_without_optimizer
 
 _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
-def check_trained(trained: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Refuse a model without trainable parameters, and an optimizer or a precision that it cannot have."""
+def check_trained(
+    trained: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], config: DistributedTrainingConfig
+) -> None:
+    """Refuse a model without trainable parameters, and optimizers or a precision that it cannot have."""
     if not trained_parameters(trained):
         raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
-    _check_optimizer(optimizer, trained)
-    _check_precision(trained, precision)
+    for optimizer in optimizers.values():
+        _check_optimizer(optimizer, trained)
+        _check_closure(optimizer, config)
+    _check_owners(trained, optimizers)
+    for name in ("clip_norm", "clip_value", "clip_adaptive"):
+        limits = getattr(config, name)
+        unknown = [*(limits.keys() - optimizers.keys())] if isinstance(limits, Mapping) else []
+        if unknown:
+            raise unknown_name(f"{name}={dict(limits)!r}: the trainer", str(unknown[0]), [*optimizers], "optimizer")
+    _check_precision(trained, config.precision)
+
+
+def _check_owners(trained: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse a parameter in two optimizers; if there are several, also one that none trains."""
+    owners: dict[int, str] = {}
+    names = {id(parameter): name for name, parameter in plain_parameters(trained)}
+    for own, optimizer in optimizers.items():
+        for parameter in {id(each) for each in parameters_of(optimizer)}:
+            if owners.setdefault(parameter, own) != own:
+                raise ConfigError(
+                    f"{names.get(parameter, 'a parameter')} is in the optimizers {owners[parameter]!r} and {own!r}: "
+                    "build each of its own parameters."
+                )
+    left = params_without_optimizer(trained, optimizers.values())
+    if left and optimizers.keys() != {ONLY}:
+        raise ConfigError(
+            f"{shortened(left)} in no optimizer of {', '.join(map(repr, optimizers))}: add the parameters to one of "
+            "them, or freeze them with requires_grad_(False)."
+        )
+
+
+def _check_closure(optimizer: torch.optim.Optimizer, config: DistributedTrainingConfig) -> None:
+    """Refuse what an optimizer that evaluates the loss several times per step cannot have."""
+    clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(config, name) is not None]
+    asked = [*clips, *(["precision='fp16'"] if config.precision == "fp16" else [])]
+    if asked and needs_closure(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, which {asked[0]} would change "
+            f"between two evaluations: leave {asked[0]} out, or use Adam or SGD."
+        )
 
 
 def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
@@ -37,9 +81,7 @@ def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse LBFGS, and optimizers that cannot take the model's sparse gradients."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("LBFGS evaluates the loss several times per step, which fit does not do: use Adam or SGD.")
+    """Refuse optimizers that cannot take the model's sparse gradients."""
     named, kind = makes_sparse_gradients(model), type(optimizer)
     refuses = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, _TAKE_SPARSE_GRADIENTS)
     for name, parameter in named.items():

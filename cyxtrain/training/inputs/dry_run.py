@@ -103,6 +103,8 @@ class DryRun:
                 if isinstance(module, nn.SyncBatchNorm):
                     module.eval()  # in training mode it waits for the other ranks
             output, value = self._forward(source, batch)
+            if self._call.optimizes:
+                return self._measuring(output, batch, value)
             with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
             measures = self._measuring(output, batch, value)

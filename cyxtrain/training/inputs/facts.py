@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.rows import sampled_hash
 from cyxtrain.metrics.loss import Loss
+from cyxtrain.optim.optimizers import described_name
 from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of
 
 _OWN_FIELDS = ("verbose", "checkpoint_dir", "profile")
@@ -42,28 +43,31 @@ def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
     return facts
 
 
-def optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the kind of optimizer, the settings of its groups, and a hash of samples of its state."""
-    state, groups = optimizer_state_by_name(optimizer, model)
-    facts: dict[str, Any] = {"the optimizer": type(optimizer).__name__}
-    for number, group in enumerate(groups):
-        for name, value in group.items():
-            # Functions and the like have an address in their text, which differs.
-            plain = isinstance(value, (bool, int, float, str, tuple, list, Tensor, type(None)))
-            facts[f"the optimizer's {name} (group {number})"] = str(value) if plain else type(value).__name__
-    for name, values in state.items():
-        tensors = [value for value in values.values() if isinstance(value, Tensor)]
-        facts[f"the optimizer's state of {name}: hash of its values"] = _hash(tensors)
+def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
+    """Return the kind of each optimizer, the settings of its groups, and a hash of samples of its state."""
+    facts: dict[str, Any] = {"the optimizers": [*optimizers]}
+    for own, optimizer in optimizers.items():
+        what = f"the {described_name(own)}"
+        state, groups = optimizer_state_by_name(optimizer, model)
+        facts[what] = type(optimizer).__name__
+        for number, group in enumerate(groups):
+            for name, value in group.items():
+                # Functions and the like have an address in their text, which differs.
+                plain = isinstance(value, (bool, int, float, str, tuple, list, Tensor, type(None)))
+                facts[f"{what}'s {name} (group {number})"] = str(value) if plain else type(value).__name__
+        for name, values in state.items():
+            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+            facts[f"{what}'s state of {name}: hash of its values"] = _hash(tensors)
     return facts
 
 
-def trained_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def trained_facts(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return what callbacks may change: a hash of which parameters are trained, and the sizes of groups."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {
         "which parameters are trained": f"{len(names):,} ({hashlib.sha256(' '.join(names).encode()).hexdigest()[:8]})",
         "how many parameters each group of the optimizer has": [
-            len(group["params"]) for group in optimizer.param_groups
+            len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups
         ],
     }
 

@@ -45,9 +45,9 @@ class FitSettings(TypedDict, total=False):
     on_nonfinite: Literal["raise", "skip"]
     check_replicas_every_n_steps: int | None
     accumulation_steps: int
-    clip_norm: float | None
-    clip_value: float | None
-    clip_adaptive: float | None
+    clip_norm: float | Mapping[str, float] | None
+    clip_value: float | Mapping[str, float] | None
+    clip_adaptive: float | Mapping[str, float] | None
     precision: Literal["fp32", "bf16", "fp16"]
     amp: AMPConfig | None
     compile: bool | str

@@ -23,6 +23,7 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
+from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import can_fuse
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
@@ -32,6 +33,7 @@ from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation
 from cyxtrain.training.model.compile import compiles_by_layer
+from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
     check_batch_norm,
     check_devices,
@@ -49,7 +51,7 @@ class FitPlan:
 
     Attributes:
         validation: Sets of rows to validate with, by name; "" for a set without a name.
-        uses_fused_optimizer: Whether the optimizer uses PyTorch's fused kernel.
+        fused_optimizers: Names of the optimizers that use PyTorch's fused kernels.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: those of the trainer.
         ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.
@@ -66,7 +68,7 @@ class FitPlan:
     display: Display
     resume: str | None
     callbacks: Callbacks
-    uses_fused_optimizer: bool
+    fused_optimizers: tuple[str, ...]
     compiles_layers: bool
     initial_epoch: int | None = None
     ends_on_nan: bool = False
@@ -179,6 +181,10 @@ class FitPlan:
             )
         return round(asked * (self.all_steps or 0)) if asked < 1 else int(asked)
 
+    def scheduled(self, rates: LearningRates) -> int | None:
+        """Return how often the fit, from its beginning, steps a schedule; None: unknown."""
+        return self.schedule_steps(self.warmup_steps if rates.warms_up_first else 0)
+
     def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
         """Return how often the fit steps its schedule; None: unknown.
 
@@ -249,13 +255,15 @@ def plan_fit(
     arguments: FitArguments, trainer: TrainerArguments, opened: Sources, epoch: int
 ) -> tuple[FitPlan, dict[str, Any]]:
     """Return this rank's plan, and what must be the same on every rank; `epoch`: where it is likely to begin."""
-    config, model, optimizer = arguments.config, trainer.model, trainer.optimizer
+    config, model, optimizers = arguments.config, trainer.model, trainer.optimizers
     trained = trained_with(model, Loss(trainer.loss_fn))
-    check_trained(trained, optimizer, config.precision)
+    check_trained(trained, optimizers, config)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_sources = opened
     feed = source.feed(config, rank, world_size)
     data = check_data(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
+    if data.call.alone and feed.micro_batches > 1:
+        raise ConfigError(accumulation_excludes(data.call.alone))
     validation = {}
     for name, each in validation_sources.items():
         with naming_validation(f"validation {name}".rstrip()):
@@ -264,7 +272,7 @@ def plan_fit(
     facts = {
         **_facts(arguments, opened, trained, data.placement.device),
         **model_facts(trained, data.loss),
-        **optimizer_facts(optimizer, trained),
+        **optimizer_facts(optimizers, trained),
         "the metrics": [*trainer.metrics],
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
@@ -272,8 +280,9 @@ def plan_fit(
     }
     display = make_display(config.verbose and rank == 0)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
-    uses_fused_optimizer = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
-    ways = (uses_fused_optimizer, compiles_by_layer(model, config.compile, data.placement.device, world_size))
+    sparse = makes_sparse_gradients(model)
+    fused = tuple(name for name, each in optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
+    ways = (fused, compiles_by_layer(model, config.compile, data.placement.device, world_size))
     plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
     plan = replace(plan, may_log=callbacks.may_log or trainer.logged.has_any)
     _check_best(plan)

@@ -38,6 +38,8 @@ class ModelCall:
     Attributes:
         step: A step of the user's own that is called instead; None: there is none.
         owners: The objects that such a step may change.
+        optimizes: Whether it updates the parameters itself, by `optimize`, as far as it has run.
+        alone: What in it excludes several micro-batches per step, in words, or "".
 
     Raises:
         ConfigError: The model computes its own loss, takes inputs by name, and has no name for the targets.
@@ -45,6 +47,8 @@ class ModelCall:
 
     step: Callable[[Any], Any] | None = None
     owners: Sequence[Any] = ()
+    optimizes = False
+    alone = ""
 
     def __init__(
         self,

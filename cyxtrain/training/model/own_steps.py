@@ -6,7 +6,7 @@ A step takes a batch and returns its loss, as a model without a loss_fn does: wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cyxtrain.config.settings import require
+from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import as_given, batch_parts
 from cyxtrain.data.batches.rows import Rows
@@ -23,6 +23,7 @@ from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.sums import correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting, is_scalar, loss_in_output
+from cyxtrain.optim.optimizers import described_name, needs_closure, parameters_of
 from cyxtrain.optim.precision import Precision
 from cyxtrain.training.model.forward import ModelCall
 
@@ -30,6 +31,10 @@ StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
 
 TRAIN, TEST, PREDICT = ("train_step", "test_step", "predict_step")
+
+
+Update = Callable[[Any, str, bool], Tensor]
+"""Updates the parameters of the optimizer of that name by a loss; returns the loss, detached."""
 
 
 class BuiltIn:
@@ -42,6 +47,8 @@ class BuiltIn:
 
     Attributes:
         weight: What the latest loss was divided by, if that is not the number of rows.
+        update: What a step's `optimize` does; None: nothing, in an evaluation.
+        losses: What the step has called `optimize` with.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, precision: Precision) -> None:
@@ -50,6 +57,8 @@ class BuiltIn:
         self.precision = precision
         self._call: ModelCall | None = None
         self.weight: Tensor | float | None = None
+        self.update: Update | None = None
+        self.losses: list[Tensor] = []
 
     def __call__(self, given: Any) -> dict[str, Any]:
         """Return "loss" and what else the built-in step measures of a batch, and the model's "output"."""
@@ -82,6 +91,23 @@ class BuiltIn:
         if not isinstance(found.weight, Tensor):
             return found.value if found.terms == found.weight else found.value * found.terms / (found.weight or 1)
         return found.value * found.terms / torch.where(found.weight == 0, 1, found.weight)
+
+    def optimize(self, loss: Any, name: str | None, trainer: TrainerSteps, *, retain_graph: bool) -> Tensor:
+        """Call `update`; return the loss, detached."""
+        if isinstance(loss, Tensor) and self.weight is not None:
+            loss = loss * self.weight, self.weight
+        if self.update is None:
+            value, weight = checked_loss(loss() if callable(loss) else loss)
+            self.losses.append(value.detach() if weight is None else value.detach() / weight)
+            return self.losses[-1]
+        known = [*trainer.optimizers]
+        if name is None:
+            require(len(known) == 1, f"optimize needs the name of one of the optimizers: {', '.join(known)}.")
+            name = known[0]
+        if name not in known:
+            raise unknown_name("the trainer", str(name), known, "optimizer")
+        self.losses.append(self.update(loss, name, retain_graph))
+        return self.losses[-1]
 
     def predict(self, given: Any) -> Any:
         """Return the model's output for a batch's inputs."""
@@ -150,6 +176,34 @@ class TrainerSteps:
         """
         return self._built_in(TRAIN)(batch)
 
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by name; an only one is called "optimizer"."""
+        raise NotImplementedError
+
+    def optimize(self, loss: Any, optimizer: str | None = None, *, retain_graph: bool = False) -> Tensor:
+        """Update the parameters of one optimizer by the gradients of a loss, in a `train_step` of your own.
+
+        The gradients of these parameters alone are computed, averaged over all ranks, checked for NaN, and clipped;
+        the optimizer steps, and they are cleared. All ranks make the same calls. In an evaluation, nothing is updated.
+
+        Args:
+            loss: The mean over this rank's rows, (sum, weight), or a function that returns one of them, for optimizers
+                that evaluate the loss several times: it is called with gradients cleared, and the optimizer sees loss
+                and gradients over all ranks.
+            optimizer: A name of `optimizers`; None: the only one.
+            retain_graph: Keep the graph for another loss that shares it.
+
+        Returns:
+            The loss, detached: for (sum, weight) and functions, the mean over all ranks.
+
+        Raises:
+            ConfigError: The loss or the name is wrong, or no step runs.
+            NonFiniteError: The loss or a gradient is not finite on any rank, and `on_nonfinite` is "raise".
+        """
+        require(bool(self._running_steps), "optimize is called within a train_step, by fit or train_on_batch.")
+        return self._running_steps[-1].optimize(loss, optimizer, self, retain_graph=retain_graph)
+
     def test_step(self, batch: Any) -> Any:
         """Return the loss of a batch of `evaluate` or of the validation data, as `train_step`; without gradients.
 
@@ -193,7 +247,7 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
     Without a test_step the built-in one evaluates, if there is a loss_fn; otherwise the train_step, which knows the
     loss. Raises ConfigError if the model has no forward and there is no step.
     """
-    found, has_forward = steps.get(kind), type(model).forward is not nn.Module.forward
+    found, has_forward = steps.get(kind), getattr(model.forward, "__func__", None) is not nn.Module.forward
     if found is None and kind == TEST and not (has_forward and loss.function is not None):
         found = steps.get(TRAIN)
     if found is None and not has_forward:
@@ -244,14 +298,23 @@ class StepCall(ModelCall):
         """Return what the step returns for a batch's inputs alone."""
         return self(model, Batch(batch.number, batch.inputs, None))
 
+    @property
+    def running(self) -> BuiltIn:
+        """What the trainer's methods call while the step runs."""
+        return self._built_in
+
     def _run(self, given: Any) -> Any:
         own, built_in = self._own, self._built_in
         own.running.append(built_in)
-        built_in.weight = None
+        built_in.weight, built_in.losses = None, []
         try:
             result = own.function(given)
         finally:
             own.running.pop()
+        if built_in.losses and self._returns_loss:
+            self.optimizes, built_in.weight = True, None
+            named = result if isinstance(result, Mapping) else {} if result is None else {"loss": result}
+            result = {"loss": sum(built_in.losses), **named}
         if self._returns_loss and not _has_loss(result):
             raise ConfigError(
                 f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
@@ -266,13 +329,20 @@ class StepCall(ModelCall):
         def refuse(call: str) -> None:
             raise ConfigError(
                 f"{name} called {call}: return the loss, and fit does backward, averages the gradients over the ranks, "
-                "and steps. For gradients that the loss is made of, call torch.autograd.grad."
+                "and steps; or call self.optimize(loss). For gradients that the loss is made of, call "
+                "torch.autograd.grad."
             )
 
+        def update(loss: Any, name: str, retain_graph: bool) -> Tensor:
+            self.alone = self.alone or what_needs_all_rows(len(self.running.losses) + 1, loss)
+            return try_update(self._own.trainer.optimizers[name], loss, name, retain_graph=retain_graph)
+
         hook = register_optimizer_step_pre_hook(lambda *_: refuse("an optimizer's step()"))
+        self.running.update = update
         try:
             return self._run(given)
         finally:
+            self.running.update = None
             hook.remove()
             if any(each.grad is not old for each, old in zip(model.parameters(), before, strict=True)):
                 refuse("backward()")  # also if the step then failed
@@ -284,6 +354,54 @@ def _weighted(result: Any, weight: Tensor | float) -> Any:
         return result * weight, weight
     own = result.get("loss") if isinstance(result, Mapping) else None
     return {**result, "loss": (own * weight, weight)} if isinstance(own, Tensor) else result
+
+
+def checked_loss(loss: Any) -> tuple[Tensor, Any]:
+    """Return (value, None) of a mean over rows, or (sum, weight)."""
+    value, weight = loss if type(loss) is tuple and len(loss) == 2 else (loss, None)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ConfigError(
+            f"optimize was called with {_described(loss)}: give a tensor with one number, the mean over this rank's "
+            "rows; (sum, weight); or a function that returns one of them."
+        )
+    return value.reshape(()), weight
+
+
+def what_needs_all_rows(calls: int, loss: Any) -> str:
+    """Return what a step with several micro-batches cannot do, in words, or ""; `calls`: of optimize in this step."""
+    if calls > 1:
+        return "several calls of optimize"
+    return "a function of the loss" if callable(loss) else "(sum, weight)" if isinstance(loss, tuple) else ""
+
+
+def accumulation_excludes(what: str) -> str:
+    """Return the error for a step with several micro-batches that has `what` needs all rows at once."""
+    return (
+        f"a step has several micro-batches, and the train_step has {what}, which needs all rows of its step at once: "
+        "set accumulation_steps=1, with a smaller batch_size if memory is short."
+    )
+
+
+def try_update(optimizer: torch.optim.Optimizer, loss: Any, name: str, *, retain_graph: bool) -> Tensor:
+    """Compute the gradients of a loss as an update would, without changing anything; return it, detached."""
+    kind = type(optimizer).__name__
+    if needs_closure(optimizer) and not callable(loss):
+        raise ConfigError(
+            f"{kind} evaluates the loss several times per step: give optimize a function that returns it, as in "
+            "self.optimize(lambda: loss_fn(self.model(x), y))."
+        )
+    value, weight = checked_loss(loss() if callable(loss) else loss)
+    parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
+    if torch.is_grad_enabled():
+        found: Sequence[Tensor | None] = ()
+        if value.requires_grad and parameters:
+            found = torch.autograd.grad(value, parameters, retain_graph=retain_graph, allow_unused=True)
+        if all(each is None for each in found):
+            raise ConfigError(
+                f"the loss of optimize does not depend on the parameters of the {described_name(name)} ({kind}): "
+                "compute it from their output, without detach(), item() or no_grad()."
+            )
+    return value.detach() if weight is None else value.detach() / weight
 
 
 def _has_loss(result: Any) -> bool:

@@ -25,6 +25,7 @@ from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
 from cyxtrain.training.state import TrainerView, TrainingState
 from cyxtrain.training.step import TrainingStep
+from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
 
@@ -111,7 +112,7 @@ def _opened(
     """Return a batch, its settings and its form, and what must be the same on every rank."""
     rows, kept = _rows_of("train_on_batch", x), {name: getattr(state.config, name) for name in _KEPT}
     require(
-        not state.rates.ends_with_fit,
+        not any(rates.ends_with_fit for rates in state.rates.values()),
         "the schedule of this trainer ends with a fit, which train_on_batch has not: pass a scheduler of "
         "torch.optim.lr_scheduler, or set the rate with trainer.set_learning_rates.",
     )
@@ -134,9 +135,10 @@ def _step(
         seed_generators(config.seed, 0, state.position.step, rank, device)
         put_into_training(state.model, *data.loss.modules)
         guard = FiniteGuard(ddp, config.on_nonfinite, state.position, device, state.loss_scale)
-        step = TrainingStep(ddp, state, data, guard)
+        updates = make_updates(state, plan, ddp)
+        step = TrainingStep(ddp, state, data, guard, updates=updates)
         shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
-        with contextlib.closing(shares):  # type: ignore[type-var]
+        with contextlib.closing(shares), updates or contextlib.nullcontext():  # type: ignore[type-var]
             share = next(shares)
             logged.begin(share.rows, 0)
             step(share)

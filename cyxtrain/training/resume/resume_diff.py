@@ -7,7 +7,7 @@ taken.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
+from cyxtrain.optim.optimizers import ONLY
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import schedule_settings
 from cyxtrain.training.inputs.plan import FitPlan
@@ -44,18 +45,20 @@ def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]
 
 def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
     """Return the settings that a checkpoint restores, part by part."""
-    _, groups = optimizer_state_by_name(state.optimizer, state.trained)
-    hidden = _NO_OPTIONS | state.rates.moved_options
-    options = []
-    for group, rate in zip(groups, state.rates.program_rates(), strict=True):
-        shown = {name: value for name, value in group.items() if name not in hidden}
-        options.append({name: value for name, value in shown.items() if not isinstance(value, torch.Tensor)})
-        options[-1]["lr"] = rate
+    options, schedules = [], []
+    for rates in state.rates.values():
+        _, groups = optimizer_state_by_name(rates.optimizer, state.trained)
+        hidden = _NO_OPTIONS | rates.moved_options
+        for group, rate in zip(groups, rates.program_rates(), strict=True):
+            shown = {name: value for name, value in group.items() if name not in hidden}
+            options.append({name: value for name, value in shown.items() if not isinstance(value, torch.Tensor)})
+            options[-1]["lr"] = rate
+        schedules += schedule_settings(rates.scheduler)
     own = dataclasses.asdict(config)
     applied_once = {name: own[name] for name in _APPLIED_ONCE}
     if config.precision == "fp16":
         applied_once["initial_scale"] = _loss_scaling(own)["initial_scale"]
-    return {"settings": [applied_once], "optimizer": options, "schedule": schedule_settings(state.rates.scheduler)}
+    return {"settings": [applied_once], "optimizer": options, "schedule": schedules}
 
 
 def describe_restored(
@@ -102,13 +105,18 @@ def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[
         "the parameters' dtypes": ", ".join(dtypes),
         "the precision": plan.config.precision,
         "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
-        "the optimizer's kernel": "fused" if plan.uses_fused_optimizer else "as it was built",
+        "the optimizer's kernel": _kernel(plan.fused_optimizers),
         "the device": device.type,
         "the backend": dist.get_backend(),
         **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
         "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
         **(exchange if dist.get_world_size() > 1 else {}),  # alone they do not
     }
+
+
+def _kernel(fused: Sequence[str]) -> str:
+    names = ", ".join(name for name in fused if name != ONLY)
+    return f"fused {names}".rstrip() if fused else "as it was built"
 
 
 def _product_precision(device: torch.device, requested: str | None) -> str:

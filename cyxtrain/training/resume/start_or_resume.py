@@ -140,14 +140,14 @@ def _begin_or_resume(
     data = plan.digests()
     if found is None:
         plan = with_batch_norm_checked(state, plan)
-        scheduled = plan.schedule_steps(plan.warmup_steps if state.rates.warms_up_first else 0)
-        _check_schedule(plan, state.rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
+        for rates in state.rates.values():
+            scheduled = plan.scheduled(rates)
+            _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
         _warn_of_warmup(plan)
-        effective, lengths = plan.feed.effective_batch_size, (plan.warmup_steps, plan.all_steps, scheduled)
-        state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, numerics)
+        lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
+        state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
         return plan, None, _describe_start(plan, state)
-    checkpoint, name = found
-    source = f"checkpoint {name}"
+    (checkpoint, name), source = found, f"checkpoint {found[1]}"
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
@@ -162,11 +162,11 @@ def _begin_or_resume(
     header_lines = restored + _describe_frozen(trained, _trained(state))
     if header_lines and not plan.config.verbose and runtime.is_master():
         warn(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
-    stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
-    if not plan.is_over(state.position):
-        header_lines += [("schedule", stretched)] if stretched else []
-        to_come = plan.schedule_steps(state.rates.warmup_steps_left, state.position)
-        _check_schedule(plan, state.rates.scheduler, to_come)
+    for rates in state.rates.values():
+        stretched = rates.resume_from(plan.schedule_steps(rates.warmup_steps))
+        if not plan.is_over(state.position):
+            header_lines += [("schedule", stretched)] if stretched else []
+            _check_schedule(plan, rates.scheduler, plan.schedule_steps(rates.warmup_steps_left, state.position))
     header_lines += _describe_dropped(checkpoint)
     computed = resume_diff.differences(checkpoint.arithmetic, numerics)
     _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
@@ -17,6 +18,7 @@ from torch import nn
 import cyxtrain as cx
 from cyxtrain.callbacks import (
     EMA,
+    SWA,
     Callback,
     CSVLogger,
     EarlyStopping,
@@ -471,6 +473,88 @@ def test_the_average_of_parameters_validates_and_stays(tmp_path):
             assert averaged(resume=str(path)) == whole
 
 
+def normed() -> nn.Sequential:
+    """A model with running statistics, which an average of weights has to take along."""
+    return nn.Sequential(nn.BatchNorm1d(4), make_model())
+
+
+class Ends(Callback):
+    """The weights and running statistics at the end of each epoch, and those of each validation."""
+
+    def __init__(self) -> None:
+        self.ends: list[Any] = []
+        self.tested: list[Any] = []
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.tested.append(everything(self.model))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ends.append(everything(self.model))
+
+
+def everything(model: nn.Module) -> Any:
+    return flat(each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point())
+
+
+def stochastic(start: int, *callbacks: Callback, **more: Any) -> cx.DistributedTrainer:
+    model = normed()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.5))
+    settings = {**FIT, "epochs": 5, "validation_data": VALID, **more}
+    trainer.fit(*ROWS, callbacks=[SWA(start), *callbacks], **settings)
+    return trainer
+
+
+def test_the_mean_of_the_last_epochs_validates_and_stays(tmp_path):
+    seen = Ends()
+    with one_process():
+        trainer = stochastic(2, seen)
+        means = [np.mean(seen.ends[2:end], axis=0) for end in (3, 4, 5)]
+        np.testing.assert_allclose(seen.tested, [*seen.ends[:2], *means], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(everything(trainer.model), means[-1], rtol=1e-5, atol=1e-6)
+        assert trainer.evaluate(*VALID).loss == pytest.approx(trainer.history.val_losses[-1], rel=1e-5)
+        whole = fingerprint(stochastic(2, checkpoint_every_n_steps=7, checkpoint_dir=str(tmp_path)).model)
+        for path in sorted(tmp_path.glob("step-*.ckpt")):
+            assert fingerprint(stochastic(2, resume=str(path)).model) == whole
+
+
+def averaged_on_ranks() -> list[Any]:
+    model, average = make_model("float64"), SWA(1)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.5))
+    rows = [(x.double(), y) for x, y in (ROWS, VALID)]
+    history = trainer.fit(
+        *rows[0], validation_data=rows[1], callbacks=[average, EMA(0.5, overwrites_at_end=False)], **FIT
+    )
+    return [history.val_losses, flat(model.parameters())]
+
+
+def test_averages_are_the_same_on_any_number_of_ranks():
+    with one_process():
+        losses, weights = averaged_on_ranks()
+    for found in run_world(2, averaged_on_ranks):
+        np.testing.assert_allclose(found[0], losses, rtol=1e-9)
+        np.testing.assert_allclose(found[1], weights, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [EMA, SWA])
+def test_an_average_is_loaded_with_the_best_checkpoint_and_applied_by_hand(kind, tmp_path):
+    average = kind(0.5) if kind is EMA else kind(0)
+    settings = {"keep_best": "val_loss", "load_best": True, "checkpoint_dir": str(tmp_path), "epochs": 6}
+    with one_process():
+        trainer = fit(average, rate=3.0, validation_data=VALID, **settings)
+        losses = trainer.history.val_losses
+        assert min(losses) < losses[-1], "the last epoch is not the best one"
+        assert trainer.evaluate(*VALID).loss == pytest.approx(min(losses), rel=1e-5)
+        average = kind(0.5, overwrites_at_end=False) if kind is EMA else kind(0, overwrites_at_end=False)
+        trainer = fit(average, validation_data=VALID)
+        own, last = trainer.evaluate(*VALID).loss, trainer.history.val_losses[-1]
+        with average.applied():
+            assert trainer.evaluate(*VALID).loss == pytest.approx(last, rel=1e-5)
+        assert trainer.evaluate(*VALID, callbacks=[average]).loss == pytest.approx(last, rel=1e-5)
+        assert trainer.evaluate(*VALID).loss == own != pytest.approx(last, rel=1e-5)
+        with pytest.raises(cx.ConfigError, match="has no average yet"), kind(0.5 if kind is EMA else 0).applied():
+            pass
+
+
 class Failing(nn.Module):
     """Fails in a validation."""
 
@@ -533,6 +617,7 @@ def test_gradients_are_seen_between_averaging_and_clipping():
         (lambda: GradientNormMonitor(0), "every_n_steps must be at least 1"),
         (lambda: EMA(1.0), "decay must be between 0 and 1"),
         (lambda: EMA(start_step=-1), "start_step must be a whole number"),
+        (lambda: SWA(0.75), "start_epoch must be a whole number"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make, words):
@@ -546,6 +631,7 @@ def test_arguments_that_cannot_be_are_refused(make, words):
 def made(name: str, folder: str) -> Callback:
     return {
         "EMA": lambda: EMA(0.9),
+        "SWA": lambda: SWA(0),
         "CSVLogger": lambda: CSVLogger(f"{folder}/log.csv"),
         "EarlyStopping": lambda: EarlyStopping("loss", patience=1, min_delta=10.0),
         "GradientNormMonitor": lambda: GradientNormMonitor(),
@@ -589,7 +675,7 @@ def test_each_callback_on_one_rank_alone_decides_for_all(who, tmp_path):
     assert set(steps.values()) == {15}
 
 
-REFUSED_ALONE = ["EMA", "ModelCheckpoint", "restoring"]
+REFUSED_ALONE = ["EMA", "SWA", "ModelCheckpoint", "restoring"]
 
 
 def refuse_one_each(who: int, folder: str) -> list[str]:

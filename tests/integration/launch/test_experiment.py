@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import fingerprint, run_world
+from fitting import fingerprint, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -101,6 +101,31 @@ def test_each_section_makes_what_it_names():
     assert isinstance(trainer.callbacks[1], EarlyStopping)
     assert trainer.ddp_config.compression == "bf16"
     assert experiment.data.test[0].shape == (360, 64)
+
+
+def test_several_optimizers_have_their_modules_schedules_and_limits():
+    experiment = cx.Experiment(
+        {
+            **DIGITS,
+            "optimizers": {
+                "hidden": {"name": "adamw", "lr": 0.01, "modules": "layers.1"},
+                "output": {"name": "sgd", "modules": ["layers.3"]},
+            },
+            "schedulers": {"output": "cosine"},
+            "training": {**QUIET, "clip_norm": {"hidden": 1.0}, "batch_size": 128},
+        }
+    )
+    trainer = experiment.trainer
+    assert {name: type(each).__name__ for name, each in trainer.optimizers.items()} == {
+        "hidden": "AdamW",
+        "output": "SGD",
+    }
+    assert [group["weight_decay"] for group in trainer.optimizers["hidden"].param_groups] == [0.01, 0.0]
+    with one_process():
+        history = experiment.fit()
+    assert len(history.train_losses) == 1
+    assert trainer.schedulers["hidden"] is None
+    assert trainer.optimizers["output"].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
 def test_adam_with_keras_rate_where_nothing_is_said():
@@ -397,6 +422,14 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
             {"name": "adam", "lr": -1},
             "the optimizer 'adam' cannot be created with {'lr': -1}: Invalid",
         ),
+        (
+            "optimizers",
+            {"g": {"name": "adam", "modules": "head"}},
+            "must name modules .* such as one of layers",
+        ),
+        ("optimizers", {"g": "adam"}, "modules must name modules of the model"),
+        ("optimizers", ["adam"], "must have settings by the optimizers' names"),
+        ("schedulers", {"g": "cosine"}, "the section 'schedulers' has no optimizer 'g'"),
         ("scheduler", "StepLR", "the scheduler 'StepLR' needs step_size"),
         ("scheduler", {"name": "own_things:decay", "powers": 2}, "has no setting 'powers'"),
         ("scheduler", "cosin", r"no scheduler 'cosin'. Did you mean 'cosine'\?"),

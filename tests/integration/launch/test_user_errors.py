@@ -5,10 +5,14 @@
     a misspelled setting, a class
     index out of range                   4 (1)     4 (1)        4 (1)        38 (1)            44 (1)
     an error in forward                  6 (1)     6 (1)        6 (1)        40 (1)            46 (1)
-    one rank's own error                 Python's                            the other rank prints 2 lines
-    Ctrl-C while torch is imported       Python's  1 (130)      1 (130)      57 (1)            57 (1)
-    Ctrl-C before or after a fit         Python's  1 (130)      1 (130)      35 (1)            40 (1)
-    Ctrl-C in a fit                      0 (130)   1 (130)      1 (130)      31 (1)            31 (1)
+    one rank's own error, of 18 lines    -         -            41 (1)       -                 62 (1)
+    a rank exits without joining         -         -            5 (1)        -                 after 30 s
+    Ctrl-C while torch is imported       8 (130)   1 (130)      1 (130)      39 to 59 (1)      32 to 57 (1)
+    Ctrl-C before or after a fit         4 (130)   1 (130)      1 (130)      35 (1)            40 (1)
+    Ctrl-C in a fit                      0 (130)   1 (130)      1 (130)      31 (1)            32 (1)
+
+Of one rank's own error, the other rank prints 2 lines, and `launch` repeats the 18. Lines of Ctrl-C under `python`
+outside of a fit are Python's traceback.
 
 The 34 lines of one rank under torchrun, and the 40 of two, are torchrun's own report of a rank that failed; 31 lines
 are its report of Ctrl-C.

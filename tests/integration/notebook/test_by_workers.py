@@ -164,6 +164,31 @@ def test_everything_comes_back_into_the_callers_objects():
     assert not cx.is_initialized()
 
 
+def two_parts_step(trainer: cx.DistributedTrainer, batch: Any) -> dict[str, Tensor]:
+    rows = batch[0]
+    hidden = trainer.model["first"](rows)
+    losses = {"first": hidden.square().mean(), "second": trainer.model["second"](hidden.detach()).square().mean()}
+    return {f"{name}_loss": trainer.optimize(loss, name) for name, loss in losses.items()}
+
+
+def fit_two_parts(num_processes: int | None) -> list[Any]:
+    with seeded():
+        model = nn.ModuleDict({"first": nn.Linear(FEATURES, 3), "second": nn.Linear(3, 2)})
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for name, part in model.items()}
+    trainer = cx.DistributedTrainer(
+        model, optimizers=optimizers, schedulers={"first": "cosine"}, train_step=two_parts_step
+    )
+    history = trainer.fit(X, epochs=2, batch_size=5, verbose=False, num_processes=num_processes)
+    momenta = [each["momentum_buffer"] for one in optimizers.values() for each in one.state.values()]
+    rates = [one.param_groups[0]["lr"] for one in optimizers.values()]
+    evaluation = trainer.evaluate(X)
+    return [fingerprint(model), flat(momenta).tolist(), rates, history.history, evaluation.loss]
+
+
+def test_several_optimizers_return_into_the_callers_objects():
+    assert fit_two_parts(RANKS) == run_world(RANKS, fit_two_parts, None)[0]
+
+
 @pytest.mark.parametrize("kind", ["numpy", "tensors", "loader", "dataset", "function"])
 def test_data_of_every_kind(kind):
     loader = DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True)

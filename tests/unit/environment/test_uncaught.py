@@ -126,6 +126,12 @@ def test_a_hook_of_the_program_stays(capsys, monkeypatch):
     assert sys.excepthook is own
 
 
+def test_a_hook_that_pytorch_puts_in_place_is_replaced_again_with_the_same_style(capsys, monkeypatch):
+    uncaught.install(uncaught.ONE_LINE)
+    monkeypatch.setattr(sys, "excepthook", by_python)  # as after init, which puts back the hook before it
+    assert printed(raised(cx.ConfigError("epochs is 0")), capsys) == ["ConfigError: epochs is 0"]
+
+
 def test_what_all_ranks_raise_is_printed_by_one_of_them(capsys):
     error = on_all_ranks(cx.NonFiniteError("the loss is nan"))
     assert printed(raised(error), capsys)[-1] == "cyxtrain.errors.NonFiniteError: the loss is nan"

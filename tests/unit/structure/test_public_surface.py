@@ -77,8 +77,9 @@ SIGNATURES = {
     "DistributedBatchIterator.has_next": "(self)",
     "DistributedBatchIterator.next": "(self)",
     "DistributedBatchIterator.num_batches": "(self)",
-    "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, loss_weights=None, metrics=None, "
-    "scheduler=None, scheduler_interval='step', callbacks=(), ddp_config=None, device='auto', train_step=None, "
+    "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, optimizers=None, loss_weights=None, "
+    "metrics=None, scheduler=None, schedulers=None, scheduler_interval='step', callbacks=(), ddp_config=None, "
+    "device='auto', train_step=None, "
     "test_step=None, predict_step=None)",
     "count_steps": "(*data, **keywords)",
     "DistributedTrainer.train_step": "(self, batch)",

@@ -86,6 +86,7 @@ INSIDE = {
         "model",
         "inputs",
         "nonfinite outside_fit",
+        "updates",
         "step",
         "stopping checkpoint_manager resume evaluation header delegation",
         "fit_loop on_batch",

@@ -1,0 +1,329 @@
+"""Updates that a step of the user's own makes by `self.optimize`, each with one optimizer.
+
+Each optimizer's parameters are wrapped as a module of their own: their gradients have their own buckets, and are
+averaged while `backward(inputs=...)` runs. The wrapper of the whole model runs the step as its forward, which shares
+the buffers; it averages the gradients of a loss that the step returns instead.
+
+A rank without rows does not run the step. If there is one, the first rank broadcasts what the step does, in that step
+only: each update, each evaluation of its loss, and the end. The ranks without rows join with zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.data.batches.batch import Share
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, shortened
+from cyxtrain.optim.clipping import make_clip, multiply_gradients
+from cyxtrain.optim.closure import Closure
+from cyxtrain.optim.factors import Number, as_double, quotient, times
+from cyxtrain.optim.optimizer_step import OptimizerStep
+from cyxtrain.optim.optimizers import described_name, parameters_of
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel.layout import NUM_SIGNALS
+from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
+from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.model.own_steps import StepCall, accumulation_excludes, checked_loss, what_needs_all_rows
+from cyxtrain.training.nonfinite import FiniteGuard, Verdict
+from cyxtrain.training.state import TrainingState
+from cyxtrain.world import runtime
+
+_Result = TypeVar("_Result")
+_END, _UPDATE, _EVALUATE = range(3)
+"""What the first rank of a step broadcasts: the end; (an update, its optimizer's number, whether it has a closure);
+(an evaluation, whether its loss is (sum, weight))."""
+
+
+class Updates:
+    """The updates of the steps of a fit.
+
+    Args:
+        state: What is trained.
+        plan: Of the fit.
+        ddp: The wrapper of the whole model.
+
+    Attributes:
+        made: Whether the running step, as far as it is known, has made any.
+        parts: What has been or will be optimized, by the optimizer's name.
+    """
+
+    def __init__(self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> None:
+        self._state, self._plan, self._ddp = state, plan, ddp
+        assert isinstance(plan.data.call, StepCall)
+        self._call = plan.data.call
+        self._names, self._device = [*state.rates], plan.data.placement.device
+        self.parts: dict[str, _Part] = {}
+        self.made = False
+        self._signals: Sequence[float] = [0.0] * NUM_SIGNALS
+        self._received: list[float] | None = None
+        for name in self._names if self._call.optimizes else ():
+            self._part(name)
+
+    def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
+        """Send numbers with the next gradients, as `DistributedDataParallel.exchange_signals`."""
+        received = self._ddp.exchange_signals(signals)
+        self._signals, self._received = signals, None
+        return lambda: received() if self._received is None else self._received
+
+    def begin(self, share: Share, guard: FiniteGuard, multiplier: float) -> None:
+        """Begin a step; `guard`: of the whole model; `multiplier`: of losses before backward."""
+        self._share, self._guard, self._multiplier = share, guard, multiplier
+        self.made, self._rows, self._is_last = False, 0, True
+        self._verdicts: dict[str, list[Verdict]] = {}
+        self._skipped = self._state.position.skipped
+        # Where each rank has its own data, the ranks ask each other, if the step makes updates at all.
+        is_known = share.count_ranks is not None or not self._call.optimizes
+        self._leader = _leader_by_number(share) if is_known else _leader_by_asking(share)
+
+    def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
+        """Return what a forward returns that may make updates; `is_last`: of this rank in the step."""
+        running = self._call.running
+        self._rows, self._is_last, self._calls = rows, is_last, 0
+        running.update = self._update
+        try:
+            result = forward()
+        finally:
+            running.update = None
+        if is_last:
+            self._tell(_END)
+        return result
+
+    def follow(self) -> None:
+        """Take part in the updates of a step without a row on this rank."""
+        while (call := self._tell(_END))[0] != _END:
+            self.made = True
+            self._step(self._part(self._names[call[1]]), None, retain_graph=False, has_closure=bool(call[2]))
+
+    def finish(self) -> Verdict:
+        """End a step that has made updates: update the loss scale, and step the schedules."""
+        verdicts = [each for own in self._verdicts.values() for each in own]
+        verdict = self._guard.end_updates(verdicts)
+        skipped = self._skipped + 1 if Verdict.SKIPPED in verdicts else 0
+        self._state.position.restore({"skipped": skipped})
+        for name, rates in self._state.rates.items():
+            if Verdict.TAKEN in self._verdicts.get(name, [Verdict.TAKEN]):
+                torch_compat.note_step(rates.optimizer)  # each schedule counts steps, also those without an update
+                rates.step()
+        self._ddp.forget()
+        return verdict
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the gradients of a loss that the step returns to the wrapper of the whole model.
+
+        That averages when it is asked to: hooks of a parameter run for the wrapper that was made last.
+        """
+        with contextlib.ExitStack() as stack:
+            for part in self.parts.values():
+                stack.enter_context(part.ddp.suspended())
+            yield
+
+    def seconds_communicated(self) -> float:
+        """Return how long this rank has averaged gradients in updates since the last call."""
+        return sum(part.ddp.seconds_communicated() for part in self.parts.values())
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks from the parameters."""
+        for part in self.parts.values():
+            part.ddp.close()
+
+    def _tell(self, *message: int) -> list[int]:
+        """Return what the leading rank does; without one, in a step in which all ranks have rows, the message."""
+        if self._leader is None:
+            return [*message]
+        told = torch.tensor([*message, 0, 0][:3], device="cpu")
+        dist.broadcast(told, self._leader, group=runtime.cpu_group())
+        found: list[int] = told.tolist()
+        if self._share.rows and found[: len(message)] != [*message]:
+            raise CollectiveMismatchError(
+                f"train_step calls self.optimize otherwise on rank {runtime.get_rank()} than on rank {self._leader}: "
+                "all ranks must make the same calls in the same order.",
+                rank=runtime.get_rank(),
+                during="train_step",
+            )
+        return found
+
+    def _part(self, name: str) -> _Part:
+        """Return what is optimized under a name. All ranks call it."""
+        if name not in self.parts:
+            guard_settings = {"ends_fit": self._plan.ends_on_nan, "part": f", {described_name(name)}"}
+            self.parts[name] = _Part(name, self._state, self._ddp, self._device, guard_settings)
+        self.parts[name].owned.follow()
+        return self.parts[name]
+
+    def _update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
+        """Update the parameters of an optimizer; return the loss, detached."""
+        has_closure, self._calls, self.made = callable(loss), self._calls + 1, True
+        alone = what_needs_all_rows(self._calls, loss)
+        if alone and (self._plan.data.num_micro_batches or 1) > 1:
+            raise ConfigError(accumulation_excludes(alone))
+        if has_closure and self._state.loss_scale is not None:
+            raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
+        if self._is_last:
+            self._tell(_UPDATE, self._names.index(name), int(has_closure))
+            return self._step(self._part(name), loss, retain_graph=retain_graph, has_closure=has_closure)
+        part = self._part(name)
+        with self._call.precision.suspended(), part.ddp.no_sync():
+            return self._backward(part, loss, retain_graph=retain_graph)
+
+    def _step(self, part: _Part, loss: Any, *, retain_graph: bool, has_closure: bool) -> Tensor:
+        """Average the gradients of a loss, and step if they are finite; None: this rank has no rows."""
+        evaluate = partial(self._evaluate, part, loss) if has_closure else None
+        with self._call.precision.suspended():
+            value = evaluate() if evaluate else self._backward(part, loss, retain_graph=retain_graph)
+            own = [] if self._own is None else [self._own]
+            self._state.position.restore({"skipped": self._skipped})
+            try:
+                verdict = part.guard.verdict(self._share, own, partial(part.losses_again, own))
+            except NonFiniteError:
+                self._guard.restore()
+                raise
+            self._verdicts.setdefault(part.name, []).append(verdict)
+            if verdict is Verdict.TAKEN:
+                if (before := self._state.callbacks.before_optimizer_step) is not None:
+                    before(self._share.number)
+                if part.clip is not None:
+                    part.clip(part.owned.trained)
+                if evaluate is None:
+                    part.step()
+                else:
+                    part.optimizer.step(Closure(part.optimizer, evaluate, value))  # type: ignore[arg-type]
+            part.owned.zero_grad()
+        return value
+
+    def _evaluate(self, part: _Part, closure: Callable[[], Any] | None) -> Tensor:
+        """Return the loss of a closure over all ranks, and set the averaged gradients."""
+        part.owned.zero_grad()
+        part.ddp.forget()  # a line search may leave the finite
+        loss = None
+        if closure is not None:
+            with self._call.precision.computing():
+                loss = closure()
+        return self._backward(part, loss, retain_graph=False, averages=True)
+
+    def _backward(self, part: _Part, loss: Any, *, retain_graph: bool, averages: bool = False) -> Tensor:
+        """Set the gradients of a loss, averaged unless micro-batches follow; return it, detached.
+
+        Args:
+            part: What is optimized.
+            loss: The mean over this rank's rows or (sum, weight); None: this rank has no rows.
+            retain_graph: Whether another backward follows.
+            averages: Whether to return the loss over all ranks, as (sum, weight) always is.
+        """
+        ddp, world_size = part.ddp, runtime.get_world_size()
+        value, weight = (None, None) if loss is None else checked_loss(loss)
+        self._own = None if value is None else value.detach()
+        has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
+        ddp.forward_without_batch()
+        ddp.expect_scale(self._multiplier)
+        received = ddp.exchange_signals(self._signals)
+        factor: Number = 0.0 if value is None else self._rows * world_size / self._share.global_rows
+        shown = torch.zeros((), dtype=torch.float64, device=self._device) if self._own is None else self._own
+        if averages or has_weight:
+            mine = (shown, 0.0 if weight is None else weight) if has_weight else (shown * self._rows, self._rows)
+            sums = self._over_ranks(mine)
+            shown = torch.as_tensor(quotient(sums[0], sums[1]), dtype=torch.float64, device=self._device)
+            factor = quotient(world_size, sums[1]) if has_weight else factor
+        if value is not None and value.requires_grad:
+            scaled = times(value, factor)
+            ddp.watch(scaled)
+            scaled = scaled if self._multiplier == 1 else scaled * self._multiplier
+            scaled.backward(inputs=part.owned.trained, retain_graph=retain_graph)
+        if self._is_last:
+            if ddp.awaits_backward or value is None or not value.requires_grad:
+                ddp.backward_without_batch()
+            self._received = [*map(max, self._received or self._signals, received())]
+            if self._multiplier != 1:
+                multiply_gradients(part.owned.trained, 1.0 / self._multiplier)
+        return shown
+
+    def _over_ranks(self, numbers: Sequence[Number]) -> Sequence[Number]:
+        device = runtime.device_of_sums(self._device)
+        totals = torch.cat([as_double(each, device) for each in numbers])
+        dist.all_reduce(totals, group=runtime.cpu_group() if device.type == "cpu" else dist.group.WORLD)
+        return totals.tolist() if device.type == "cpu" else totals.unbind()
+
+
+def make_updates(state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> Updates | None:
+    """Return what the steps of the user's own may call; None: there are none."""
+    return Updates(state, plan, ddp) if isinstance(plan.data.call, StepCall) else None
+
+
+class _Owned(nn.Module):
+    """The parameters of an optimizer, with their names in the model; `follow` those that callbacks add to it."""
+
+    def __init__(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._parts = (trained, optimizer)  # in a tuple: not a module of this one
+        self.follow()
+
+    def follow(self) -> None:
+        trained, optimizer = self._parts
+        wanted, own = [*map(id, parameters_of(optimizer))], torch_compat.own_parameters(self)
+        if sorted(wanted) != sorted(map(id, own.values())):
+            own.clear()
+            own.update({name: each for name, each in plain_parameters(trained) if id(each) in wanted})
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [each for each in self.parameters() if each.requires_grad]
+
+
+class _Part:
+    """What `self.optimize` needs of one optimizer."""
+
+    def __init__(
+        self,
+        name: str,
+        state: TrainingState,
+        ddp: DistributedDataParallel,
+        device: torch.device,
+        guard_settings: dict[str, Any],
+    ) -> None:
+        self.name, self.optimizer, config = name, state.optimizers[name], ddp.config
+        self.owned = _Owned(ddp.module, self.optimizer)
+        known = {id(parameter) for parameter in parameters_of(self.optimizer)}
+        sparse = [own for own, each in makes_sparse_gradients(ddp.module).items() if id(each) in known]
+        if sparse or config.compression == "powersgd":
+            what = f"the sparse gradients of {shortened(sparse)}" if sparse else "compression='powersgd'"
+            remedy = "sparse=False" if sparse else "compression='bf16', or none"
+            raise ConfigError(f"self.optimize does not average {what}: use {remedy}.")
+        # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
+        settings = dataclasses.replace(config, broadcast_parameters=False)
+        self.ddp = DistributedDataParallel(self.owned, settings)
+        on_nonfinite = state.config.on_nonfinite
+        self.guard = FiniteGuard(self.ddp, on_nonfinite, state.position, device, state.loss_scale, **guard_settings)
+        self.step = OptimizerStep(self.optimizer)
+        self.clip = make_clip(state.config, {name: self.optimizer})
+
+    def losses_again(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return this rank's losses for an explanation; drop averaged gradients if they do not tell whose they are."""
+        if not self.ddp.losses_are_finite():
+            self.owned.zero_grad()
+        return losses
+
+
+def _leader_by_number(share: Share) -> int | None:
+    """Return the first rank with rows if some rank has none, by arithmetic; otherwise, or if it is unknown, None."""
+    return 0 if share.count_ranks is not None and share.count_ranks() < runtime.get_world_size() else None
+
+
+def _leader_by_asking(share: Share) -> int | None:
+    """Return the same where each rank knows its own rows alone. All ranks call it."""
+    rank = runtime.get_rank() if share.rows else runtime.get_world_size()
+    found = torch.tensor([rank, int(share.rows > 0)], device="cpu")
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.cpu_group())
+    return None if found[1] else int(found[0])

@@ -1,0 +1,510 @@
+"""Several optimizers by name, `self.optimize` in a train_step, and optimizers that need a closure."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import FEATURES, adam, everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+RANKS = [2, pytest.param(4, marks=pytest.mark.nightly)]
+ROWS = 13  # with 6 per step, the last step has one row: on several ranks, only rank 0 has rows
+SETTINGS: dict[str, Any] = {"effective_batch_size": 6, "verbose": False}
+
+
+def make_parts() -> nn.ModuleDict:
+    """Returns a generator "g" and a discriminator "d", in float64."""
+    with seeded():
+        parts = {
+            "g": nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, FEATURES)),
+            "d": make_model(outputs=1),
+        }
+        return nn.ModuleDict(parts).double()
+
+
+def make_data(rows: int = ROWS) -> Tensor:
+    return make_rows(rows)[0].double()
+
+
+def gan_step(trainer: cx.DistributedTrainer, batch: Any) -> dict[str, Tensor]:
+    """A step of two updates, with noise that the rows determine: the same on any number of ranks."""
+    (real,) = batch
+    generator, discriminator = trainer.model["g"], trainer.model["d"]
+    fake = generator(torch.sin(9 * real))
+    scores = torch.cat([discriminator(real), discriminator(fake.detach())])
+    is_real = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)]).to(scores)
+    of_d = trainer.optimize(binary_cross_entropy_with_logits(scores, is_real), "d")
+    scores = discriminator(fake)
+    loss = binary_cross_entropy_with_logits(scores, torch.ones_like(scores), reduction="sum")
+    of_g = trainer.optimize((loss, len(real)), "g")
+    return {"d_loss": of_d, "g_loss": of_g}
+
+
+def make_gan(step: Callable[..., Any] = gan_step, **options: Any) -> cx.DistributedTrainer:
+    model = make_parts()
+    optimizers = {
+        "g": torch.optim.Adam(model["g"].parameters(), 0.02),
+        "d": torch.optim.SGD(model["d"].parameters(), 0.1, 0.9),
+    }
+    return cx.DistributedTrainer(model, optimizers=optimizers, train_step=step, **options)
+
+
+def outcome_of(trainer: cx.DistributedTrainer) -> dict[str, Any]:
+    return {
+        "parameters": flat(trainer.model.parameters()),
+        "fingerprint": fingerprint(trainer.model),
+        "metrics": {name: list(values) for name, values in trainer.history.metrics.items()},
+        "losses": list(trainer.history.train_losses),
+        "step": trainer.step,
+        "rates": [group["lr"] for each in trainer.optimizers.values() for group in each.param_groups],
+    }
+
+
+def train_gan(options: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    trainer = make_gan(**options)
+    trainer.fit(make_data(), epochs=2, **SETTINGS, **settings)
+    return outcome_of(trainer)
+
+
+def assert_alike(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Every rank has the numbers of one process, up to rounding, and the bits of rank 0."""
+    assert len({each["fingerprint"] for each in ranks}) == 1
+    for each in ranks:
+        np.testing.assert_allclose(each["parameters"], alone["parameters"], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(each["losses"], alone["losses"], rtol=1e-9)
+        assert each["metrics"].keys() == alone["metrics"].keys()
+        for name, values in each["metrics"].items():
+            np.testing.assert_allclose(values, alone["metrics"][name], rtol=1e-9)
+        assert (each["step"], each["rates"]) == (alone["step"], alone["rates"])
+
+
+def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    with one_process():
+        return function(*arguments)
+
+
+def test_a_step_of_two_updates_is_that_of_a_loop_by_hand():
+    trainer = make_gan()
+    with one_process():
+        trainer.fit(make_data(), epochs=1, shuffle=False, **SETTINGS)
+    by_hand = make_gan()
+    for real in make_data().split(6):
+        fake = by_hand.model["g"](torch.sin(9 * real))
+        ones, zeros = torch.ones(len(real), 1).double(), torch.zeros(len(real), 1).double()
+        scores = torch.cat([by_hand.model["d"](real), by_hand.model["d"](fake.detach())])
+        for name, make_loss in (
+            ("d", lambda: binary_cross_entropy_with_logits(scores, torch.cat([ones, zeros]))),  # noqa: B023
+            ("g", lambda: binary_cross_entropy_with_logits(by_hand.model["d"](fake), ones)),  # noqa: B023
+        ):
+            by_hand.model.zero_grad()
+            make_loss().backward()
+            by_hand.optimizers[name].step()
+    np.testing.assert_allclose(flat(trainer.model.parameters()), flat(by_hand.model.parameters()), rtol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_gan_trains_alike_on_any_number_of_ranks(world_size):
+    options, settings = {"schedulers": {"g": "cosine"}}, {"clip_norm": {"d": 0.05}}
+    alone = run_alone(train_gan, options, settings)
+    assert alone["step"] == 6
+    assert {*alone["metrics"]} >= {"d_loss", "g_loss"}
+    assert alone["rates"] == pytest.approx([0.0, 0.1])
+    assert_alike(run_world(world_size, train_gan, options, settings), alone)
+    free = run_alone(train_gan, options, {})
+    assert not np.allclose(free["parameters"], alone["parameters"])  # the limit was that of "d"
+
+
+def train_streamed() -> dict[str, Any]:
+    """Returns the outcome of a fit on batches of which the last step has one for rank 1 alone, of two."""
+    trainer, data = make_gan(), make_data()
+    own = data.split(3)[cx.get_rank() :: cx.get_world_size()] if cx.get_world_size() > 1 else data.split(6)
+    batches = [[each] for each in own]
+    if cx.get_world_size() > 1:  # the last batch goes to rank 1
+        batches = batches[:2] + ([[data[12:]]] if cx.get_rank() == 1 else [])
+    trainer.fit(lambda: iter(batches), epochs=1, sharded_data=True, verbose=False)
+    return outcome_of(trainer)
+
+
+def test_the_first_rank_with_rows_leads_where_rank_0_has_none():
+    assert_alike(run_world(2, train_streamed), run_alone(train_streamed))
+
+
+def train_with_buffers() -> dict[str, Any]:
+    """Returns the outcome of a fit with batch norm, in whose last step only rank 0 has rows."""
+    model = make_parts()
+    model["g"].insert(1, nn.BatchNorm1d(8).double())
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+    trainer = cx.DistributedTrainer(model, optimizers=optimizers, train_step=gan_step)
+    trainer.fit(make_data(14), epochs=3, **SETTINGS)
+    return outcome_of(trainer)
+
+
+def test_buffers_stay_alike_where_a_rank_has_no_rows():
+    first, second = run_world(2, train_with_buffers)
+    assert first["fingerprint"] == second["fingerprint"]
+    assert first["losses"] == second["losses"]
+
+
+def sometimes_step(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+    """A step that updates by itself in every other step, and returns its loss in the others."""
+    x, y = batch
+    loss = cross_entropy(trainer.model(x), y)
+    return loss if trainer.step % 2 else trainer.optimize(loss)
+
+
+def train_sometimes() -> dict[str, Any]:
+    model = make_model("float64")
+    trainer = cx.DistributedTrainer(model, None, adam(model), train_step=sometimes_step)
+    trainer.fit(*make_rows(ROWS), epochs=2, **SETTINGS)
+    return outcome_of(trainer)
+
+
+def test_a_step_may_update_by_itself_in_some_steps_alone():
+    assert_alike(run_world(2, train_sometimes), run_alone(train_sometimes))
+
+
+class SaveAt(cx.callbacks.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        super().__init__()
+        self.path, self.at = path, step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.step == self.at:
+            self.trainer.save_checkpoint(self.path)
+
+
+def resumed_gan(path: Path) -> list[dict[str, Any]]:
+    """Returns the outcomes of a whole fit, and of one that resumed from its fourth step."""
+    outcomes = []
+    for settings in ({"callbacks": [SaveAt(path, 4)]}, {"resume": path}):
+        trainer = make_gan(schedulers={"g": "cosine", "d": "linear"})
+        trainer.fit(make_data(), epochs=2, **SETTINGS, **settings)
+        outcomes.append(outcome_of(trainer))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fit_of_two_optimizers_resumes_bit_for_bit(world_size, tmp_path):
+    for whole, resumed in everywhere(world_size, resumed_gan, tmp_path / "middle.ckpt"):
+        assert whole["fingerprint"] == resumed["fingerprint"]
+        for name in ("metrics", "losses", "step", "rates"):
+            assert whole[name] == resumed[name]
+
+
+def test_a_checkpoint_names_its_optimizers(tmp_path):
+    with one_process():
+        trainer = make_gan()
+        trainer.fit(make_data(), epochs=1, **SETTINGS)
+        trainer.save_checkpoint(tmp_path / "two.ckpt")
+        parts = make_parts()
+        one = cx.DistributedTrainer(parts, None, adam(parts), train_step=gan_step)
+        with pytest.raises(cx.CheckpointError, match="it has the optimizers g, d, and this trainer optimizer"):
+            one.load_checkpoint(tmp_path / "two.ckpt")
+        other = make_gan()
+        other.load_checkpoint(tmp_path / "two.ckpt")
+    momenta = [each["momentum_buffer"] for each in other.optimizers["d"].state.values()]
+    assert len(momenta) == 4
+    assert repr(other).startswith("DistributedTrainer(model=ModuleDict, loss=the model's own, g=Adam, d=SGD")
+
+
+class Noting(cx.callbacks.Callback):
+    """Notes the parameters of each part after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[list[float]]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append([flat(self.trainer.model[name].parameters()).tolist() for name in ("g", "d")])
+
+
+def spoiled_step(trainer: cx.DistributedTrainer, batch: Any) -> dict[str, Tensor]:
+    """A step that has a loss of NaN for "g" where a row is marked, in step 2."""
+    (real,) = batch
+    of_d = trainer.optimize(trainer.model["d"](real).square().mean(), "d")
+    is_bad = trainer.step == 1 and bool((real[:, 0] > 100).any())
+    of_g = trainer.optimize(trainer.model["g"](real.clamp(max=1)).mean() * (torch.nan if is_bad else 1.0), "g")
+    return {"d_loss": of_d, "g_loss": of_g}
+
+
+def train_spoiled(on_nonfinite: str) -> tuple[list[Any], list[str], str]:
+    data, noting = make_data(12), Noting()
+    data[7, 0] = 1000.0  # of step 2, on the last of two ranks
+    trainer, error = make_gan(spoiled_step), ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(data, epochs=2, shuffle=False, on_nonfinite=on_nonfinite, callbacks=[noting], **SETTINGS)
+        except cx.NonFiniteError as raised:
+            error = str(raised)
+    return noting.seen, [str(each.message) for each in caught], error
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_of_nan_skips_the_update_of_its_optimizer_alone(world_size):
+    ranks = everywhere(world_size, train_spoiled, "skip")
+    for seen, _, error in ranks:
+        (g_1, d_1), (g_2, d_2), (g_3, d_3), *_ = seen
+        assert g_1 == g_2 != g_3
+        assert len({str(d_1), str(d_2), str(d_3)}) == 3
+        assert not error
+        assert seen == ranks[0][0]
+    bad = f"optimizer 'g': on rank {world_size - 1}, the loss is nan. The step is skipped."
+    assert any("epoch 1, step 2 (2 in all), " + bad in text for text in ranks[0][1])
+
+
+def test_a_loss_of_nan_ends_the_fit_on_every_rank_with_the_optimizers_name():
+    for seen, _, error in run_world(2, train_spoiled, "raise"):
+        assert len(seen) == 1
+        assert "step 2 (2 in all), optimizer 'g': on rank 1, the loss is nan" in error
+        assert "its parameters are as before" in error
+
+
+def final_scale() -> tuple[float, float]:
+    """Returns the loss scale after 4 steps of two updates, and after 4 of which one overflowed."""
+    scales = []
+    for bad in (False, True):
+
+        def step(trainer: cx.DistributedTrainer, batch: Any, bad: bool = bad) -> None:
+            overflows = bad and trainer.step == 3
+            trainer.optimize(trainer.model["d"](batch[0]).float().mean() * (1e30 if overflows else 1.0), "d")
+            trainer.optimize(trainer.model["g"](batch[0]).mean(), "g")
+
+        model = make_parts().float()
+        optimizers = {name: torch.optim.SGD(part.parameters(), 0.01) for name, part in model.items()}
+        trainer = cx.DistributedTrainer(model, optimizers=optimizers, train_step=step)
+        amp = cx.AMPConfig(initial_scale=2.0**10, dynamic_history_size=2)
+        trainer.fit(make_data(24).float(), epochs=1, precision="fp16", amp=amp, **SETTINGS)
+        assert trainer._state.loss_scale is not None
+        scales.append(trainer._state.loss_scale.value)
+    return scales[0], scales[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_loss_scale_is_updated_once_per_step(world_size):
+    for grown, fallen in everywhere(world_size, final_scale):
+        assert grown == 2.0**12  # it doubles after two steps, not after two updates
+        assert fallen == 2.0**10
+
+
+def lbfgs_outcomes(path: Path) -> list[dict[str, Any]]:
+    """Returns the outcomes of a whole fit by LBFGS, and of one that resumed from its second step."""
+    outcomes = []
+    X, y = make_rows(21)  # noqa: N806
+    for settings in ({"callbacks": [SaveAt(path, 2)]}, {"resume": path}):
+        model = make_model("float64")
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer)
+        trainer.fit(X, y, epochs=4, effective_batch_size=21, accumulation_steps=2, verbose=False, **settings)
+        outcomes.append(outcome_of(trainer))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_lbfgs_trains_alike_on_any_number_of_ranks_and_resumes_bit_for_bit(world_size, tmp_path):
+    (alone, again), *_ = everywhere(1, lbfgs_outcomes, tmp_path / "alone.ckpt")
+    assert alone["losses"][-1] < alone["losses"][0] * 0.6
+    assert again["fingerprint"] == alone["fingerprint"]
+    ranks = run_world(world_size, lbfgs_outcomes, tmp_path / "ranks.ckpt")
+    assert_alike([whole for whole, _ in ranks], alone)
+    assert all(whole["fingerprint"] == resumed["fingerprint"] for whole, resumed in ranks)
+
+
+def test_lbfgs_steps_as_by_hand():
+    X, y = make_rows(21)  # noqa: N806
+    model, by_hand = make_model("float64"), make_model("float64")
+    with one_process():
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.LBFGS(model.parameters(), max_iter=5))
+        trainer.fit(X, y, epochs=2, batch_size=21, shuffle=False, verbose=False)
+    optimizer = torch.optim.LBFGS(by_hand.parameters(), max_iter=5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(by_hand(X.double()), y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    np.testing.assert_allclose(flat(model.parameters()), flat(by_hand.parameters()), rtol=1e-9)
+
+
+class Ascending(torch.optim.SGD):
+    """Evaluates the loss again where it is higher, as SAM does, and steps by the gradient there."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        first = float(closure())
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        before = [each.clone() for each in parameters]
+        for each in parameters:
+            each.add_(each.grad, alpha=0.1)
+        assert float(closure()) > first
+        for each, value in zip(parameters, before, strict=True):
+            each.copy_(value)
+        super().step()
+
+
+def closure_step(trainer: cx.DistributedTrainer, batch: Any) -> None:
+    x, y = batch
+    trainer.optimize(lambda: cross_entropy(trainer.model(x), y))
+
+
+def train_ascending(*, own_step: bool) -> dict[str, Any]:
+    X, y = make_rows(ROWS)  # noqa: N806
+    model = make_model("float64")
+    options = {"train_step": closure_step} if own_step else {}
+    trainer = cx.DistributedTrainer(model, "cross_entropy", Ascending(model.parameters(), 0.1), **options)
+    trainer.fit(X, y, epochs=2, **SETTINGS)
+    return outcome_of(trainer)
+
+
+def test_a_closure_sees_the_loss_over_all_ranks_also_where_a_rank_has_no_rows():
+    by_fit, by_step = run_alone(lambda: [train_ascending(own_step=own) for own in (False, True)])
+    np.testing.assert_allclose(by_step["parameters"], by_fit["parameters"], rtol=1e-12)
+    ranks = run_world(2, train_both_ways)
+    assert_alike([by_fit for by_fit, _ in ranks], by_fit)
+    assert_alike([by_step for _, by_step in ranks], by_step)
+
+
+def train_both_ways() -> list[dict[str, Any]]:
+    return [train_ascending(own_step=own) for own in (False, True)]
+
+
+def accumulated() -> list[dict[str, Any]]:
+    """Returns the outcomes of one update per step, of one micro-batch and of three."""
+
+    def step(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+        x, y = batch
+        return trainer.optimize(cross_entropy(trainer.model(x), y))
+
+    outcomes = []
+    for parts in (1, 3):
+        model = make_model("float64")
+        trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model), train_step=step)
+        trainer.fit(*make_rows(ROWS), epochs=2, accumulation_steps=parts, **SETTINGS)
+        outcomes.append(outcome_of(trainer))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_update_per_step_accumulates_micro_batches(world_size):
+    (whole, _), *_ = everywhere(1, accumulated)
+    for outcomes in zip(*everywhere(world_size, accumulated), strict=True):
+        assert_alike([*outcomes], whole)
+
+
+def two_in_a_plain_fit() -> list[Any]:
+    """Returns the outcomes of a fit with one optimizer of two groups, and with two optimizers."""
+    outcomes = []
+    for several in (False, True):
+        model = make_model("float64")
+        groups = [{"params": [*model[0].parameters()], "lr": 0.1}, {"params": [*model[2].parameters()], "lr": 0.01}]
+        optimizers = {str(number): torch.optim.Adam([group]) for number, group in enumerate(groups)}
+        options: dict[str, Any] = {"optimizers": optimizers} if several else {"optimizer": torch.optim.Adam(groups)}
+        trainer = cx.DistributedTrainer(model, "cross_entropy", **options)
+        trainer.fit(*make_rows(ROWS), epochs=2, clip_norm=0.1, **SETTINGS)
+        outcomes.append(outcome_of(trainer))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plain_fit_steps_all_of_its_optimizers(world_size):
+    for one, two in everywhere(world_size, two_in_a_plain_fit):
+        assert one["fingerprint"] == two["fingerprint"]
+        assert (one["losses"], one["rates"], one["step"]) == (two["losses"], two["rates"], two["step"])
+        assert one["metrics"]["learning_rate_1"] == two["metrics"]["learning_rate_1"] == [0.01, 0.01]
+
+
+class StopOnRankOne(cx.callbacks.Callback):
+    """Asks to end the fit, on one rank alone."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.get_rank() == 1 and self.trainer.step == 2:
+            self.trainer.stop_training = True
+
+
+def stopped_gan() -> int:
+    trainer = make_gan()
+    trainer.fit(make_data(), epochs=5, callbacks=[StopOnRankOne()], **SETTINGS)
+    return trainer.step
+
+
+def test_a_request_of_one_rank_reaches_the_others_with_an_update():
+    assert run_world(2, stopped_gan) == [3, 3]
+
+
+def alone_on(trainer: cx.DistributedTrainer, name: str) -> None:
+    trainer.optimize(trainer.model["d"](make_data()).mean(), name)
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    def gan(step: Callable[..., Any], **settings: Any) -> Callable[[], Any]:
+        return lambda: make_gan(step).fit(make_data(), epochs=1, **SETTINGS, **settings)
+
+    def trainer(make: Callable[[nn.ModuleDict], Any], **options: Any) -> Callable[[], Any]:
+        model = make_parts()
+        return lambda: cx.DistributedTrainer(model, optimizers=make(model), train_step=gan_step, **options).fit(
+            make_data(), epochs=1, **SETTINGS
+        )
+
+    def lbfgs(**settings: Any) -> Callable[[], Any]:
+        model = make_model()
+        made = cx.DistributedTrainer(model, "cross_entropy", torch.optim.LBFGS(model.parameters()))
+        return lambda: made.fit(*make_rows(8), epochs=1, verbose=False, **settings)
+
+    return {
+        "2.weight is in the optimizers 'g' and 'd'": trainer(
+            lambda m: {"g": torch.optim.SGD(m.parameters(), 0.1), "d": torch.optim.SGD(m["d"][2].parameters(), 0.1)}
+        ),
+        "d.0.bias, d.2.weight, d.2.bias in no optimizer of 'g', 'd'": trainer(
+            lambda m: {"g": torch.optim.SGD(m["g"].parameters(), 0.1), "d": torch.optim.SGD([m["d"][0].weight], 0.1)}
+        ),
+        "optimizers must be a dictionary of torch.optim optimizers by name": trainer(lambda m: {"g": "adam"}),
+        "optimizer and optimizers are given": lambda: cx.DistributedTrainer(
+            make_parts(), None, "sgd", optimizers={"a": adam(make_parts())}
+        ),
+        "scheduler is that of a single optimizer": lambda: make_gan(scheduler="cosine"),
+        "has no optimizer for the schedule 'dd'. Did you mean 'd'?": lambda: make_gan(schedulers={"dd": "cosine"}),
+        "has no optimizer 'dd'. Did you mean 'd'?": gan(gan_step, clip_norm={"dd": 1.0}),
+        "the trainer has no optimizer 'x'": gan(lambda t, b: alone_on(t, "x")),
+        "the train_step has several calls of optimize, which needs all rows": gan(gan_step, accumulation_steps=2),
+        "does not depend on the parameters of the optimizer 'g' (Adam)": gan(lambda t, b: alone_on(t, "g")),
+        "optimize needs the name of one of the optimizers: g, d": gan(lambda t, b: t.optimize(b[0].sum())),
+        ", 4]: give a tensor with one number": gan(lambda t, b: t.optimize(t.model["g"](b[0]), "g")),
+        "optimize is called by a train_step": lambda: make_gan().optimize(torch.zeros(())),
+        "the trainer has the optimizers g, d": lambda: make_gan().optimizer,
+        "LBFGS evaluates the loss several times per step, which clip_norm would change": lbfgs(clip_norm=1.0),
+        "which precision='fp16' would change": lbfgs(precision="fp16"),
+    }
+
+
+def messages() -> list[str]:
+    found = []
+    for refused in refusals().values():
+        try:
+            refused()
+            found.append("nothing")
+        except cx.ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_cannot_work_is_refused_before_anything_starts(world_size):
+    for found in everywhere(world_size, messages):
+        for text, expected in zip(found, refusals(), strict=True):
+            assert expected in text
