@@ -429,6 +429,22 @@ def test_a_plain_fit_steps_all_of_its_optimizers(world_size):
         assert one["metrics"]["learning_rate_1"] == two["metrics"]["learning_rate_1"] == [0.01, 0.01]
 
 
+def steps_on_batches() -> list[Any]:
+    """Returns the parameters after a fit of one epoch, and after as many calls of train_on_batch."""
+    fitted, called = make_gan(), make_gan()
+    fitted.fit(make_data(), epochs=1, shuffle=False, **SETTINGS)
+    measured = [called.train_on_batch(rows, return_dict=True) for rows in make_data().split(6)]
+    return [flat(each.model.parameters()) for each in (fitted, called)] + [sorted(measured[0]), called.step]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_train_on_batch_makes_the_updates_of_its_step(world_size):
+    for fitted, called, names, step in everywhere(world_size, steps_on_batches):
+        np.testing.assert_allclose(fitted, called, rtol=1e-12)
+        assert {"loss", "d_loss", "g_loss"} <= {*names}
+        assert step == 3
+
+
 class StopOnRankOne(cx.callbacks.Callback):
     """Asks to end the fit, on one rank alone."""
 
@@ -485,7 +501,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "does not depend on the parameters of the optimizer 'g' (Adam)": gan(lambda t, b: alone_on(t, "g")),
         "optimize needs the name of one of the optimizers: g, d": gan(lambda t, b: t.optimize(b[0].sum())),
         ", 4]: give a tensor with one number": gan(lambda t, b: t.optimize(t.model["g"](b[0]), "g")),
-        "optimize is called by a train_step": lambda: make_gan().optimize(torch.zeros(())),
+        "optimize is called within a train_step": lambda: make_gan().optimize(torch.zeros(())),
         "the trainer has the optimizers g, d": lambda: make_gan().optimizer,
         "LBFGS evaluates the loss several times per step, which clip_norm would change": lbfgs(clip_norm=1.0),
         "which precision='fp16' would change": lbfgs(precision="fp16"),
