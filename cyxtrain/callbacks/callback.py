@@ -70,16 +70,10 @@ class Trainer(Protocol):
     def set_learning_rates(self, rates: Sequence[float]) -> None: ...  # noqa: D102
     @property
     def log(self) -> Callable[..., None]: ...  # noqa: D102
-    def evaluate(  # noqa: D102
-        self,
-        X: Any,  # noqa: N803
-        y: Any = None,
-        *,
-        batch_size: int | None = None,
-        distributed: bool = True,
-        sample_weight: Any = None,
-    ) -> Any: ...
-    def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any: ...  # noqa: D102, N803
+    @property
+    def evaluate(self) -> Callable[..., Any]: ...  # noqa: D102
+    @property
+    def predict(self) -> Callable[..., Any]: ...  # noqa: D102
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None: ...  # noqa: D102
     def is_master(self) -> bool: ...  # noqa: D102
     def get_rank(self) -> int: ...  # noqa: D102

@@ -48,12 +48,11 @@ class Timer(Callback):
         require_float("Timer", "seconds", 1.0 if seconds is None else seconds)
         require(seconds is None or seconds > 0, f"Timer.seconds must be above 0, got {seconds!r}.")
         self.seconds = seconds
-        self.epoch_seconds: list[float] = []
-        self._began = self._epoch_began = 0.0
+        self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start the clock."""
-        self.epoch_seconds = []
+        self.epoch_seconds: list[float] = []
         self._began = self._epoch_began = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:

@@ -34,16 +34,8 @@ _FIELDS: dict[str, list[str]] = {
         *("train_step", "test_step", "predict_step"),
     ],
     "fit": [
-        *(
-            "validation_data",
-            "validation_groups",
-            "group_by_length",
-            "sample_weight",
-            "class_weight",
-            "callbacks",
-            "initial_epoch",
-        ),
-        "resume",
+        *("validation_data", "validation_groups", "group_by_length", "sample_weight"),
+        *("class_weight", "callbacks", "initial_epoch", "resume"),
     ],
 }
 """The arguments of the trainer and of `fit`, and the fields of every class of settings."""

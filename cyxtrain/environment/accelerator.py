@@ -12,7 +12,7 @@ import collections
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -145,15 +145,9 @@ class HostCopy:
         return self._host
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak of bytes in tensors on an accelerator since `reset_peak_memory`; None: unknown."""
-    count = getattr(_module_of(device), "max_memory_allocated", None)
-    return None if count is None else int(count(device))
-
-
-def max_memory_reserved(device: torch.device) -> int | None:
-    """Return the peak of bytes that PyTorch's allocator held on an accelerator; None: unknown."""
-    count = getattr(_module_of(device), "max_memory_reserved", None)
+def peak_memory(device: torch.device, kind: Literal["allocated", "reserved"] = "allocated") -> int | None:
+    """Return the peak of bytes in tensors, or held for them, since `reset_peak_memory`; None: unknown."""
+    count = getattr(_module_of(device), f"max_memory_{kind}", None)
     return None if count is None else int(count(device))
 
 

@@ -98,7 +98,14 @@ def with_scheduler(variables: Variables, *, needs_address: bool) -> Variables:
             "to the name or address of its machine on every rank, such as 'mpirun -x MASTER_ADDR=node1' or 'mpiexec "
             "-genv MASTER_ADDR node1'; 127.0.0.1 if all are on one."
         )
-    implied = identity.to_variables()
+    known = {
+        "RANK": identity.rank,
+        "WORLD_SIZE": identity.world_size,
+        "LOCAL_RANK": identity.local_rank,
+        "MASTER_ADDR": identity.master_addr,
+        "MASTER_PORT": identity.master_port,
+    }
+    implied = {name: str(value) for name, value in known.items() if value is not None}
     return {**implied, **{name: value for name, value in variables.items() if value or name not in implied}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,8 @@ class MetricSums:
             numbers += (part.value.detach().double() * part.terms, part.weight)
         value = loss.value.detach()
         if self._may_be_overwritten:
-            value, numbers = own_copy(value), _copied(numbers)
+            value = own_copy(value)
+            numbers = tuple(own_copy(each) if isinstance(each, Tensor) else each for each in numbers)
         self._pending.append((row, value, numbers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
@@ -139,11 +140,6 @@ class MetricSums:
     def _cheap(self, tables: Mapping[str, Tensor]) -> dict[str, float]:
         own, *means = tables.items()
         return _measured(exact_sums(own[1]), self._loss) | {name: mean_of(sums) for name, sums in means}
-
-
-def _copied(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return values that no later step overwrites."""
-    return tuple(own_copy(value) if isinstance(value, Tensor) else value for value in values)
 
 
 def exact_sums(table: Tensor) -> list[float]:
