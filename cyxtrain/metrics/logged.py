@@ -35,6 +35,7 @@ class LoggedNumbers:
         place: Number of the running step, or of the batch of a validation, by which ranks know the last number.
         reserved: Names that `fit` measures itself.
         best_names: Those by which checkpoints are compared.
+        is_closed: Whether the last epoch is complete.
         larger_is_better: By name, if known.
     """
 
@@ -42,7 +43,7 @@ class LoggedNumbers:
         self.rows, self.place = 1, 0
         self.reserved = {"loss", "accuracy", "epoch", *reserved}
         self.best_names = set(best_names)
-        self._is_closed = False
+        self.is_closed = False
         self.larger_is_better: dict[str, bool] = {}
         self._reduces: dict[str, str] = {}
         self._sums: dict[str, list[_Number]] = {}
@@ -70,10 +71,6 @@ class LoggedNumbers:
         """Begin a step or a batch with so many rows."""
         self.rows, self.place = rows, place
 
-    def close(self) -> None:
-        """Refuse further numbers: the last epoch is complete."""
-        self._is_closed = True
-
     def reset(self) -> None:
         """Forget the sums, but not how numbers are reduced."""
         self.rows = 1
@@ -86,7 +83,7 @@ class LoggedNumbers:
         if self._apart is not None:
             self._apart.add(name, value, reduce, weight, larger_is_better)
             return
-        require(not self._is_closed, f"log({name!r}) was called after the last epoch. Call it before on_train_end.")
+        require(not self.is_closed, f"log({name!r}) was called after the last epoch. Call it before on_train_end.")
         if name not in self._reduces:
             self._check_name(name, larger_is_better)
             require_choice("log", "reduce", reduce, _REDUCES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,3 +54,12 @@ def loss_function(loss_fn: Any) -> Any:
     if isinstance(loss_fn, nn.Module) or loss_fn is None:
         return loss_fn
     return _BY_FUNCTION[loss_fn]() if loss_fn in _BY_FUNCTION else loss_fn
+
+
+def name_of_loss(loss_fn: Any) -> str:
+    """Return a loss as a name."""
+    if isinstance(loss_fn, Mapping):
+        return ", ".join(f"{name}: {name_of_loss(each)}" for name, each in loss_fn.items()).join("{}")
+    if loss_fn is None or isinstance(loss_fn, str):
+        return loss_fn or "the model's own"
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

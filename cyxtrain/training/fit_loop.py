@@ -109,7 +109,7 @@ class FitLoop:
             self._manager.finish(None if self._step is None else self._step.totals)
             best = self._manager.load_best() if stopped is None else ""
             if stopped is None:
-                self._logged.close()
+                self._logged.is_closed = True
                 self._callbacks.call("on_train_end", self._logs())
         self._plan.display.header([*([("best", best)] if best else []), *self._profile.facts()])
         return stopped
@@ -338,14 +338,6 @@ class FitLoop:
         self._wait_for_verdict()
         self._ddp.sync_buffers()
 
-    def _warn_of_best(self, best: str) -> None:
-        """Warn that the first epoch has not logged what decides which checkpoint is the best."""
-        if runtime.is_master():
-            warn(
-                f"keep_best={best!r}: the first epoch has no such number (available: {', '.join(self._logs())}). No "
-                "checkpoint is the best one until it is logged."
-            )
-
     def _prepare_to_write(self) -> dict[str, Any]:
         """Gather buffers and compression state on rank 0, which writes. All ranks call it."""
         self._ddp.sync_buffers()
@@ -362,8 +354,12 @@ class FitLoop:
         self._logged.reset()
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
         best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
-        if best and is_first and best not in (*self._plan.measured, *self._state.history.history):
-            self._warn_of_best(best)
+        is_missing = best and best not in (*self._plan.measured, *self._state.history.history)
+        if is_first and is_missing and runtime.is_master():
+            warn(
+                f"keep_best={best!r}: the first epoch has no such number (available: {', '.join(self._logs())}). No "
+                "checkpoint is the best one until it is logged."
+            )
 
     def _call(self, hook: str, *arguments: Any) -> list[float]:
         """Call a hook of all callbacks, as `_together`."""
