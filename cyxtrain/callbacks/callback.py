@@ -213,19 +213,17 @@ class BatchLogs(Mapping[str, float]):
         self._look = look
         self._numbers: dict[str, Callable[[], float]] | None = None
         self._found: dict[str, float] = {}
-        self._is_closed = False
 
     @property
     def _each(self) -> dict[str, Callable[[], float]]:
         if self._numbers is None:
-            if self._is_closed:
-                _refuse_late_reading()
             self._numbers = self._look()
         return self._numbers
 
     def close(self) -> None:
         """Refuse later reads: the values would be those of a later step."""
-        self._is_closed = True
+        self._look = _refuse_late_reading
+        self._numbers = self._numbers and dict.fromkeys(self._numbers, _refuse_late_reading)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -237,8 +235,6 @@ class BatchLogs(Mapping[str, float]):
         """Return a value."""
         number = self._each[name]
         if name not in self._found:
-            if self._is_closed:
-                _refuse_late_reading()
             self._found[name] = number()
         return self._found[name]
 

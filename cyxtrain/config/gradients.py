@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
-from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
+from cyxtrain.config.settings import is_number, require, require_booleans, require_choice, require_integer, settings
 
 
 @settings
@@ -44,6 +43,4 @@ class DDPConfig:
             "DDPConfig.matrix_approximation_rank is set, and only compression='powersgd' approximates matrices: set "
             f"that, too; compression is {self.compression!r}.",
         )
-        for field in dataclasses.fields(self):
-            if field.type == "bool":
-                require_boolean("DDPConfig", field.name, getattr(self, field.name))
+        require_booleans("DDPConfig", self)

@@ -204,6 +204,13 @@ def require_boolean(owner: str, name: str, value: object) -> None:
     require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
 
 
+def require_booleans(owner: str, given: Any) -> None:
+    """Refuse fields of settings that must be True or False, and are not."""
+    for field in dataclasses.fields(given):
+        if field.type == "bool":
+            require_boolean(owner, field.name, getattr(given, field.name))
+
+
 def require_choice(
     owner: str, name: str, value: object, choices: tuple[object, ...], theirs: Mapping[str, str] | None = None
 ) -> None:

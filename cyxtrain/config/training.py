@@ -13,15 +13,12 @@ from cyxtrain.config.settings import (
     names_checked,
     require,
     require_boolean,
+    require_booleans,
     require_choice,
     require_integer,
     settings,
 )
 
-_BOOLEANS = (
-    *("shuffle", "verbose", "save_on_master_only", "channels_last", "sync_batchnorm", "drop_last"),
-    *("validation_stratify", "load_best"),
-)
 _COUNTS = (
     *("seed", "log_every_n_batches", "log_every_n_steps", "validate_every_n_steps", "keep_last"),
     *("checkpoint_every_n_epochs", "checkpoint_every_n_steps"),
@@ -66,7 +63,7 @@ class AMPConfig:
             ConfigError: With the field, what it must be and what it is.
         """
         owner = "AMPConfig"
-        require_boolean(owner, "use_dynamic_scaling", self.use_dynamic_scaling)
+        require_booleans(owner, self)
         require_integer(owner, "dynamic_history_size", self.dynamic_history_size, 1)
         # Both the scale and its inverse must be float32 numbers.
         limits = {
@@ -299,8 +296,7 @@ class DistributedTrainingConfig:
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 require_integer(owner, name, getattr(self, name), 1)
-        for name in _BOOLEANS:
-            require_boolean(owner, name, getattr(self, name))
+        require_booleans(owner, self)
         for name in ("checkpoint_every_n_minutes", "validate_every_n_minutes"):
             minutes = getattr(self, name)
             right = is_number(minutes) and 0 <= minutes < math.inf

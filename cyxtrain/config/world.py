@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cyxtrain.config.settings import require, require_boolean, require_integer, settings, unknown_name
+from cyxtrain.config.settings import require, require_booleans, require_integer, settings, unknown_name
 from cyxtrain.environment import process_env, schedulers
 from cyxtrain.environment.process_env import ENVIRON, Variables
 from cyxtrain.errors import ConfigError, CyxtrainError, warn
@@ -106,7 +106,7 @@ class DistributedConfig:
         require(self.master_port < 65536, f"{owner}.master_port must be below 65536, got {self.master_port}.")
         require_integer(owner, "timeout_ms", self.timeout_ms, 1)
         require_integer(owner, "collective_timeout_ms", self.collective_timeout_ms, 1)
-        require_boolean(owner, "require_secret", self.require_secret)
+        require_booleans(owner, self)
         if self.backend is not None:
             BackendType.parse(self.backend)
 

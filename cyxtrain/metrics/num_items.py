@@ -36,6 +36,9 @@ class ItemRule:
         return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
+_ROWS = ItemRule("rows", lambda batch: batch.rows)
+
+
 def names_items(model: nn.Module) -> bool:
     """Return whether forward has an argument of that name."""
     return ARGUMENT in _kinds(model)
@@ -57,7 +60,7 @@ def _kinds(model: nn.Module) -> dict[str, object]:
 def usual_rule(batch: Batch) -> ItemRule:
     """Return Hugging Face's rule: count labels that are not -100; rows if there are no labels."""
     found = next(_labels(batch), None)
-    return _rows() if found is None else _of_labels(found[0], -100, 0)
+    return _ROWS if found is None else _of_labels(found[0], -100, 0)
 
 
 def find_rule(batches: Sequence[Batch], counts: Sequence[int]) -> ItemRule | None:
@@ -78,7 +81,7 @@ def _rules(batch: Batch) -> list[ItemRule]:
         for name, labels in _labels(batch)
         for first in ((1, 0) if labels.dim() > 1 else (0,))
     ]
-    return [*rules, _rows()]
+    return [*rules, _ROWS]
 
 
 def _labels(batch: Batch) -> Iterator[tuple[str, Tensor]]:
@@ -89,10 +92,6 @@ def _labels(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*leaves(batch.targets, "y"), *targets, *others):
         if not tensor.is_floating_point() and not tensor.is_complex():
             yield name, tensor
-
-
-def _rows() -> ItemRule:
-    return ItemRule("rows", lambda batch: batch.rows)
 
 
 def _of_labels(name: str, ignored: int | None, first: int) -> ItemRule:
