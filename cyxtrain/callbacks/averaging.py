@@ -55,7 +55,6 @@ class _Averaging(Callback):
         self._own = None
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Swap the average in."""
         if self.validates:
             self._swap_in()
 
@@ -100,11 +99,9 @@ class _Averaging(Callback):
         torch_compat.copy_all(self._present(), values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average."""
         return {"average": list(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the average."""
         for average, saved in zip(self._average, state["average"], strict=True):
             average.copy_(saved)
 

@@ -90,11 +90,9 @@ class _Recording(Callback):
         return self.trainer.step % self.every_n_steps == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries."""
         return {"values": [[step, value] for step, value in self.values]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the entries."""
         self._values = [(step, value) for step, value in state["values"]]
 
 

@@ -140,9 +140,11 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
         return None
     if loss.is_binary:
         labels = output.shape[1] if output.dim() > 1 else 1
-        return _Task("multilabel" if labels > 1 else "binary", max(labels, 2), loss, _as_binary(loss))
+        as_binary = functools.partial(_as_binary, isinstance(loss.function, nn.BCEWithLogitsLoss))
+        return _Task("multilabel" if labels > 1 else "binary", max(labels, 2), loss, as_binary)
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
-        return _Task("multiclass", output.shape[1], loss, _as_classes(loss))
+        as_classes = functools.partial(_as_classes, isinstance(loss.function, nn.NLLLoss))
+        return _Task("multiclass", output.shape[1], loss, as_classes)
     return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
 
 
@@ -250,26 +252,16 @@ def _joined(rows: Any) -> Tensor:
     return rows if isinstance(rows, Tensor) else torch.cat(list(rows))
 
 
-def _as_classes(loss: Loss) -> Prepare:
+def _as_classes(is_log: bool, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     # torchmetrics takes scores between 0 and 1 for probabilities, also if they are logits.
-    is_log = isinstance(loss.function, nn.NLLLoss)
-
-    def prepare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return (output.double().exp() if is_log else output.double().softmax(1)), target
-
-    return prepare
+    return (output.double().exp() if is_log else output.double().softmax(1)), target
 
 
-def _as_binary(loss: Loss) -> Prepare:
+def _as_binary(are_logits: bool, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities and labels: of rows, or of each of several labels, in the second dimension."""
-    are_logits = isinstance(loss.function, nn.BCEWithLogitsLoss)
-
-    def prepare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        shape = output.shape if output.dim() > 1 and output.shape[1] > 1 else (-1,)
-        wide = output.double().reshape(shape)
-        return (wide.sigmoid() if are_logits else wide), (target.reshape(shape) > 0.5).long()
-
-    return prepare
+    shape = output.shape if output.dim() > 1 and output.shape[1] > 1 else (-1,)
+    wide = output.double().reshape(shape)
+    return (wide.sigmoid() if are_logits else wide), (target.reshape(shape) > 0.5).long()
 
 
 def _as_two_classes(binary: Prepare, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
