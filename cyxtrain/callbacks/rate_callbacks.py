@@ -34,7 +34,7 @@ class LearningRateScheduler(_SettingRates):
         verbose: 1: rank 0 prints the new rate.
 
     Raises:
-        ConfigError: `schedule` is not callable, or returns something else than a finite number of at least 0.
+        ConfigError: `schedule` is not callable.
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
@@ -44,7 +44,11 @@ class LearningRateScheduler(_SettingRates):
         self._takes_rate = takes(schedule, 2)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Set the rate."""
+        """Set the rate.
+
+        Raises:
+            ConfigError: The schedule returned something else than a finite number of at least 0.
+        """
         before = rates_of(*self.trainer.optimizers.values())
         found = [self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch) for rate in before]
         rates = []
