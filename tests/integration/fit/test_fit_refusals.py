@@ -130,7 +130,6 @@ WRONG: dict[str, tuple[Way, str]] = {
     "other shapes": (lambda: regression().fit(INPUTS, INPUTS), "this loss needs one shape"),
     "a loss that is a list": (lambda: regression(loss_fn=lambda *_: [1]).fit(INPUTS, NUMBERS), r"returned list"),
     "three losses": (lambda: regression(loss_fn=lambda *_: (1, 2, 3)).fit(INPUTS, NUMBERS), r"returned tuple"),
-    "LBFGS": (lambda: trainer_of(make=lambda m: torch.optim.LBFGS(m.parameters())).fit(INPUTS, TARGETS), "LBFGS"),
     "sparse gradients for Adam": (
         lambda: trainer_of(Sparse()).fit(TARGETS[:, None], TARGETS),
         r"words\.weight makes sparse gradients, which PyTorch's Adam does not take: use SGD or Adagrad",
