@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -264,29 +265,26 @@ def _places(numbers: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
     return torch.cat([torch.arange(firsts[each], firsts[each] + size, device="cpu") for each, size in enumerate(sizes)])
 
 
+@dataclass
 class _Outputs:
     """The outputs of a model, batch by batch, on the CPU.
 
-    Args:
+    Attributes:
         structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
         rows_second: Names of parts whose rows are in the second dimension; here they are in the first.
         owner: For whom they are kept, in errors.
-
-    Attributes:
-        structure: As given.
         kinds: What all rows have in common: dtypes and numbers of dimensions, by part; empty before the first batch.
         numbers: Of the batches, in the data.
     """
 
-    def __init__(self, structure: Any, rows_second: frozenset[str] = frozenset(), owner: str = "predict") -> None:
-        self._batches: list[dict[str, Tensor]] = []
-        self._latest: dict[str, Tensor | HostCopy] = {}
-        self.structure = structure
-        self.rows_second = rows_second
-        self.owner = owner
-        self.is_complete = True
-        self.kinds: dict[str, str] = {}
-        self.numbers: list[int] = []
+    structure: Any
+    rows_second: frozenset[str] = frozenset()
+    owner: str = "predict"
+    is_complete: bool = True
+    kinds: dict[str, str] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+    _batches: list[dict[str, Tensor]] = field(default_factory=list)
+    _latest: dict[str, Tensor | HostCopy] = field(default_factory=dict)
 
     @property
     def batches(self) -> list[dict[str, Tensor]]:
