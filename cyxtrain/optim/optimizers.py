@@ -51,12 +51,10 @@ def parameters_for(name: str, model: nn.Module) -> Any:
     without = _norms_and_biases(model)
     if name.lower() != "adamw" or not without:
         return model.parameters()
-    with_decay = [parameter for parameter in model.parameters() if id(parameter) not in without]
-    exempt = {
-        "params": [parameter for parameter in model.parameters() if id(parameter) in without],
-        "weight_decay": 0.0,
-    }
-    return [{"params": with_decay}, exempt] if with_decay else [exempt]
+    decayed = [parameter for parameter in model.parameters() if id(parameter) not in without]
+    exempt = [parameter for parameter in model.parameters() if id(parameter) in without]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
+    return groups if decayed else groups[1:]
 
 
 def _require_sparse(model: nn.Module) -> None:
@@ -88,12 +86,7 @@ def _norms_and_biases(model: nn.Module) -> set[int]:
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model's parameters.
-
-    Args:
-        optimizer: An optimizer, a function of the parameters such as `torch.optim.Adam`, or a name of `OPTIMIZERS`.
-        model: Not wrapped.
-    """
+    """Return an optimizer of the model's parameters, made by a function such as `torch.optim.Adam`, or by name."""
     if next(model.parameters(), None) is None:
         raise ConfigError("the model has no parameters to train.")
     if isinstance(optimizer, str):

@@ -37,20 +37,12 @@ _TRIED: dict[str, Any] = {
 
 @dataclass
 class FitArguments:
-    """The arguments of `fit`.
+    """The arguments of `DistributedTrainer.fit`, in one form.
 
     Attributes:
-        inputs: X.
-        targets: y, or None.
-        weights: How much each row counts, or None.
-        class_weights: How much the rows of a class count, by its number, or None.
         validation: (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
-        groups: What each row belongs to, so that validation_split keeps its rows together; or None.
-        group_by_length: True, lengths, or a function of a sample; None: steps have rows of any length.
         config: Complete and valid.
-        resume: "auto", the path of a checkpoint, or None.
-        callbacks: For this fit.
-        initial_epoch: Epochs that count as complete, or None: those that the trainer has seen.
+        groups: `validation_groups`.
     """
 
     inputs: Any

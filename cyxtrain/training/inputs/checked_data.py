@@ -95,10 +95,9 @@ class CheckedData(ModelSetup):
     def params(self, verbose: Any) -> dict[str, Any]:
         """Return what callbacks of `evaluate` and `predict` are given with `set_params`."""
         steps = self.source.num_batches(self.batch_size)
-        names = ["loss", *([] if self.loss.accuracy is None else ["accuracy"]), *self.loss.shown, *self.metrics.names]
         better = {"loss": False, "accuracy": True, **self.metrics.larger_is_better}
         params = {"epochs": 1, "steps": steps, "samples_per_step": self.batch_size, "warmup_steps": 0}
-        return {**params, "verbose": verbose, "validation": False, "metrics": names, "larger_is_better": better}
+        return {**params, "verbose": verbose, "validation": False, "metrics": self.measured, "larger_is_better": better}
 
     @property
     def measured(self) -> list[str]:
