@@ -83,13 +83,6 @@ class Position:
             )
         return cls(**values)
 
-    def take(self, rows: int, read: tuple[int, int, int]) -> None:
-        """Count a step of so many rows over all ranks; `read` of the data: passes, batches and order."""
-        self.count_step()
-        self.samples += rows
-        self.epoch_steps += 1
-        self.passes, self.batches, self.order = read
-
     def count_step(self) -> None:
         """Count a step that has no place in an epoch."""
         self.step += 1
@@ -252,9 +245,13 @@ class TrainingState:
         self.data = functools.partial(dict, self.data())
 
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
-        """Count a step, as `Position.take`; what was gathered for a checkpoint before it is out of date."""
-        self.position.take(rows, read)
-        self._clear_rank_states()
+        """Count a step of so many rows over all ranks; `read` of the data: passes, batches and order."""
+        position = self.position
+        position.count_step()
+        position.samples += rows
+        position.epoch_steps += 1
+        position.passes, position.batches, position.order = read
+        self._clear_rank_states()  # gathered for a checkpoint before this step
 
     def end_epoch(self) -> None:
         """Count a completed epoch."""

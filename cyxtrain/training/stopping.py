@@ -69,9 +69,6 @@ class StoppedError(Exception):
         self.request = request
 
 
-_NONE = [0.0] * len(StopRequest)
-
-
 class StopSignals:
     """The requests of this rank, while a fit runs; if it `keeps_time`, its clock tells when something is due."""
 
@@ -92,7 +89,9 @@ class StopSignals:
             self._check_clock(time.monotonic())
         if self._state.stop_training:
             self._requested.add(StopRequest.COMPLETE)
-        return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NONE)
+        return (
+            [float(request in self._requested) for request in StopRequest] if self._requested else [0.0] * NUM_SIGNALS
+        )
 
     def take_due(self) -> tuple[bool, bool]:
         """Return whether a checkpoint and a validation are due by rank 0's clock; all ranks call it after CLOCK."""
