@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +29,35 @@ from cyxtrain.world import runtime
 from cyxtrain.world.agreement import raise_together
 
 
-@dataclass
 class CheckpointManager:
     """Writes the checkpoints of one fit, and keeps those that the settings name. Every rank calls it alike.
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
     written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
 
-    Attributes:
+    Args:
         device: Whose generators are saved, besides the CPU's.
         compression_state: Returns the state of gradient compression of all ranks, which all call it.
         larger_is_better: By name of a number of the history, without val_.
     """
 
-    state: TrainingState
-    config: DistributedTrainingConfig
-    device: torch.device
-    compression_state: Callable[[], dict[str, Any]]
-    larger_is_better: Mapping[str, bool]
-    display: Display
-    logged: LoggedNumbers
-
-    def __post_init__(self) -> None:
-        config = self.config
+    def __init__(
+        self,
+        state: TrainingState,
+        config: DistributedTrainingConfig,
+        device: torch.device,
+        compression_state: Callable[[], dict[str, Any]],
+        larger_is_better: Mapping[str, bool],
+        display: Display,
+        logged: LoggedNumbers,
+    ) -> None:
+        self._display = display
+        self._state = state
+        self._compression_state = compression_state
+        self._larger_is_better = larger_is_better
+        self._logged = logged
+        self._config = config
+        self._device = device
         self.is_on = config.makes_checkpoints
         self._saved = self._place()
         self._problem: Exception | None = None
@@ -73,13 +78,13 @@ class CheckpointManager:
         problem: Exception | None = None
         if self._writer is not None:
             try:
-                encode_tree(self.state.callbacks.state_dict(), "callbacks", {})
+                encode_tree(self._state.callbacks.state_dict(), "callbacks", {})
             except CheckpointError as error:
                 problem = ConfigError(f"the state of a callback cannot be kept: {error}")
             try:
                 self._writer.folder.check()
             except CheckpointError as error:
-                if self.config.on_save_error == "raise":
+                if self._config.on_save_error == "raise":
                     problem = problem or error
                 else:
                     self._failing = _reason(error)
@@ -88,8 +93,8 @@ class CheckpointManager:
 
     def is_due(self) -> bool:
         """Return whether a checkpoint is due after the latest step."""
-        every = self.config.checkpoint_every_n_steps
-        return bool(every) and self.state.position.step % every == 0
+        every = self._config.checkpoint_every_n_steps
+        return bool(every) and self._state.position.step % every == 0
 
     def save_step(self, totals: MetricSums) -> None:
         """Write a checkpoint of this step, in the middle of an epoch, unless there is one."""
@@ -100,24 +105,24 @@ class CheckpointManager:
     def gather(self, totals: MetricSums) -> None:
         """Gather the per-rank state in the middle of an epoch. All ranks call it."""
         own = {
-            "generators": generators_as_json(self.device),
+            "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
             "metrics": totals.metrics.state(),
-            "logged": self.logged.state(),
-            "stop": self.state.stop_training,
+            "logged": self._logged.state(),
+            "stop": self._state.stop_training,
         }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
-        self.state.keep_ranks([decode_tree(json.loads(text)) for text in texts])
+        self._state.keep_ranks([decode_tree(json.loads(text)) for text in texts])
         self.gather_compression()
 
     def gather_compression(self) -> None:
         """Gather the state of gradient compression on the rank that writes. All ranks call it."""
-        state = self.compression_state()
-        self.state.keep_compression(state if self._writer is not None or runtime.is_master() else {})
+        state = self._compression_state()
+        self._state.keep_compression(state if self._writer is not None or runtime.is_master() else {})
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""
-        every, epoch = self.config.checkpoint_every_n_epochs, self.state.position.epoch
+        every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
             self.gather_compression()
@@ -138,12 +143,12 @@ class CheckpointManager:
             self.gather_compression()
         if not self.is_on:
             return
-        self.display.phase("saving")
+        self._display.phase("saving")
         if self._saved != self._place():
             self._save(self._name())
         # No rank returns before all is on the disk: its exit could end the rank that writes.
         problem = self._take_problem()
-        raise_together(problem if self.config.on_save_error == "raise" else None)
+        raise_together(problem if self._config.on_save_error == "raise" else None)
         self._warn_of(problem)
 
     def close(self) -> None:
@@ -151,15 +156,15 @@ class CheckpointManager:
         if self._writer is not None:
             self._warn_of(self._take_problem())
             if self._missing > 1:
-                warn(f"{self._missing} checkpoints could not be written to {self.config.checkpoint_dir}.")
+                warn(f"{self._missing} checkpoints could not be written to {self._config.checkpoint_dir}.")
             self._writer.close()
 
     def _is_best(self) -> bool:
-        monitor = self.config.keep_best
+        monitor = self._config.keep_best
         if monitor is None:
             return False
-        history, position = self.state.history, self.state.position
-        better = self.larger_is_better.get(monitor.removeprefix("val_"), self.logged.larger_is_better.get(monitor))
+        history, position = self._state.history, self._state.position
+        better = self._larger_is_better.get(monitor.removeprefix("val_"), self._logged.larger_is_better.get(monitor))
         values = history.history.get(monitor, [])
         if validated := [row[monitor] for row in history.validations if monitor in row]:
             values = validated if monitor in validation_of(history, step=position.step) else []
@@ -181,15 +186,15 @@ class CheckpointManager:
     def _is_own(self, path: Path) -> bool:
         """Return whether a file is a checkpoint of this fit."""
         found = look_into(path)
-        return bool(found.position) and found.run.get("id") == self.state.run.get("id")
+        return bool(found.position) and found.run.get("id") == self._state.run.get("id")
 
     def _save(self, name: str, *, is_best: bool = False) -> None:
-        self.display.phase("saving")
+        self._display.phase("saving")
         self._settle()
         self._saved = self._place()
         if self._writer is None:
             return
-        folder, run, keep_last = self._writer.folder, self.state.run.get("id"), self.config.keep_last
+        folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
 
         def afterwards() -> None:
             self._failing = None
@@ -203,14 +208,14 @@ class CheckpointManager:
             return bool(keep_last) and folder.prune(run, max(2, keep_last), folder.file(name)) > 0
 
         try:
-            self._writer.write(name, self.state.to_checkpoint(), afterwards, make_room)
+            self._writer.write(name, self._state.to_checkpoint(), afterwards, make_room)
         except (CheckpointError, ConfigError) as error:
             self._problem = error  # reported with those that come later
 
     def _settle(self) -> None:
         """Wait for the previous checkpoint, and report its error."""
         problem = self._take_problem()
-        if self.config.on_save_error == "raise":
+        if self._config.on_save_error == "raise":
             raise_together(problem)
         else:
             self._warn_of(problem)
@@ -221,27 +226,27 @@ class CheckpointManager:
 
     def _name(self) -> str:
         """Return the name of a checkpoint of the latest step."""
-        position = self.state.position
+        position = self._state.position
         return f"step-{position.step:08d}" if position.samples else f"epoch-{position.epoch:04d}"
 
     def load_best(self) -> str:
         """Load the weights of the best checkpoint of this fit; return which one it is. All ranks call it."""
-        if not self.config.load_best:
+        if not self._config.load_best:
             return ""
-        path = CheckpointFolder(self.config.checkpoint_dir, None if self.config.save_on_master_only else 0).file(BEST)
+        path = CheckpointFolder(self._config.checkpoint_dir, None if self._config.save_on_master_only else 0).file(BEST)
         found = read_on_all(lambda: (checkpoint_bytes(path), str(path)) if self._is_own(path) else (b"", ""))
         if found is None:
             if runtime.is_master():
                 warn(f"load_best: this fit has no {path}, so the model keeps its last weights. See keep_best.")
             return ""
         state, source = found
-        load_model_state(self.state.model, state.model, source)
-        load_state_besides(self.state.trained, state.others, source)
-        self.state.callbacks.load_best(state.others.get("callbacks", {}), source)
+        load_model_state(self._state.model, state.model, source)
+        load_state_besides(self._state.trained, state.others, source)
+        self._state.callbacks.load_best(state.others.get("callbacks", {}), source)
         return f"the weights of step {state.position['step']:,}, from {source}"
 
     def _place(self) -> tuple[int, int]:
-        return self.state.position.epoch, self.state.position.step
+        return self._state.position.epoch, self._state.position.step
 
     def _warn_of(self, problem: Exception | None) -> None:
         """Warn that a checkpoint is missing; of repeated errors only their number, in the end."""

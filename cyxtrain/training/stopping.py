@@ -89,9 +89,9 @@ class StopSignals:
             self._check_clock(time.monotonic())
         if self._state.stop_training:
             self._requested.add(StopRequest.COMPLETE)
-        return (
-            [float(request in self._requested) for request in StopRequest] if self._requested else [0.0] * NUM_SIGNALS
-        )
+        if not self._requested:
+            return [0.0] * NUM_SIGNALS
+        return [float(request in self._requested) for request in StopRequest]
 
     def take_due(self) -> tuple[bool, bool]:
         """Return whether a checkpoint and a validation are due by rank 0's clock; all ranks call it after CLOCK."""

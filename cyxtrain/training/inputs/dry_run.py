@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,21 +46,35 @@ _REENTRANT = "Checkpointing is not compatible"
 """PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called."""
 
 
-@dataclass
 class DryRun:
-    """Tries a model, its loss, which learns whether it returns (sum, weight), and its metrics on some rows."""
+    """Tries a model, its loss and its metrics on some rows.
 
-    model: nn.Module
-    loss: Loss
-    call: ModelCall
-    placement: Placement
-    metrics: Mapping[str, Any]
-    is_of_fit: bool = field(kw_only=True)
-    """Whether a fit is tried: then parameters are restored too."""
-    flops_per_row: float | None = None
-    """Of forward and backward, where they have been counted."""
-    rows_second: frozenset[str] = frozenset()
-    """Names of the parts of a prediction whose rows are in the second dimension."""
+    Args:
+        loss: Learns whether it returns (sum, weight).
+        metrics: What is to be measured, by name.
+        is_of_fit: Whether a fit is tried: then parameters are restored too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        call: ModelCall,
+        placement: Placement,
+        metrics: Mapping[str, Any],
+        *,
+        is_of_fit: bool,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._call = call
+        self._placement = placement
+        self._metrics = metrics
+        self._is_of_fit = is_of_fit
+        self.flops_per_row: float | None = None
+        """Of forward and backward, where they have been counted."""
+        self.rows_second: frozenset[str] = frozenset()
+        """Names of the parts of a prediction whose rows are in the second dimension."""
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
         """Try a step of training; return the metrics, which have seen nothing.
@@ -77,35 +90,35 @@ class DryRun:
         if batch.rows == 0:
             return self.evaluate(source)
         few = batch if batch.rows >= ROWS else self._placed(source.first(ROWS))
-        if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self.model.modules()):
+        if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self._model.modules()):
             batch = few  # what batch norm cannot be trained on, `check_single_rows` refuses with the counts
-        check = WeightCheck(self.model, self.loss, self.call, few)
+        check = WeightCheck(self._model, self._loss, self._call, few)
         with memory_explained(), self._without_trace(), torch.enable_grad():
-            put_into_training(self.model, *self.loss.modules)
-            for module in self.model.modules():
+            put_into_training(self._model, *self._loss.modules)
+            for module in self._model.modules():
                 if isinstance(module, nn.SyncBatchNorm):
                     module.eval()  # in training mode it waits for the other ranks
             output, value = self._forward(source, batch)
-            if self.call.optimizes:
+            if self._call.optimizes:
                 return self._measuring(output, batch, value)
             with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
             measures = self._measuring(output, batch, value)
-            if counts_flops or is_accelerator(self.placement.device):
+            if counts_flops or is_accelerator(self._placement.device):
                 self._count_flops(source, batch)
             self._find_weights(check)
             return measures
 
     def check_weights(self, rows: Rows) -> None:
         """Find out by a few rows what the loss is a mean over; set `Loss.warning` if that is unknown."""
-        check = WeightCheck(self.model, self.loss, self.call, self._placed(rows))
+        check = WeightCheck(self._model, self._loss, self._call, self._placed(rows))
         with self._without_trace():
             self._find_weights(check)
 
     def _find_weights(self, check: WeightCheck) -> None:
         with torch.no_grad(), gathering_alone():
             self._put_into_evaluation()
-            self.loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
+            self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
 
     def _count_flops(self, source: Source, batch: Batch) -> None:
         """Count operations; if that fails, training continues without it."""
@@ -115,29 +128,29 @@ class DryRun:
     def evaluate(self, source: Source) -> Metrics:
         """Try an evaluation of a source's first rows; return the metrics."""
         batch = self._placed(source.first(_ROWS))
-        check = WeightCheck(self.model, self.loss, self.call, self._placed(source.first(ROWS)))
+        check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(ROWS)))
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
             self._put_into_evaluation()
             with gathering_alone():
                 warning_of(check.find_items)
             output, value = self._forward(source, batch)
             measures = self._measuring(output, batch, value)
-            output = self.loss.measured_part(output)
-            measures.whole_sets = tried_sets(self.metrics, self.loss, output, batch.answers, batch.rows)
+            output = self._loss.measured_part(output)
+            measures.whole_sets = tried_sets(self._metrics, self._loss, output, batch.answers, batch.rows)
             return measures
 
     def predict(self, source: Source) -> Any:
         """Try a prediction for a source's first rows; return the output without its values."""
         batch = self._placed(source.first(_ROWS))
-        own = self.loss.function is None and self.loss.used is None
-        missing = self.call.missing(self.model, batch.inputs) if own else []
+        own = self._loss.function is None and self._loss.used is None
+        missing = self._call.missing(self._model, batch.inputs) if own else []
         if missing:
             raise ConfigError(
-                f"the forward of {type(self.model).__name__} requires {', '.join(missing)}{self.call.names_differ}, "
+                f"the forward of {type(self._model).__name__} requires {', '.join(missing)}{self._call.names_differ}, "
                 f"and predict passes the inputs alone: give {missing[0]} a default, as in {missing[0]}=None."
             )
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
-            self.model.eval()
+            self._model.eval()
             output = self._output(batch, predicting=True)
             self.rows_second = self._find_rows_second(source, output, batch.rows)
         return with_parts(output, {name: _without_values(part) for name, part in output_parts(output)})
@@ -157,15 +170,15 @@ class DryRun:
         return frozenset(name for name, shape in found.items() if one.get(name, ())[:2] == (shape[0], 1))
 
     def _put_into_evaluation(self) -> None:
-        for module in (self.model, *self.loss.modules):
+        for module in (self._model, *self._loss.modules):
             module.eval()
 
     def _placed(self, rows: Rows) -> Batch:
-        return Batch(0, *self.placement.place(rows))
+        return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
         """Return the model's output and its loss."""
-        loss, output = self.loss, self._output(batch)
+        loss, output = self._loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
         loss.check_shapes(output, batch.targets)
@@ -180,28 +193,28 @@ class DryRun:
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
-        call = self.call
+        call = self._call
         what = call.describe_failure(_shapes(batch.inputs))  # asked for now: a model may change its input
         with _described_error(what, batch.inputs):
             if torch.is_grad_enabled():
-                return call(self.model, batch)
+                return call(self._model, batch)
             try:
-                return call.without_graph(self.model, batch, predicting=predicting)
+                return call.without_graph(self._model, batch, predicting=predicting)
             except RuntimeError as error:
                 if is_full(error):
                     raise
                 call.differentiates = True
                 with contextlib.suppress(Exception):
-                    return call.without_graph(self.model, batch, predicting=predicting)
+                    return call.without_graph(self._model, batch, predicting=predicting)
                 raise
 
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
         """Return the loss that the model computes itself."""
         try:
-            self.loss.inspect_result(output, batch.rows)
-            return self.loss(output, batch).value
+            self._loss.inspect_result(output, batch.rows)
+            return self._loss(output, batch).value
         except ConfigError as error:
-            if self.model.training:
+            if self._model.training:
                 raise
             raise ConfigError(
                 f"in evaluation mode the model returned {_described(output)}, and no loss: {error} A model that has a "
@@ -224,30 +237,30 @@ class DryRun:
 
     @property
     def _trained(self) -> list[nn.Parameter]:
-        modules = (self.model, *self.loss.modules)
+        modules = (self._model, *self._loss.modules)
         return [each for module in modules for each in module.parameters() if each.requires_grad]
 
     def _gradients(self, value: Tensor) -> None:
         torch.autograd.grad(value, self._trained, allow_unused=True)
 
     def _measuring(self, output: Any, batch: Batch, value: Tensor) -> Metrics:
-        own, output = self.metrics.get(ACCURACY), self.loss.measured_part(output)
-        if output is None and self.loss.used is not None:
+        own, output = self._metrics.get(ACCURACY), self._loss.measured_part(output)
+        if output is None and self._loss.used is not None:
             return self._without_output()
-        if (own is None or isinstance(own, str)) and ACCURACY not in self.loss.shown:
+        if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
             asked = own is not None
-            self.loss.accuracy = find_accuracy(self.loss, output, batch.answers, value.detach(), asked=asked)
-        if self.loss.function is None and self.loss.used is None:
-            return make_metrics(self.metrics, self.loss, None, None, 0)
+            self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
+        if self._loss.function is None and self._loss.used is None:
+            return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_output(Tensor.detach, output)
-            return make_metrics(self.metrics, self.loss, output, batch.targets, batch.rows)
+            return make_metrics(self._metrics, self._loss, output, batch.targets, batch.rows)
 
     def _without_output(self) -> Metrics:
         """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""
-        trains = self.model.training  # then metrics over whole sets are not computed
-        given = [name for name, each in self.metrics.items() if not (trains and isinstance(each, WholeSet))]
-        missing = [name for name in given if name not in self.loss.shown]
+        trains = self._model.training  # then metrics over whole sets are not computed
+        given = [name for name, each in self._metrics.items() if not (trains and isinstance(each, WholeSet))]
+        missing = [name for name in given if name not in self._loss.shown]
         if missing:
             raise ConfigError(
                 f"the metrics {shortened(missing)} compare outputs with y, and the dictionary that the step returns "
@@ -257,9 +270,9 @@ class DryRun:
 
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
-        owners = [self.model, *self.call.owners, *self.loss.functions, *self.metrics.values()]
-        kept = snapshot(owners, self.placement.device, copies=self.is_of_fit)
-        with kept, gathering_alone() as self.loss.gathers:
+        owners = [self._model, *self._call.owners, *self._loss.functions, *self._metrics.values()]
+        kept = snapshot(owners, self._placement.device, copies=self._is_of_fit)
+        with kept, gathering_alone() as self._loss.gathers:
             yield
 
 
