@@ -42,12 +42,7 @@ class WeightedLosses(NamedTuple):
     """A `loss_fn` with its `loss_weights`."""
 
     loss_fn: Any
-    loss_weights: Mapping[str, float]
-
-
-def with_weights(loss_fn: Any, loss_weights: Mapping[str, float] | None) -> Any:
-    """Return a loss_fn together with its `loss_weights`, if there are any."""
-    return loss_fn if loss_weights is None else WeightedLosses(loss_fn, loss_weights)
+    loss_weights: Mapping[str, float] | float
 
 
 class Loss:
@@ -56,12 +51,13 @@ class Loss:
     Args:
         loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns the
             mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
-            name: the losses are added. `with_weights` gives any of these factors.
+            name: the losses are added, and None is no loss. `WeightedLosses` have factors.
         used: The loss that a step of the user's own may use; the step returns its loss as a model does.
 
     Attributes:
         by_output: The losses of a model with several outputs, by output name; empty for one loss.
         functions: The user's callables; empty if the model computes its loss.
+        factor: The number in loss_weights if there is one loss_fn.
         modules: The modules among them, or whose methods they are.
         is_known: Whether it is one of torch.nn, whose arithmetic we know.
         is_binary: Whether targets are 0 or 1, one per output, and outputs above `threshold` predict 1.
@@ -79,7 +75,7 @@ class Loss:
         self.used = used
         loss_fn, given = loss_fn if isinstance(loss_fn, WeightedLosses) else (loss_fn, {})
         several = loss_fn if isinstance(loss_fn, Mapping) else {}
-        self.by_output = {str(name): Loss(each) for name, each in several.items()}
+        self.by_output = {str(name): Loss(each) for name, each in several.items() if each is not None}
         self.weightings: dict[str, Weighting] = {}
         self.shown: tuple[str, ...] = ()
         self.items: ItemRule | None = None
@@ -87,6 +83,7 @@ class Loss:
         self.warning = ""
         self.gathers: list[GatherCall] = []
         self._factors = _checked_factors(loss_fn, given)
+        self.factor = self._factors.get("loss", 1.0)
         self._gives_pairs: bool | None = None
         self.function: Any = self._by_output if self.by_output else loss_function(loss_fn)
         self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
@@ -142,7 +139,7 @@ class Loss:
             ]
             return "; ".join(words)
         several = [f"{self._factors.get(name, 1.0):g} x {name}, {each.value}" for name, each in self.weightings.items()]
-        own = type(self.function).__name__
+        own = f"{self.factor:g} x " * (self.factor != 1) + type(self.function).__name__
         several += [f"by the number of {self.items.name}"] if self.items is not None else []
         several += [f"{len(self.gathers)} gathers of rows"] if self.gathers else []
         return "; ".join([own, *several]) if several else f"{own}, {self.weighting.value}"
@@ -157,10 +154,8 @@ class Loss:
 
         A loss of torch.nn gives a sum, which is 0 then. Gathered rows have gradients in each backward: other ranks
         wait for them.
-
-        Args:
-            is_accelerator: Reading weights would wait for the device: then losses of 0, and not 0 / 0, add zeros.
         """
+        # Reading weights would wait for an accelerator: there, losses of 0, and not 0 / 0, add zeros.
         may_be_empty = self.counts_terms and not self.is_known and not self.gathers
         known = [is_accelerator and each.is_known for each in self.by_output.values()]
         gives_sums = self.uses_num_items or (self.used is not None and self.used.is_known and self.used.counts_terms)
@@ -197,12 +192,9 @@ class Loss:
         return target.to(dtype if wants_floats else torch.int64)
 
     def inspect(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
-        """Set the weighting by the data, which is of the same kind on every rank.
+        """Set the weighting by the targets, of the same kind on every rank.
 
-        Args:
-            targets: Of all rows, or of some.
-            are_all: Whether there are no other rows, which may have a class number that does not count.
-            rows_have_weights: Whether sample_weight or class_weight is given.
+        Unless these `are_all`, other rows may have a class number that does not count.
         """
         function = self.function
         if self.used is not None:
@@ -225,15 +217,11 @@ class Loss:
                 self._of_each.reduction = "none"
         if not self.by_output:
             self.ignored = ignored_class(function, labels_in(targets), is_known=self.is_known, are_all=are_all)
-        if (
-            not isinstance(targets, Tensor)
-            or not self.is_known
-            or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
-        ):
+        if self._reduction != "mean" or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
             return
-        if targets.is_floating_point() or targets.is_complex():
+        if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex():
             return  # probabilities: every row counts
-        if self._reduction == "mean" and (function.weight is not None or self.ignored is not None):
+        if function.weight is not None or self.ignored is not None:
             self.weighting = Weighting.TERMS
             # Its own mean over a part without a valid target would be 0 / 0.
             self._summing = copy.copy(function)
@@ -303,10 +291,8 @@ class Loss:
                 each.check_shapes(part_of(output, name), part_of(target, name))
         if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
-        if output.shape == target.shape:
+        if output.shape == target.shape or output.numel() == target.numel() == 1:  # one row, whatever its shape
             return
-        if output.numel() == target.numel() == 1:
-            return  # one row, whatever its shape
         if self.is_known and isinstance(self.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
             self._check_classes_first(output, target)
         longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)
@@ -335,11 +321,15 @@ class Loss:
 
     def __call__(self, output: Any, batch: Batch) -> BatchLoss:
         """Return the loss of a batch."""
-        target, rows = batch.targets, batch.rows
         if self.by_output:
             return self._of_several(output, batch)
         if self.function is None:
             return self._own(output, batch)
+        found = self._of_function(output, batch)
+        return found if self.factor == 1 else replace(found, value=found.value * self.factor)
+
+    def _of_function(self, output: Any, batch: Batch) -> BatchLoss:
+        target, rows = batch.targets, batch.rows
         if batch.weights is not None:
             return self._weighted(output, target, batch.weights)
         if self._summing is not None and self.weighting is Weighting.TERMS:
@@ -351,20 +341,21 @@ class Loss:
             return BatchLoss(result, 1, rows)
         return batch_loss_of(result, rows)
 
-    def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
-        """Return what each of several losses returns, by output name."""
-        found = {}
+    def _of_each_output(self, output: Any, target: Any) -> Iterator[tuple[str, Loss, Any, Any]]:
+        """Yield (name, loss, output, target) of each of several losses."""
         for name, each in self.by_output.items():
             own, answer = part_of(output, name), part_of(target, name)
-            found[name] = each.function(own, _converted_target(each, answer, own))
-        return found
+            if isinstance(answer, Tensor) and isinstance(own, Tensor) and own.is_floating_point():
+                answer = each.prepare_target(answer, own.dtype)
+            yield name, each, own, answer
+
+    def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
+        """Return what each of several losses returns, by output name."""
+        return {name: each.function(own, answer) for name, each, own, answer in self._of_each_output(output, target)}
 
     def _of_several(self, output: Any, batch: Batch) -> BatchLoss:
-        parts = {}
-        for name, each in self.by_output.items():
-            own = part_of(output, name)
-            answer = _converted_target(each, part_of(batch.targets, name), own)
-            parts[f"{name}_loss"] = each(own, replace(batch, targets=answer))
+        several = self._of_each_output(output, batch.targets)
+        parts = {f"{name}_loss": each(own, replace(batch, targets=answer)) for name, each, own, answer in several}
         return self._sum_of_losses(parts, batch.rows)
 
     def _own(self, output: Any, batch: Batch) -> BatchLoss:
@@ -458,23 +449,23 @@ def _of_output(name: str) -> Iterator[None]:
         raise ConfigError(f"output {name!r}: {error}") from error
 
 
-def _converted_target(loss: Loss, target: Any, output: Any) -> Any:
-    floats = isinstance(output, Tensor) and output.is_floating_point()
-    return loss.prepare_target(target, output.dtype) if isinstance(target, Tensor) and floats else target
-
-
 def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
     """Return each loss's factor, by name in the history."""
-    right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
-    require(right, f"loss_weights must be a dictionary of numbers by name, got {given!r}.")
-    if not isinstance(loss_fn, Mapping):
-        require(
-            not given or loss_fn is None,
-            "loss_weights weigh several losses by name: give loss_fn as a dictionary, such as "
-            'loss_fn={"a": "mse", "b": "cross_entropy"}.',
+    several = isinstance(loss_fn, Mapping)
+    is_one = loss_fn is not None and not several
+    if is_one and is_number(given):
+        return {"loss": float(given)}
+    if isinstance(loss_fn, (list, tuple)) or (is_one and given):
+        raise ConfigError(
+            "several losses and their loss_weights go by output name: give loss_fn as a dictionary, such as "
+            'loss_fn={"a": "mse", "b": "cross_entropy"}, loss_weights={"a": 0.1}; the model and y have these keys.'
         )
+    right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
+    require(right, f"loss_weights must be a dictionary of numbers by name, or a number for one loss_fn, got {given!r}.")
+    if not several:
         return {str(name): float(factor) for name, factor in given.items()}
-    require(bool(loss_fn), "loss_fn is an empty dictionary: give a loss for each output, by name.")
+    has_any = any(each is not None for each in loss_fn.values())
+    require(has_any, "loss_fn is an empty dictionary: give a loss for each output, by name.")
     for name in given:
         if name not in loss_fn:
             raise unknown_name("loss_fn", str(name), [str(each) for each in loss_fn], "output")

@@ -107,7 +107,8 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
         return [(str(name), each) for name, each in metric.items()]
     if _is_library(metric):
         parts = getattr(metric, "items", None)  # a MetricCollection
-        return list(parts()) if callable(parts) else [(_snake(type(metric).__name__), metric)]
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
+        return list(parts()) if callable(parts) else [(name, metric)]
     return [(getattr(metric, "__name__", type(metric).__name__), metric)]
 
 
@@ -153,7 +154,8 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
         return MeanMetric(name, metric)
     if task is None:
         raise ConfigError(
-            f"the metric {metric!r} needs a model with one output and one y: pass a function of (output, target)."
+            f"the metric {metric!r} needs a model with one output and one y. For one of several, pass a function: "
+            f"metrics={{{name!r}: lambda output, target: (output['a'] - target['a']).abs()}}."
         )
     top = _TOP.match(metric)
     base, average = _BY_AVERAGE.get(metric, (metric, ""))
@@ -172,11 +174,11 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
     if metric in _CORRELATIONS:  # both from all rows: sums of squares would be less exact
         of_ranks = metric == "spearman"
         metric_class = _computing(regression.SpearmanCorrCoef, lambda rows: _correlation(rows, of_ranks=of_ranks))
-        return LibraryMetric(name, metric_class(**several), task.prepare, joins=True)
+        return LibraryMetric(name, metric_class(**several), task.prepare)
     settings = {**several, "squared": False} if metric == "rmse" else {}
     library = getattr(regression, _FROM_LIBRARY[metric])
     metric_class = _computing(library, lambda sums: library.compute(sums).mean())
-    return LibraryMetric(name, metric_class(**settings), task.prepare, joins=True)
+    return LibraryMetric(name, metric_class(**settings), task.prepare)
 
 
 def _of_top(name: str, k: int, task: _Task) -> Metric:
@@ -196,7 +198,7 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
 
     kind, prepare, count = _OF_CLASSES[base], task.prepare, task.num_classes
     if task.kind == "binary" and not average:
-        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), prepare, joins=True)
+        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), prepare)
     settings: dict[str, Any] = {"average": average or "macro"} if base in _AVERAGED else {}
     if task.kind == "multilabel":
         library = getattr(classification, f"Multilabel{kind}", None)
@@ -210,7 +212,7 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
     if base in _RANKED:
         metric_class, settings["average"] = _computing(library, of_ranked), "none"
     prepare = functools.partial(_as_two_classes, prepare) if task.kind == "binary" else prepare
-    return LibraryMetric(name, metric_class(**settings), prepare, joins=True)
+    return LibraryMetric(name, metric_class(**settings), prepare)
 
 
 def _computing(metric_class: Any, compute: Callable[[Any], Tensor]) -> Any:
@@ -285,7 +287,3 @@ def _as_doubles(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _is_library(metric: Any) -> bool:
     """Return whether a metric is from torchmetrics, without importing it."""
     return any(base.__module__.startswith("torchmetrics.") for base in type(metric).__mro__)
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -51,10 +51,9 @@ def parameters_for(name: str, model: nn.Module) -> Any:
     without = _norms_and_biases(model)
     if name.lower() != "adamw" or not without:
         return model.parameters()
-    decayed = [parameter for parameter in model.parameters() if id(parameter) not in without]
-    exempt = [parameter for parameter in model.parameters() if id(parameter) in without]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
-    return groups if decayed else groups[1:]
+    with_decay = [parameter for parameter in model.parameters() if id(parameter) not in without]
+    exempt = {"params": [each for each in model.parameters() if id(each) in without], "weight_decay": 0.0}
+    return [{"params": with_decay}, exempt] if with_decay else [exempt]
 
 
 def _require_sparse(model: nn.Module) -> None:
@@ -87,12 +86,8 @@ def _norms_and_biases(model: nn.Module) -> set[int]:
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer of the model's parameters, made by a function such as `torch.optim.Adam`, or by name."""
-    if next(model.parameters(), None) is None:
-        raise ConfigError("the model has no parameters to train.")
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in OPTIMIZERS:
-            raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
-        return OPTIMIZERS[optimizer.lower()](parameters_for(optimizer, model))
+    if isinstance(optimizer, str) and optimizer.lower() not in OPTIMIZERS:
+        raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if isinstance(optimizer, nn.Module):
@@ -100,6 +95,10 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
             f"optimizer must be a torch.optim optimizer, got the module {type(optimizer).__name__}: the order is "
             "DistributedTrainer(model, loss_fn, optimizer)."
         )
+    if next(model.parameters(), None) is None:  # evaluates and predicts; fit refuses it
+        return torch.optim.SGD([{"params": []}], lr=0.0)
+    if isinstance(optimizer, str):
+        return OPTIMIZERS[optimizer.lower()](parameters_for(optimizer, model))
     made: Any = optimizer(model.parameters()) if callable(optimizer) else None
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
