@@ -80,12 +80,7 @@ _CLIPS: Mapping[str, tuple[Callable[..., Any], str]] = {
 
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiply all gradients; on an accelerator one operation per dtype, without a wait.
-
-    Args:
-        parameters: Those without a gradient are left out.
-        factor: A number, or a 0-dim tensor of float64 on the device of the gradients.
-    """
+    """Multiply all gradients by a number, or by a 0-dim float64 tensor on their device, without a wait for it."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

@@ -15,11 +15,8 @@ from cyxtrain.optim.optimizers import parameters_of
 class Closure:
     """Evaluates loss and gradients, averaged over ranks, when an optimizer calls it: equally often on every rank.
 
-    Args:
-        optimizer: Whose step calls it.
-        evaluate: Sets the gradients, and returns the loss.
-        loss: Of an evaluation that was made and checked before the step. It is not repeated if parameters and
-            gradients are still those.
+    `evaluate` sets the gradients, and returns the loss. `loss` is that of an evaluation before the step, which is not
+    repeated if parameters and gradients are still those.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, evaluate: Callable[[], Tensor], loss: Tensor) -> None:

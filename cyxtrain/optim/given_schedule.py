@@ -22,9 +22,7 @@ class Schedule(Protocol):
 class GivenSchedule(LRScheduler):
     """Steps such an object, as PyTorch's schedules are stepped.
 
-    Args:
-        given: The object. One with `step_update` is timm's, which counts steps or epochs by its `t_in_epochs`.
-        optimizer: Whose learning rate it sets.
+    One with `step_update` is timm's, which counts steps or epochs by its `t_in_epochs`.
     """
 
     def __init__(self, given: Any, optimizer: torch.optim.Optimizer) -> None:

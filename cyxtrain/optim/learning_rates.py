@@ -33,13 +33,8 @@ LEARNING_RATE = "learning_rate"
 class LearningRates:
     """The learning rates of an optimizer's groups, step by step.
 
-    Args:
-        optimizer: Whose learning rates are set.
-        scheduler: Schedules them after the warm-up; None, or a function that makes it when a fit knows its steps.
-
     Attributes:
-        optimizer: The same.
-        scheduler: None without one, or until a fit has made it.
+        scheduler: Schedules them after the warm-up; None without one, or until a fit has made it.
         factor: By which the program's rates have been multiplied.
         interval: What the schedule is stepped after: "step" or "epoch".
         warmup_steps: Steps of the warm-up before the schedule.

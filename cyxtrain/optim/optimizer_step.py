@@ -39,14 +39,9 @@ class OptimizerStep:
     def unless(self, skip: Tensor) -> Callable[[], None] | None:
         """Return a step that changes nothing if `skip` is 1 on the device, without waiting for the device.
 
-        PyTorch's fused kernels read it as `found_inf`, which its GradScaler sets.
-
-        Args:
-            skip: Float32, 0-dim, on the device of the parameters.
-
-        Returns:
-            None if the host must know first: the optimizer is not fused, has yet to create its state (which a skipped
-            step would leave uninitialized), or hooks see each step.
+        PyTorch's fused kernels read it as `found_inf`, which its GradScaler sets: float32, 0-dim, on their device.
+        None: the host must know first, because the optimizer is not fused, has yet to create its state (which a
+        skipped step would leave uninitialized), or hooks see each step.
         """
         steps = self._fused_steps(skip)
         return None if steps is None else partial(self._take, steps)

@@ -85,12 +85,7 @@ def _norms_and_biases(model: nn.Module) -> set[int]:
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model's parameters.
-
-    Args:
-        optimizer: An optimizer, a function of the parameters such as `torch.optim.Adam`, or a name of `OPTIMIZERS`.
-        model: Not wrapped.
-    """
+    """Return an optimizer of the model's parameters, made by a function such as `torch.optim.Adam`, or by name."""
     if isinstance(optimizer, str) and optimizer.lower() not in OPTIMIZERS:
         raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):

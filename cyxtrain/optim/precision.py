@@ -51,11 +51,7 @@ class Precision:
 
 @contextlib.contextmanager
 def float32_products(precision: str | None) -> Iterator[None]:
-    """Set the precision of float32 matrix products, and of cuDNN's convolutions, within the context.
-
-    Args:
-        precision: As for `torch.set_float32_matmul_precision`; None: unchanged.
-    """
+    """Set the precision of float32 matrix products, and of cuDNN's convolutions, within; None: leave it."""
     if precision is None:
         yield
         return

@@ -32,14 +32,7 @@ SchedulerLike = LRScheduler | Schedule | Callable[..., LRScheduler | Schedule] |
 
 
 def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | ScheduleMaker | None:
-    """Return a scheduler of the optimizer, a function that makes one when a fit knows its steps, or None.
-
-    Args:
-        scheduler: One of `torch.optim.lr_scheduler`; another object as `is_schedule` has it; a function of the
-            optimizer, or of `(optimizer, total_steps)`, that returns one; or "constant", "linear", "cosine" or
-            "one_cycle", which end with each fit.
-        optimizer: Whose learning rate it sets.
-    """
+    """Return a scheduler of the optimizer, a function that makes one when a fit knows its steps, or None."""
     if scheduler is None:
         return None
     if isinstance(scheduler, str):

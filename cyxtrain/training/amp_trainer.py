@@ -302,13 +302,7 @@ class DistributedAMPTrainer:
 
 
 class _CurrentStep(StreamShare):
-    """The micro-batches of one step, one per call.
-
-    Attributes:
-        micro_batches: So far, on the device.
-        results: Of each of them.
-        calls: So far, with those that had no rows.
-    """
+    """The micro-batches of one step so far, on the device, one per call that had rows, and their results."""
 
     def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
         self.micro_batches: list[Rows] = []

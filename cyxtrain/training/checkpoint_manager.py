@@ -39,8 +39,6 @@ class CheckpointManager:
         device: Whose generators are saved, besides the CPU's.
         compression_state: Returns the state of gradient compression of all ranks, which all call it.
         larger_is_better: By name of a number of the history, without val_.
-        display: Shows that it saves.
-        logged: Numbers of the user's own, of the running epoch.
     """
 
     def __init__(

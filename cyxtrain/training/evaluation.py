@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from cyxtrain.training.outside_fit.call import Call
 from cyxtrain.training.outside_fit.saved_predictions import Predictions, Shapes, finished, joined_rows, longest_of
 from cyxtrain.training.outside_fit.shards import ShardFolder
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import raise_together
+from cyxtrain.world.agreement import on_master
 
 
 class Evaluation:
@@ -114,16 +115,8 @@ def evaluate_rows(
 ) -> Evaluation | None:
     """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
 
-    If a callback ends the evaluation, they are over the first batches: those that were done.
-
-    Args:
-        model: Not wrapped.
-        rows: All of them.
-        distributed: Whether the ranks share the work; otherwise this one does it all.
-        logged: Collects numbers of the user's own, which are returned with the others.
-        should_stop: Called after each batch; returns whether to skip the rest.
-        callbacks: Called with each batch.
-        display: Of a fit that validates, or of this call.
+    If a callback ends the evaluation, they are over the first batches: those that were done. `should_stop` is called
+    after each batch; it returns whether to skip the rest.
     """
     loss, device = rows.loss, rows.placement.device
     logged.reserved |= {*loss.shown, *rows.metrics.names}
@@ -157,17 +150,11 @@ def evaluate_rows(
 def _over_whole_set(tried: TriedSet, kept: _Outputs, source: Source, *, distributed: bool) -> dict[str, float]:
     """Return the numbers of a metric over all rows, which rank 0 computes; none if the fit stops on any rank."""
     found: dict[str, float] = {}
-    problem, rows = None, _gathered_rows(kept, source, only_master=True, distributed=distributed)
-    try:
-        found = {} if rows is None else tried.results(rows)
-    except Exception as error:
-        if not distributed:
-            raise
-        problem = error
-    if distributed:
-        raise_together(problem)
-        found = json.loads(runtime.gather_texts(json.dumps(found))[0])
-    return found
+    rows = _gathered_rows(kept, source, only_master=True, distributed=distributed)
+    if not distributed:
+        return {} if rows is None else tried.results(rows)
+    on_master(lambda: found.update({} if rows is None else tried.results(rows)), together=True)
+    return dict(json.loads(runtime.gather_texts(json.dumps(found))[0]))
 
 
 def predict(call: Call, pad_value: float | None = None) -> Any:
@@ -176,14 +163,6 @@ def predict(call: Call, pad_value: float | None = None) -> Any:
     If a callback ends the prediction, these are the first rows: those that were done.
 
     Cost: the shapes of all batches, then the rows once in and once out of each rank.
-
-    Args:
-        call: Of `DistributedTrainer.predict`.
-        pad_value: As there.
-
-    Raises:
-        ConfigError: The model does not return tensors with one output row per input row, of the same kind on every
-            rank.
     """
     rows, distributed = call.rows, call.distributed
     outputs = _Outputs(rows.loss.without_own(rows.output), rows.rows_second)
@@ -264,29 +243,26 @@ def _places(numbers: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
     return torch.cat([torch.arange(firsts[each], firsts[each] + size, device="cpu") for each, size in enumerate(sizes)])
 
 
+@dataclass
 class _Outputs:
     """The outputs of a model, batch by batch, on the CPU.
 
-    Args:
+    Attributes:
         structure: The output of the dry run, which a rank without a batch has too; its tensors have no values.
         rows_second: Names of parts whose rows are in the second dimension; here they are in the first.
         owner: For whom they are kept, in errors.
-
-    Attributes:
-        structure: As given.
         kinds: What all rows have in common: dtypes and numbers of dimensions, by part; empty before the first batch.
         numbers: Of the batches, in the data.
     """
 
-    def __init__(self, structure: Any, rows_second: frozenset[str] = frozenset(), owner: str = "predict") -> None:
-        self._batches: list[dict[str, Tensor]] = []
-        self._latest: dict[str, Tensor | HostCopy] = {}
-        self.structure = structure
-        self.rows_second = rows_second
-        self.owner = owner
-        self.is_complete = True
-        self.kinds: dict[str, str] = {}
-        self.numbers: list[int] = []
+    structure: Any
+    rows_second: frozenset[str] = frozenset()
+    owner: str = "predict"
+    is_complete: bool = True
+    kinds: dict[str, str] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+    _batches: list[dict[str, Tensor]] = field(default_factory=list)
+    _latest: dict[str, Tensor | HostCopy] = field(default_factory=dict)
 
     @property
     def batches(self) -> list[dict[str, Tensor]]:
@@ -300,11 +276,7 @@ class _Outputs:
         return {name: [list(batch[name].shape) for batch in self.batches] for name in self.kinds}
 
     def add(self, given: Any, batch: Batch) -> None:
-        """Add a batch's output; if it is on an accelerator, it is read one batch later, while that computes the next.
-
-        Raises:
-            ConfigError: It does not have a row for each of the batch, of the same kind as before.
-        """
+        """Add a batch's output; from an accelerator it is read one batch later, while that computes the next."""
         output = _checked(given, batch.rows, self.rows_second, self.owner)
         kinds, expected = _kinds(output), self.kinds or _kinds(dict(output_parts(self.structure)))
         if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):

@@ -45,15 +45,7 @@ _NOT_PRINTED = (LEARNING_RATE, GRAD_NORM)
 
 
 class FitLoop:
-    """One call of `fit` on this rank: `fit` -> `_train_one_epoch` -> `_train_one_step` -> `TrainingStep`.
-
-    Args:
-        state: What is trained.
-        plan: The checked settings and data.
-        ddp: The model, wrapped.
-        checkpoint: What the fit continues from; None: starts fresh.
-        logged: Collects numbers of the user's own.
-    """
+    """One call of `fit` on this rank: `fit` -> `_train_one_epoch` -> `_train_one_step` -> `TrainingStep`."""
 
     def __init__(
         self,

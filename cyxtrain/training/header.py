@@ -208,7 +208,7 @@ def _steps(plan: FitPlan) -> str:
 
 def _parameters(model: nn.Module) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    frozen = _count(model) - trained
     return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
 
 

@@ -128,11 +128,8 @@ class FiniteGuard:
     def verdict(self, share: Share, losses: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]) -> Verdict:
         """Return whether to take the step, or raise NonFiniteError, with the model restored; all ranks call it.
 
-        Args:
-            share: Of this rank.
-            losses: Of its micro-batches.
-            recompute: Runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad`
-                then holds this rank's own gradients.
+        `recompute` runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad` then
+        holds this rank's own gradients.
         """
         finite = self._ddp.is_finite()
         scale_can_fall = self._scale is not None and self._scale.can_fall

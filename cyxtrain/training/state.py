@@ -83,18 +83,6 @@ class Position:
             )
         return cls(**values)
 
-    def take(self, rows: int, read: tuple[int, int, int]) -> None:
-        """Count a step.
-
-        Args:
-            rows: Samples of the step over all ranks.
-            read: What has been read of the data: passes, batches and order.
-        """
-        self.count_step()
-        self.samples += rows
-        self.epoch_steps += 1
-        self.passes, self.batches, self.order = read
-
     def count_step(self) -> None:
         """Count a step that has no place in an epoch."""
         self.step += 1
@@ -197,13 +185,8 @@ class TrainingState:
     ) -> None:
         """Begin a fit at the current position. All ranks call it.
 
-        Args:
-            config: Of the fit.
-            data: Digests of its data, as in `run`.
-            effective_batch_size: Samples per step over all ranks.
-            lengths: For each optimizer, steps of the warm-up, of the fit and of its schedule (`LearningRates.begin`).
-            initial_epoch: Number of epochs that count as completed; None: those that are.
-            numerics: Numerics of the fit.
+        `data` are digests, as in `run`; `lengths`, for each optimizer, the steps of the warm-up, of the fit and of its
+        schedule (`LearningRates.begin`).
         """
         position = self.position
         if initial_epoch is not None:
@@ -236,13 +219,7 @@ class TrainingState:
     ) -> None:
         """Continue the fit that wrote a checkpoint. All ranks call it; raises CheckpointError as `load`.
 
-        Args:
-            state: The checkpoint.
-            source: Its name for messages.
-            config: Of the fit.
-            data: As `begin_fit`.
-            numerics: As `begin_fit`.
-            is_new_run: Whether later checkpoints of that fit do not belong to this run.
+        `is_new_run`: later checkpoints of that fit do not belong to this run.
         """
         self.loss_scale = make_loss_scale(config)
         self.load(state, source)
@@ -268,9 +245,13 @@ class TrainingState:
         self.data = functools.partial(dict, self.data())
 
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
-        """Count a step, as `Position.take`; what was gathered for a checkpoint before it is out of date."""
-        self.position.take(rows, read)
-        self._clear_rank_states()
+        """Count a step of so many rows over all ranks; `read` of the data: passes, batches and order."""
+        position = self.position
+        position.count_step()
+        position.samples += rows
+        position.epoch_steps += 1
+        position.passes, position.batches, position.order = read
+        self._clear_rank_states()  # gathered for a checkpoint before this step
 
     def end_epoch(self) -> None:
         """Count a completed epoch."""
@@ -374,11 +355,7 @@ class TrainingState:
         return found
 
     def load(self, state: CheckpointState, source: str) -> None:
-        """Load a checkpoint, but for the config and the callbacks.
-
-        Args:
-            state: The checkpoint.
-            source: Its name for messages, such as "checkpoint run/epoch-0003.ckpt".
+        """Load a checkpoint, but for the config and the callbacks; `source`: its name for messages.
 
         Raises:
             CheckpointError: It belongs to another model, optimizer or scheduler; nothing has changed.

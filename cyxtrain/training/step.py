@@ -54,14 +54,6 @@ class Result(NamedTuple):
 class TrainingStep:
     """One update of the parameters per global batch.
 
-    Args:
-        ddp: The model.
-        state: Of the training; the step changes its optimizer, rates and loss scale.
-        setup: How batches reach the model, and what is computed of its output.
-        guard: Decides whether a step is taken.
-        logged: Numbers of the user's own; None: they are not kept.
-        updates: What a train_step of the user's own may call; None: there is none.
-
     Attributes:
         totals: Sums of the epoch.
         clock: Timer of step phases.
@@ -137,11 +129,7 @@ class TrainingStep:
     def accumulate_micro_batch(self, batch: Batch, share: Share, divisors: Divisors = None, *, is_last: bool) -> Result:
         """Accumulate the gradients of a micro-batch; the last one of a step averages the sum over ranks.
 
-        Args:
-            batch: Rows of this rank.
-            share: The share that it belongs to.
-            divisors: What the sum of all ranks' terms of each loss is divided by; None: computed from this micro-batch.
-            is_last: Whether it is the last one of the step.
+        `divisors`: what the sum of all ranks' terms of each loss is divided by; None: computed from this micro-batch.
         """
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
             with self.clock.forward:
@@ -266,10 +254,6 @@ class TrainingStep:
 
         The loss gathers rows, or a layer such as SyncBatchNorm needs all ranks in each forward and backward. Gradients
         are averaged when all backwards are complete.
-
-        Args:
-            share: Of this rank.
-            max_micro_batches: The largest number on any rank.
         """
         results: list[Result] = []
         items, divisors = self._precompute_divisors(share, max_micro_batches)
@@ -405,11 +389,8 @@ class TrainingStep:
     def _count_weights(self, share: Share, max_micro_batches: int) -> list[Number]:
         """Return this rank's weight of each loss in a share, by a forward of each micro-batch without gradients.
 
-        Each of several losses has its own weight, which must be known before the first backward.
-
-        Args:
-            share: Of this rank.
-            max_micro_batches: Forwards that every rank runs, on no rows if it has fewer micro-batches.
+        Each of several losses has its own weight, which must be known before the first backward. Every rank runs
+        `max_micro_batches` forwards, on no rows if it has fewer micro-batches.
         """
         weights: list[Number] = [0.0] * len(self._kinds)
         with torch.no_grad(), generators_kept(self._device), gathering_alone():

@@ -69,17 +69,8 @@ class StoppedError(Exception):
         self.request = request
 
 
-_NONE = [0.0] * len(StopRequest)
-
-
 class StopSignals:
-    """The requests of this rank, while a fit runs.
-
-    Args:
-        config: Time limits.
-        state: In which callbacks ask to stop.
-        keeps_time: Whether this rank's clock decides when a checkpoint or a validation is due.
-    """
+    """The requests of this rank, while a fit runs; if it `keeps_time`, its clock tells when something is due."""
 
     def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
         self._state = state
@@ -98,7 +89,9 @@ class StopSignals:
             self._check_clock(time.monotonic())
         if self._state.stop_training:
             self._requested.add(StopRequest.COMPLETE)
-        return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NONE)
+        if not self._requested:
+            return [0.0] * NUM_SIGNALS
+        return [float(request in self._requested) for request in StopRequest]
 
     def take_due(self) -> tuple[bool, bool]:
         """Return whether a checkpoint and a validation are due by rank 0's clock; all ranks call it after CLOCK."""
@@ -144,7 +137,7 @@ class StopSignals:
                 self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), number))
                 self._timer.daemon = True
                 self._timer.start()
-            if number == signal.SIGINT:
+            else:
                 stack.enter_context(_second_ctrl_c_handled())
                 if sys.stderr.isatty():
                     # Not print: a signal may come in the middle of one.
@@ -220,12 +213,7 @@ def stop_if_requested(received: Sequence[float]) -> None:
 
 
 def exit_for(request: StopRequest | None) -> None:
-    """Exit or raise as a request asks for, after the fit has stopped; return if the program is to continue.
-
-    Raises:
-        SystemExit: After SIGTERM, with a shell's exit code for it.
-        KeyboardInterrupt: After Ctrl-C, except at a prompt or in a notebook.
-    """
+    """Exit after SIGTERM, with a shell's code; raise KeyboardInterrupt after Ctrl-C, but not at a prompt."""
     if request is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
     if request is StopRequest.INTERRUPT and not runtime.is_interactive():

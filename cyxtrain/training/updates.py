@@ -45,12 +45,7 @@ _END, _UPDATE, _EVALUATE = range(3)
 
 
 class Updates:
-    """The updates of the steps of a fit.
-
-    Args:
-        state: What is trained.
-        plan: Of the fit.
-        ddp: The wrapper of the whole model.
+    """The updates of the steps of a fit; `ddp` is the wrapper of the whole model.
 
     Attributes:
         made: Whether the running step, as far as it is known, has made any.
@@ -214,11 +209,7 @@ class Updates:
     def _backward(self, part: _Part, loss: Any, *, retain_graph: bool, averages: bool = False) -> Tensor:
         """Set the gradients of a loss, averaged unless micro-batches follow; return it, detached.
 
-        Args:
-            part: What is optimized.
-            loss: The mean over this rank's rows or (sum, weight); None: this rank has no rows.
-            retain_graph: Whether another backward follows.
-            averages: Whether to return the loss over all ranks, as (sum, weight) always is.
+        `loss` is None if this rank has no rows. `averages`: return it over all ranks, as (sum, weight) always is.
         """
         ddp, world_size = part.ddp, runtime.get_world_size()
         value, weight = (None, None) if loss is None else checked_loss(loss)

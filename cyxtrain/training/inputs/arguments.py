@@ -37,20 +37,12 @@ _TRIED: dict[str, Any] = {
 
 @dataclass
 class FitArguments:
-    """The arguments of `fit`.
+    """The arguments of `DistributedTrainer.fit`, in one form.
 
     Attributes:
-        inputs: X.
-        targets: y, or None.
-        weights: How much each row counts, or None.
-        class_weights: How much the rows of a class count, by its number, or None.
         validation: (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
-        groups: What each row belongs to, so that validation_split keeps its rows together; or None.
-        group_by_length: True, lengths, or a function of a sample; None: steps have rows of any length.
         config: Complete and valid.
-        resume: "auto", the path of a checkpoint, or None.
-        callbacks: For this fit.
-        initial_epoch: Epochs that count as complete, or None: those that the trainer has seen.
+        groups: `validation_groups`.
     """
 
     inputs: Any
@@ -94,6 +86,11 @@ def parse_fit(
     require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
     checked = _from_initial(initial_epoch, _settings(config, settings))
     path = _path(resume)
+    if validation_groups is not None:
+        needs = "validation_groups needs validation_split, such as 0.1: set both."
+        require(bool(checked.validation_split), needs)
+        twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
+        require(not checked.validation_stratify, twice)
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
@@ -104,7 +101,7 @@ def parse_fit(
         resume=None if checked.fast_dev_run else path,
         callbacks=checked_callbacks(callbacks),
         initial_epoch=initial_epoch,
-        groups=_groups(validation_groups, checked),
+        groups=validation_groups,
         group_by_length=lengths,
     )
 
@@ -175,15 +172,6 @@ def _path(resume: Any) -> str | None:
     if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
     return None if resume is None else os.fspath(resume)
-
-
-def _groups(groups: Any, settings: DistributedTrainingConfig) -> Any:
-    if groups is not None:
-        needs = "validation_groups needs validation_split, such as 0.1: set both."
-        require(bool(settings.validation_split), needs)
-        twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
-        require(not settings.validation_stratify, twice)
-    return groups
 
 
 def _validation(validation: Any, settings: DistributedTrainingConfig) -> dict[str, tuple[Any, Any, Any]]:

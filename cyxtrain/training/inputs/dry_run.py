@@ -85,10 +85,6 @@ class DryRun:
             source: Whose rows they are.
             rows: Of one micro-batch, as copies: a model may change its input.
             counts_flops: Whether to count operations on a CPU, too.
-
-        Raises:
-            ConfigError: The model cannot take X, the loss or a metric cannot take its output, their shapes do not fit,
-                or there are no gradients.
         """
         batch = self._placed(rows)
         if batch.rows == 0:
@@ -130,7 +126,7 @@ class DryRun:
             self.flops_per_row = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1])) / batch.rows
 
     def evaluate(self, source: Source) -> Metrics:
-        """Try an evaluation of a source's first rows. Returns and raises as `train`."""
+        """Try an evaluation of a source's first rows; return the metrics."""
         batch = self._placed(source.first(_ROWS))
         check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(ROWS)))
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
@@ -144,7 +140,7 @@ class DryRun:
             return measures
 
     def predict(self, source: Source) -> Any:
-        """Try a prediction for a source's first rows; return the output without its values. Raises as `train`."""
+        """Try a prediction for a source's first rows; return the output without its values."""
         batch = self._placed(source.first(_ROWS))
         own = self._loss.function is None and self._loss.used is None
         missing = self._call.missing(self._model, batch.inputs) if own else []

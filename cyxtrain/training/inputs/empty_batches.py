@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,14 +63,11 @@ class EmptyBatch:
         trained = [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
         kept = snapshot([model, *loss.functions], self._device, copies=True)
         dtypes: set[torch.dtype] = set()
-        with kept, torch.enable_grad(), gathering_alone(), contextlib.ExitStack() as stack:
+        with kept, torch.enable_grad(), gathering_alone():
             put_into_training(model, *loss.modules)
-            for layer in layers:
-                layer.eval()
-                hook = layer.register_forward_pre_hook(lambda _, inputs: dtypes.add(inputs[0].dtype))
-                stack.callback(hook.remove)
             try:
-                found = torch.autograd.grad(self(model), trained, allow_unused=True)
+                with inputs_seen(layers, lambda tensor: dtypes.add(tensor.dtype)):
+                    found = torch.autograd.grad(self(model), trained, allow_unused=True)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
             made = [*filter(None.__ne__, found), *(each for each in model.buffers() if each.is_floating_point())]
@@ -79,3 +76,14 @@ class EmptyBatch:
         if dtypes & {torch.float16, torch.bfloat16}:
             return "PyTorch's SyncBatchNorm sends other types for no rows than for rows of 16 bits."
         return ""
+
+
+@contextlib.contextmanager
+def inputs_seen(layers: Iterable[nn.Module], look: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call `look` with what reaches the layers within; they evaluate, as a SyncBatchNorm would wait for other ranks."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            layer.eval()
+            hook = layer.register_forward_pre_hook(lambda _, inputs: look(inputs[0]))
+            stack.callback(hook.remove)
+        yield

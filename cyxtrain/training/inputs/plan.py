@@ -17,9 +17,7 @@ from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import nearest
 from cyxtrain.data.batches.batch import Share
-from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.feed import Feed, Place
-from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
@@ -261,7 +259,9 @@ def plan_fit(
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_sources = opened
     feed = source.feed(config, rank, world_size)
-    data = check_data(source, config.batch_size, config, trainer, trains_on=_first_rows(source, feed, epoch))
+    first = feed.first_rows(epoch)  # rank 0's; None: each rank has its own
+    first = source.first(feed.rows_at_once) if first is None else first
+    data = check_data(source, config.batch_size, config, trainer, trains_on=first)
     if data.call.alone and feed.micro_batches > 1:
         raise ConfigError(accumulation_excludes(data.call.alone))
     validation = {}
@@ -269,8 +269,15 @@ def plan_fit(
         with naming_validation(f"validation {name}".rstrip()):
             size = each.batch_size or config.validation_batch_size or config.batch_size
             validation[name] = check_data(each, size, config, trainer)
+    named = by_name(opened)
+    not_finite = {name: each.not_finite(rank, world_size) for name, each in named.items()}
     facts = {
-        **_facts(arguments, opened, trained, data.placement.device),
+        **device_facts(data.placement.device),
+        **{what: value for name, each in named.items() for what, value in each.facts(name).items()},
+        "resume": arguments.resume,
+        "initial_epoch": arguments.initial_epoch,
+        "_not_finite": {name: found for name, found in not_finite.items() if found[1]},
+        "_is_on_accelerator": _is_on_accelerator(trained),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizers, trained),
         "the metrics": [*trainer.metrics],
@@ -296,27 +303,6 @@ def _is_on_accelerator(trained: nn.Module) -> bool:
     """Return whether all parameters are on one accelerator of the kind that "auto" takes."""
     devices, kind = {parameter.device for parameter in trained.parameters()}, accelerator.visible()
     return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
-
-
-def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
-    """Return rank 0's first micro-batch of an epoch; this rank's, if each has its own rows."""
-    first = feed.first_rows(epoch)
-    return source.first(feed.rows_at_once) if first is None else first
-
-
-def _facts(arguments: FitArguments, opened: Sources, trained: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return what must be the same on every rank, and what in the data is not finite."""
-    rank, world_size = runtime.get_rank(), runtime.get_world_size()
-    not_finite = {name: source.not_finite(rank, world_size) for name, source in by_name(opened).items()}
-    own = {name: value for found, source in by_name(opened).items() for name, value in source.facts(found).items()}
-    return {
-        **device_facts(device),
-        **own,
-        "resume": arguments.resume,
-        "initial_epoch": arguments.initial_epoch,
-        "_not_finite": {name: found for name, found in not_finite.items() if found[1]},
-        "_is_on_accelerator": _is_on_accelerator(trained),
-    }
 
 
 def _check_best(plan: FitPlan) -> None:

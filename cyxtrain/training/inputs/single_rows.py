@@ -13,7 +13,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.training.inputs.empty_batches import EmptyBatch
+from cyxtrain.training.inputs.empty_batches import EmptyBatch, inputs_seen
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.snapshot import snapshot
@@ -53,21 +53,11 @@ def check_single_rows(model: nn.Module, plan: FitPlan) -> None:
 def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: CheckedData) -> bool:
     """Return whether a batch norm in training mode gets a single value per channel of a row."""
     found: list[int] = []
-    with (
-        snapshot([model], data.placement.device, copies=True),
-        torch.no_grad(),
-        gathering_alone(),
-        contextlib.ExitStack() as stack,
-    ):
+    with snapshot([model], data.placement.device, copies=True), torch.no_grad(), gathering_alone():
         put_into_training(model)
-        for norm in norms:
-            if norm.training:
-                norm.eval()  # SyncBatchNorm would wait for the other ranks
-                hook = norm.register_forward_pre_hook(
-                    lambda _, inputs: found.append(inputs[0].numel() // inputs[0].shape[1])
-                )
-                stack.callback(hook.remove)
-        with contextlib.suppress(Exception):  # what else is wrong shows in the dry run
+        trained = [norm for norm in norms if norm.training]
+        seen = inputs_seen(trained, lambda tensor: found.append(tensor.numel() // tensor.shape[1]))
+        with seen, contextlib.suppress(Exception):  # what else is wrong shows in the dry run
             data.call(model, Batch(0, *data.placement.place(data.source.first(1))))
     return 1 in found
 

@@ -26,13 +26,7 @@ _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
 def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
-    """Return the arguments of a fit, and its data; raise ConfigError on all ranks. All ranks call it.
-
-    Args:
-        parse: Returns this rank's arguments, or raises.
-        loss_fn: Of the fit.
-        epoch: From which it is likely to begin, from 0.
-    """
+    """Return the arguments of a fit and its data from an `epoch`. All ranks call it, and raise alike."""
 
     def open_and_describe() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
         arguments = parse()
@@ -52,14 +46,7 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
 def open_rows(
     data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig, *, distributed: bool
 ) -> Source:
-    """Return the rows of an evaluation or a prediction. All ranks that share them call it.
-
-    Args:
-        data: X; or X, y, and how much each row counts.
-        batch_size: Rows at once; None: as in the latest fit, or as the data have it.
-        config: Of the latest fit.
-        distributed: Whether ranks share them.
-    """
+    """Return the rows of an evaluation or a prediction; `config` is that of the latest fit."""
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +24,8 @@ _TOLERANCE_16_BITS = 0.03
 _COUNT_TOLERANCE = 1e-5
 
 
-class _Losses(NamedTuple):
-    """The loss of a batch with num_items_in_batch=1 and without."""
-
-    total: float
-    mean: float
-
-    @property
-    def items(self) -> float:
-        return self.total / self.mean if self.total and math.isfinite(self.mean) else 0.0
-
-
 class WeightCheck:
-    """Compares the losses of a few rows, in evaluation mode and without gradients.
-
-    Args:
-        model: In evaluation mode; not wrapped.
-        loss: Learns how many items the model counts.
-    """
+    """Compares losses of a few rows of a model in evaluation mode; the loss learns what the model counts."""
 
     def __init__(self, model: nn.Module, loss: Loss, call: ModelCall, batch: Batch) -> None:
         self._model = model
@@ -63,11 +46,10 @@ class WeightCheck:
         if loss.weighting is not Weighting.SAMPLES or not self._reacts():
             return ""
         try:
-            found = [self._losses(each) for each in (self._batch, *self._alone())]
+            counts = [self._counted_items(each) for each in (self._batch, *self._alone())]
         except Exception:  # forward does without the argument, or takes one row, never
             loss.use_num_items(usual_rule(self._batch))
             return ""
-        counts = [each.items for each in found]
         whole = all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts)
         rule = find_rule([self._batch, *self._alone()], [round(count) for count in counts]) if whole else None
         loss.use_num_items(rule or usual_rule(self._batch))
@@ -149,8 +131,9 @@ class WeightCheck:
             return False
         return math.isfinite(one) and abs(one - two) > self._tolerance * abs(one)
 
-    def _losses(self, batch: Batch) -> _Losses:
-        return _Losses(self._value(batch, 1), self._value(batch, None))
+    def _counted_items(self, batch: Batch) -> float:
+        total, mean = self._value(batch, 1), self._value(batch, None)
+        return total / mean if total and math.isfinite(mean) else 0.0
 
     def _value(self, batch: Batch, items: int | None) -> float:
         output = self._call.with_items(self._model, batch, items)

@@ -80,12 +80,7 @@ class ModelCall:
             self._target_name = _name_of_targets(model)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Return the output for a batch; a model that computes its own loss gets the targets too.
-
-        Args:
-            model: The one that this was made for, or a wrapper of it.
-            batch: Of the form that this was made for.
-        """
+        """Return the output for a batch; a model that computes its own loss gets the targets too."""
         rule = None if self._loss is None else self._loss.items
         if rule is not None:
             return self.with_items(model, batch, rule.items(batch))

@@ -40,11 +40,6 @@ Update = Callable[[Any, str, bool], Tensor]
 class BuiltIn:
     """The built-in step: the model's forward, and the loss_fn if there is one.
 
-    Args:
-        model: Not wrapped.
-        loss: Of the trainer.
-        precision: Of forward; the loss is computed in full precision.
-
     Attributes:
         weight: What the latest loss was divided by, if that is not the number of rows.
         update: What a step's `optimize` does; None: nothing, in an evaluation.

@@ -27,11 +27,7 @@ class BatchRun:
     all_reduce, whether to go on: so all end together, with the first batches done.
 
     Args:
-        model: Not wrapped.
-        rows: All of them.
         kind: "test" or "predict", as in the names of hooks.
-        callbacks, display: They see each batch.
-        distributed: Whether the ranks share the work.
         group, done: As in `BatchShare`.
 
     Attributes:

@@ -59,25 +59,18 @@ def stop_requested_in(checkpoint: CheckpointState) -> bool:
 def restore_rank(
     checkpoint: CheckpointState, source: str, totals: MetricSums, logged: LoggedNumbers, device: torch.device
 ) -> None:
-    """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch.
-
-    Raises:
-        CheckpointError: The checkpoint holds something else.
-    """
+    """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch."""
     rank, world_size, ranks = runtime.get_rank(), runtime.get_world_size(), checkpoint.ranks
     try:
         tables = [each["sums"] for each in ranks]
         if not any(tables):
             return  # made between two epochs: the next one begins with its own generators
+        totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
+        logged.restore([each.get("logged", {}) for each in ranks[rank::world_size]])
         if len(ranks) == world_size:
             set_generators(ranks[rank]["generators"], device)
             totals.restore(tables[rank])
-            totals.metrics.merge([ranks[rank].get("metrics", {})])
-            logged.restore([ranks[rank].get("logged", {})])
-            return
-        totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
-        logged.restore([each.get("logged", {}) for each in ranks[rank::world_size]])
-        if rank == 0:
+        elif rank == 0:
             # Added up once: which rank has counted what changes only the last bits of the result.
             totals.restore([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -116,14 +109,7 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 def start_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
 ) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
-    """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header.
-
-    All ranks call it.
-
-    Raises:
-        CheckpointError: It cannot be read, or does not fit.
-        ConfigError: It is of a fit with other samples.
-    """
+    """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header."""
     try:
         return _begin_or_resume(state, plan, numerics)
     except (CheckpointError, ConfigError) as error:
@@ -143,7 +129,11 @@ def _begin_or_resume(
         for rates in state.rates.values():
             scheduled = plan.scheduled(rates)
             _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
-        _warn_of_warmup(plan)
+        if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
+            warn(
+                f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning "
+                "rate will not reach its value."
+            )
         lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
         state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
         return plan, None, _describe_start(plan, state)
@@ -153,7 +143,10 @@ def _begin_or_resume(
     plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
     state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=is_named)
     with taking_over(source):
-        plan = _resume_data(plan, state, checkpoint)
+        plan.feed.check_world(checkpoint.world_size, place_of(state.position))
+        plan.feed.resume_from(state.position.effective_batch_size)
+        plan.feed.load_state_dict(checkpoint.others.get("data", {}))
+        plan = with_batch_norm_checked(state, plan)
     if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
         state.change_epochs(max(left, 0))
@@ -167,7 +160,8 @@ def _begin_or_resume(
         if not plan.is_over(state.position):
             header_lines += [("schedule", stretched)] if stretched else []
             _check_schedule(plan, rates.scheduler, plan.schedule_steps(rates.warmup_steps_left, state.position))
-    header_lines += _describe_dropped(checkpoint)
+    if checkpoint.others.get("compression") and runtime.get_world_size() == 1:
+        header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
     computed = resume_diff.differences(checkpoint.arithmetic, numerics)
     _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
@@ -184,9 +178,8 @@ def _describe_frozen(program: Mapping[str, bool], checkpoint: Mapping[str, bool]
     words = []
     for value, before in found.items():
         names = [name for name in checkpoint if checkpoint[name] is value and program[name] is not value]
-        words += (
-            [f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)"] if names else []
-        )
+        if names:
+            words.append(f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)")
     return [("trained", "; ".join(words))] if words else []
 
 
@@ -203,27 +196,11 @@ def _check_schedule(
         warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
 
 
-def _resume_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> FitPlan:
-    """Take over a checkpoint's samples per step, and where in the data it is."""
-    plan.feed.check_world(checkpoint.world_size, place_of(state.position))
-    plan.feed.resume_from(state.position.effective_batch_size)
-    plan.feed.load_state_dict(checkpoint.others.get("data", {}))
-    return with_batch_norm_checked(state, plan)
-
-
 def with_batch_norm_checked(state: TrainingState, plan: FitPlan) -> FitPlan:
     """Refuse rows that batch norm cannot train on, now that each rank's rows of a step are known."""
     check_single_rows(state.model, plan)
     empty, micro_batches = part_without_rows(state.model, plan), plan.feed.micro_batches
     return replace(plan, data=replace(plan.data, without_rows=empty, num_micro_batches=micro_batches))
-
-
-def _warn_of_warmup(plan: FitPlan) -> None:
-    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
-        warn(
-            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning "
-            "rate will not reach its value."
-        )
 
 
 def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
@@ -264,13 +241,6 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]
     what = f"{found} (number {state.position.fits})" if there else f"no checkpoint in {config.checkpoint_dir}"
     keeps = "" if config.makes_checkpoints else "; checkpoints are off"
     return [("resume", f"{what}, starting from scratch{keeps}")]
-
-
-def _describe_dropped(checkpoint: CheckpointState) -> list[tuple[str, str]]:
-    kept = checkpoint.others.get("compression")
-    if not kept or runtime.get_world_size() > 1:
-        return []
-    return [("gradients", "compression's error feedback is dropped: a single rank compresses nothing")]
 
 
 def _warn_of_differences(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
