@@ -150,9 +150,8 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
 def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, list[Buffer]]:
     """Return the parts of each entry of a checkpoint's archive.
 
-    Args:
-        state: Its tensors are on any device.
-        copy: Copies them; None: the parts are the memory of tensors on the CPU, which must not change until written.
+    `copy` copies the tensors; without it, the parts are the memory of tensors on the CPU, which must not change until
+    written.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {entry: {} for entry in (_MODEL, _OPTIMIZER, _OTHERS)}
     tensors[_MODEL] = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}

@@ -28,12 +28,6 @@ def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Ind
     The generator is NumPy's `RandomState` (MT19937), whose stream never changes: NEP 19 lets the newer `Generator`, and
     PyTorch lets `randperm`, change between versions, and a run that resumes after an update would see some samples
     twice and others never. Cost: 8 bytes and about 0.1 microseconds per sample.
-
-    Args:
-        dataset_size: Number of samples.
-        shuffle: False: the samples in their own order; seed and epoch are not used.
-        seed: 0 to 2**64 - 1.
-        epoch: 0 to 2**32 - 1.
     """
     order = np.arange(dataset_size, dtype=np.int64)
     if shuffle:

@@ -20,9 +20,7 @@ _COLOURS = {"ok": "green", "no": "yellow", "untested": "yellow", "BROKEN": "bold
 def print_report(parts: Iterable[RenderableType], *, is_labelled: bool = True) -> None:
     """Print tables and paragraphs, separated by empty lines, in at most 80 columns.
 
-    Args:
-        parts: Tables of `table`, and strings.
-        is_labelled: Leave room for the launcher's "[rank 0] ".
+    `is_labelled` leaves room for the launcher's "[rank 0] ".
     """
     from rich.console import Console
 
@@ -38,10 +36,7 @@ def print_report(parts: Iterable[RenderableType], *, is_labelled: bool = True) -
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> RenderableType:
     """Return a table without lines; words such as "ok" and "BROKEN" are coloured.
 
-    Args:
-        titles: Of the columns; none: no header.
-        rows: Cells.
-        right: Numbers of the columns to align right.
+    Without titles it has no header; `right` are the numbers of the columns to align right.
     """
     from rich.table import Table
     from rich.text import Text

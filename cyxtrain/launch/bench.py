@@ -48,17 +48,8 @@ class Row(NamedTuple):
 def bench(config: DistributedConfig, sizes: Sequence[int] = SIZES, seconds: float = _SECONDS) -> int:
     """Measure all_reduce (SUM, float32), alternating between the ring and Gloo; rank 0 prints a table.
 
-    Args:
-        config: Complete; its backend does not matter.
-        sizes: In bytes, at least 4.
-        seconds: Approximate total; each size gets at least 5 calls of each.
-
-    Returns:
-        0; 2 for a single rank, where there is nothing to measure.
-
-    Raises:
-        RendezvousError: The ranks did not find each other.
-        PeerLostError: Another rank has exited.
+    The backend of the config does not matter; each size (in bytes) gets at least 5 calls of each, in about `seconds`
+    altogether. Returns the exit code: 2 for a single rank, where there is nothing to measure.
     """
     if config.world_size == 1:
         print(_ONE_RANK, flush=True)

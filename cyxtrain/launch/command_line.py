@@ -202,12 +202,7 @@ def completion(shell: str) -> None:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command line and return its exit code.
-
-    Args:
-        arguments: Without the program's name.
-        environment: Inherited by processes that it starts.
-    """
+    """Run a command line without the program's name; processes that it starts inherit `environment`."""
     hook = sys.excepthook
     try:
         code = cyxtrain.main([*arguments], "cyxtrain", _COMPLETE, standalone_mode=False, obj=environment)

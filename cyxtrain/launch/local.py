@@ -48,11 +48,7 @@ class Start:
         return None if self.logs is None else self.logs / f"rank{rank}.log"
 
     def create_logs(self) -> None:
-        """Create an empty log for each rank; restarts append to it.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """Create an empty log for each rank; restarts append to it."""
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
             for path in filter(None, map(self.log_of, self.ranks)):
@@ -61,15 +57,7 @@ class Start:
 
 
 def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
-    """Run the ranks of this machine and return the launcher's exit code.
-
-    Args:
-        start: What to start.
-        environment: Inherited by the ranks.
-
-    Raises:
-        OSError: The command cannot be started.
-    """
+    """Run the ranks of this machine, which inherit `environment`; return the launcher's exit code."""
     environment = {**environment, "CYXTRAIN_RUN": secrets.token_hex(8)}
     terminal = Terminal.standard()
     for attempt in range(start.restarts + 1):

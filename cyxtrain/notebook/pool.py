@@ -67,11 +67,7 @@ class JobAnswers:
     """Whether all can take another job; otherwise the caller must close the pool."""
 
     def check(self) -> None:
-        """Raise if a worker has exited.
-
-        Raises:
-            PeerLostError: Names the first one.
-        """
+        """Raise PeerLostError, naming the first one, if a worker has exited."""
         if self.ended:
             first = self.ended[0]
             raise PeerLostError(
@@ -97,11 +93,8 @@ class _Writer:
 class Pool:
     """Worker processes: ranks 0 to `num_processes` - 1 of their own world.
 
-    One thread at a time may use it. When this process ends, however it ends, they end within a second.
-
-    Args:
-        num_processes: Number of workers.
-        variables: Their environment, without what makes them ranks.
+    One thread at a time may use it. When this process ends, however it ends, they end within a second. `variables` are
+    their environment, without what makes them ranks.
     """
 
     def __init__(self, num_processes: int, variables: Mapping[str, str]) -> None:
@@ -146,20 +139,12 @@ class Pool:
         apply: Callable[[Any], None],
         on_signal: Callable[[int], bool],
     ) -> JobAnswers:
-        """Let all workers call a function, and return their answers.
+        """Let all workers call a function as in `Job`, and return their answers.
 
-        This thread prints the workers' output on our stdout and stderr, with the rank for ranks other than 0.
-
-        Args:
-            function: As in `Job`.
-            arguments: As in `Job`.
-            apply: Called with each report.
-            on_signal: Called for a signal that arrives within `handling_signals`; returns whether to pass it on to the
-                workers. Otherwise, and at the second signal, they are ended and the signal takes its usual effect.
-
-        Raises:
-            RendezvousError: They did not start within `START_SECONDS`.
-            KeyboardInterrupt, SystemExit: A signal has ended the workers.
+        This thread calls `apply` with each report, and prints the workers' output on our stdout and stderr, with the
+        rank for ranks other than 0. It calls `on_signal` for a signal that arrives within `handling_signals`, which
+        returns whether to pass it on to the workers. Otherwise, and at the second signal, they are ended and the signal
+        takes its usual effect.
         """
         self._marks = 0
         try:

@@ -27,9 +27,7 @@ def _forwarding(hook: str) -> Callable[..., None]:
 class Relay(Callback):
     """Stands in a worker for a callback that stays in the notebook, and forwards its hooks from rank 0.
 
-    Args:
-        name: Of the callback, among the trainer's parts.
-        report: Takes reports; None on ranks other than 0.
+    `name` is the callback's among the trainer's parts; `report` is None on ranks other than 0.
     """
 
     def __init__(self, name: str, report: Callable[[Any], None] | None) -> None:
@@ -55,12 +53,7 @@ class Relay(Callback):
 
 
 class ReportingDisplay(LiveDisplay):
-    """A display in another process.
-
-    Args:
-        report: Takes reports.
-        shows: Whether anything is displayed; the beginning of a fit is reported in any case.
-    """
+    """A display in another process; it reports the beginning of a fit even if it `shows` nothing."""
 
     def __init__(self, report: Callable[[Any], None], *, shows: bool) -> None:
         super().__init__()

@@ -74,13 +74,8 @@ class Supervisor:
 
     Any thread may call `run`; any thread and signal handler may call `request_stop`. Three threads for each rank read
     its output and wait for its end; they have ended when `run` returns, except for the reader of a pipe that a process
-    outside the rank's group (a daemon) still holds.
-
-    Args:
-        specs: What to start, rank 0 first.
-        terminal: Where the lines of all ranks go.
-        policy: What the end of one rank means for the others.
-        orphan_seconds: Seconds between SIGTERM and SIGKILL if this process is killed.
+    outside the rank's group (a daemon) still holds. If this process is killed, the ranks have `orphan_seconds` between
+    SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -113,8 +108,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start all ranks and return when no process of them is left.
 
-        Raises:
-            OSError: A command cannot be started; ranks that had started are stopped.
+        Raises OSError if a command cannot be started; ranks that had started are stopped.
         """
         stopped_at = math.inf
         with self._guard as guard:
@@ -188,16 +182,12 @@ _STOPS = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:
-    """Return the failure that caused the others.
+    """Return the failure that caused the others, of exits before we stopped anything, in the order of time.
 
     It is the earliest one whose stderr names no error that blames another rank; if all do, the earliest. Time alone
     does not tell: a rank that raises informs the others, which may leave the interpreter before it does. If somebody
     stopped a rank and no other has its own error, nothing has failed. If a rank has printed a user's mistake, the
     others may have the same one and print nothing: those with another error have a traceback.
-
-    Args:
-        exits: Those before we stopped anything, in the order of time.
-        last_lines: The end of each rank's stderr, by index.
     """
     failures = [ended for ended in exits if ended.code != 0 and ended.code not in _STOPS]
     own = [ended for ended in failures if not _BLAMES_ANOTHER.search(last_lines[ended.index] or b"")]

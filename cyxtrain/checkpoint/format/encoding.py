@@ -26,11 +26,8 @@ _NUMBERS = (int, float, torch.Tensor)
 def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Return a value as JSON types; floats are restored bit for bit (a nan as a nan), tuples as tuples.
 
-    Args:
-        value: None, bool, int, float, str, NumPy's scalars and arrays of numbers, a tensor, or lists, tuples and
-            dictionaries of these.
-        path: Of the value, for the names of its tensors and for messages, such as "weight.exp_avg".
-        tensors: Collects the tensors, under names made from their paths. None: tensors are refused.
+    `path`, such as "weight.exp_avg", names it in messages. `tensors` collects the tensors, under names made from their
+    paths; without it, tensors and arrays are refused.
     """
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
@@ -70,11 +67,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torc
 
 
 def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return the value that `encode_tree` encoded.
-
-    Raises:
-        KeyError, TypeError, ValueError: `encode_tree` cannot have made it.
-    """
+    """Return the value that `encode_tree` encoded."""
     if isinstance(value, list):
         return [decode_tree(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -106,10 +99,8 @@ def _plain(name: Any) -> np.dtype[Any]:
 def same_kinds(saved: Any, own: Any) -> bool:
     """Return whether a saved value may replace the present one: a number a number, a dictionary a dictionary.
 
-    Args:
-        saved: From a checkpoint.
-        own: The present value; anything but a text may replace None. Names in only one of two dictionaries, and the
-            items of lists, are not compared; tuples must have the same length.
+    Anything but a text may replace None. Names in only one of two dictionaries, and the items of lists, are not
+    compared; tuples must have the same length.
     """
     if own is None:
         return not isinstance(saved, str)
