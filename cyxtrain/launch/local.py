@@ -16,7 +16,7 @@ from cyxtrain.workers.error_lines import is_mistake
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, stop_all_at_first_failure, would_recur
+from cyxtrain.workers.supervisor import Outcome, Supervisor, stop_all_at_first_failure, would_recur
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
     has_bar = not shares_terminal and environment.get("TERM", "dumb") != "dumb"
     columns = terminal.columns() if has_bar else 0
 
-    def note_exit(ended: RankExit) -> Reaction:
+    def note_exit(ended: RankExit) -> bool:
         if ended.code == 0:  # ranks that wait for it to join read this
             exited.write(b"%d\n" % start.ranks[ended.index])
         return stop_all_at_first_failure(ended)

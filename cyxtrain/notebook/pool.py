@@ -25,7 +25,7 @@ from cyxtrain.notebook.worker import NAME, Answer, Channel, Job, Ready, Release,
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import SLICE_SECONDS, Reaction, Supervisor
+from cyxtrain.workers.supervisor import SLICE_SECONDS, Supervisor
 from cyxtrain.world import runtime
 
 START_SECONDS = 120.0
@@ -291,10 +291,10 @@ class Pool:
             for end in self._ends:  # ends the listening threads
                 end.close()
 
-    def _note_exit(self, ended: RankExit) -> Reaction:
+    def _note_exit(self, ended: RankExit) -> bool:
         self._has_ended = True
         self._events.put(ended)
-        return Reaction.KEEP_GOING  # so that the others can report their errors
+        return False  # so that the others can report their errors
 
     def _listen(self, rank: int, channel: Channel) -> None:
         with channel, contextlib.suppress(EOFError, OSError):

@@ -3,12 +3,11 @@
     start all -> wait -> (a failure: 2 s for the others to print their errors)          -> SIGTERM -> 5 s -> SIGKILL
                       -> (a stop request: a step and a checkpoint may be in progress) -> signal  -> 9 s -> SIGKILL
 
-A policy, a function from a rank's exit to a `Reaction`, decides what happens when a rank ends.
+A policy, a function of a rank's exit, decides whether the others are stopped.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import queue
 import re
@@ -33,19 +32,13 @@ SLICE_SECONDS = 0.5
 """The longest wait in one piece: on Windows Ctrl-C arrives only between two."""
 
 
-class Reaction(enum.Enum):
-    """What the end of one rank means for the others."""
-
-    KEEP_GOING = enum.auto()
-    STOP_ALL = enum.auto()
+Policy = Callable[[RankExit], bool]
+"""Returns whether the end of one rank stops the others."""
 
 
-Policy = Callable[[RankExit], Reaction]
-
-
-def stop_all_at_first_failure(ended: RankExit) -> Reaction:
-    """Keep going after a success; stop all ranks after a failure."""
-    return Reaction.KEEP_GOING if ended.code == 0 else Reaction.STOP_ALL
+def stop_all_at_first_failure(ended: RankExit) -> bool:
+    """Stop all ranks after a failure, not after a success."""
+    return ended.code != 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,7 @@ class Supervisor:
                 self._alive.discard(event.index)
             else:
                 self._exits.append(event)
-                self._stop_all |= self._policy(event) is Reaction.STOP_ALL
+                self._stop_all |= self._policy(event)
 
     def _end_all(self) -> None:
         """Signal the ranks that are left; kill them after the grace time or at the next request."""
