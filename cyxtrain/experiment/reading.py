@@ -69,7 +69,6 @@ def merged(values: Values, overrides: Overrides) -> Values:
     given: Values = {}
     for override in words_of(overrides):
         name, equals, _ = override.partition("=")
-        source = f"the override {brief(override)}"
         if not equals or not all(name.split(".")) or name != name.strip():
             raise ConfigError(f"an override is name=value, such as training.epochs=3; got {brief([override])[1:-1]}.")
         if re.search(r"\[|\.\d+(\.|$)", name):
