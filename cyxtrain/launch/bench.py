@@ -67,17 +67,12 @@ def bench(config: DistributedConfig, sizes: Sequence[int] = SIZES, seconds: floa
     return 0
 
 
-def bus_bandwidth(count: int, seconds: float, ranks: int) -> float:
-    """Return bytes per second that each link carries (nccl-tests, PERFORMANCE.md)."""
-    return 2 * (ranks - 1) / ranks * count / seconds
-
-
 def report_of(rows: Sequence[Row], ranks: int) -> list[RenderableType]:
     """Return a table and its footnote."""
     cells = []
     for count, ring, gloo in rows:
         gloo_cells = ("none", "") if gloo is None else (duration(gloo), f"{gloo / ring:.2f}")
-        cells.append((size(count), duration(ring), *gloo_cells, rate(bus_bandwidth(count, ring, ranks))))
+        cells.append((size(count), duration(ring), *gloo_cells, rate(2 * (ranks - 1) / ranks * count / ring)))
     titles = ("size", "ring", "Gloo", "Gloo / ring", "bus bandwidth")
     return [table(titles, cells, right=range(5)), _FOOTNOTE]
 

@@ -49,21 +49,15 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
     if isinstance(value, tuple):
         return {"$tuple": encode_tree(list(value), path, tensors)}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors)
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode_tree(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        pairs = ((key, item, f"{path}.{key}") for key, item in value.items())
+        return {"$dict": [[encode_tree(key, path), encode_tree(item, place, tensors)] for key, item, place in pairs]}
     raise CheckpointError(
         f"'{path}' is a {type(value).__name__}, which a checkpoint cannot hold: it takes numbers, text, lists, tuples "
         f"and dictionaries{'' if tensors is None else ', and tensors'}, so that loading never runs code. "
         "Convert it before saving."
     )
-
-
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return a dictionary as a JSON object, or as a list of pairs if its keys are not plain text."""
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: encode_tree(item, f"{path}.{key}", tensors) for key, item in value.items()}
-    return {
-        "$dict": [[encode_tree(key, path), encode_tree(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-    }
 
 
 def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
