@@ -240,16 +240,10 @@ def _loss(values: Mapping[str, Any], names: Names) -> Any:
     if is_path(name) and not settings and not isinstance(found, type):
         return found  # a function of (output, target)
     if not is_path(name):  # PyTorch takes class weights as tensors
-        settings = {key: _as_tensor(value) for key, value in settings.items()}
+        for key, value in settings.items():
+            if isinstance(value, list) and all(map(is_number, value)):
+                settings[key] = torch.tensor([float(each) for each in value], device="cpu")
     return make(f"the loss '{name}'", found, settings)
-
-
-def _as_tensor(value: Any) -> Any:
-    return (
-        torch.tensor([float(each) for each in value], device="cpu")
-        if isinstance(value, list) and all(map(is_number, value))
-        else value
-    )
 
 
 def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, torch.optim.Optimizer]:

@@ -31,17 +31,18 @@ _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 _Answer = TypeVar("_Answer")
 
 
-def read_file(path: str | os.PathLike[str]) -> Values:
-    """Return the merged settings of a YAML file and its bases, with unresolved variables."""
-    return _with_bases(Path(path), (), {}, "")
-
-
-def _with_bases(file: Path, readers: tuple[Path, ...], known: dict[Path, Values], asked: str) -> Values:
-    """Return the settings of a file and its bases.
+def read_file(
+    path: str | os.PathLike[str],
+    readers: tuple[Path, ...] = (),
+    known: dict[Path, Values] | None = None,
+    asked: str = "",
+) -> Values:
+    """Return the merged settings of a YAML file and its bases, with unresolved variables.
 
     `readers` are the files of which it is a base, the first one first; `known` holds the settings of files that have
     been read, and gets this one's; `asked` names the file that refers to it, for errors.
     """
+    file, known = Path(path), {} if known is None else known
     values = _parsed(file, asked)
     here = Path(os.path.realpath(file))
     chain = (*readers, here)
@@ -59,7 +60,7 @@ def _with_bases(file: Path, readers: tuple[Path, ...], known: dict[Path, Values]
         check_section(str(file), section, _BASE)
     found: Values = {}
     for base in bases:
-        found = _over(str(file), found, _with_bases(file.parent / base, chain, known, f"{file}: {_BASE}: "))
+        found = _over(str(file), found, read_file(file.parent / base, chain, known, f"{file}: {_BASE}: "))
     known[here] = _over(str(file), found, with_names(values))
     return known[here]
 
