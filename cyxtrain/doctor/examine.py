@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -97,7 +98,7 @@ def _collect(
     for other in ranks[1:]:
         tests.wait_for_key(f"done/{other}", other, limit)
     found = []
-    for low, high in ((low, high) for high in ranks for low in ranks if low < high):
+    for low, high in itertools.combinations(ranks, 2):
         keys = filter(client.has, (f"result/{low}/{high}", f"result/{high}/{low}"))
         found.append(Pair(low, high, tuple(client.read(PeerResult, key) for key in keys)))
     proofs = {other: (client.get(f"proof/{other}") or b"").decode("ascii", "replace") for other in ranks}
@@ -106,7 +107,7 @@ def _collect(
     patience = Deadline(_LEAVING_SECONDS)
     for other in ranks[1:]:
         tests.wait_for_key(f"left/{other}", other, patience)
-    return report.World(config, tests.infos, sorted(found, key=lambda pair: (pair.low, pair.high)), wrong_secret)
+    return report.World(config, tests.infos, found, wrong_secret)
 
 
 def _wait_for_rank_0(client: StoreClient, tests: pairs.PairTests, rank: int, limit: Deadline) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cyxtrain.experiment import Experiment
 
 _USAGE_ERROR = 2
-"""Exit code of an invalid command line."""
 _COMPLETE = "_CYXTRAIN_COMPLETE"
 """Click's variable: a shell sets it to ask for completions."""
 

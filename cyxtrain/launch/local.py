@@ -28,7 +28,6 @@ class Start:
     nnodes: int = 1
     """Machines, all with as many ranks."""
     node_rank: int = 0
-    """This machine's number."""
     master_addr: str = "127.0.0.1"
     """Of machine 0."""
     master_port: str | None = None

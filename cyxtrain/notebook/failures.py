@@ -27,7 +27,6 @@ class Failed:
     error: bytes | None
     """Pickled (class, arguments, attributes); None if they cannot be pickled."""
     name: str
-    """Of its class."""
     message: str
     text: str
     """The traceback of the user's code."""

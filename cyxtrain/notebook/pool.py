@@ -77,16 +77,16 @@ class JobAnswers:
             )
 
 
+@dataclass(frozen=True)
 class _Writer:
     """Where a supervisor's terminal writes to: a queue of events."""
 
-    def __init__(self, post: Callable[[_Event], None], *, to_stderr: bool) -> None:
-        self._post = post
-        self._to_stderr = to_stderr
+    post: Callable[[_Event], None]
+    to_stderr: bool
 
     def write(self, data: bytes, /) -> int:
         """Post whole lines."""
-        self._post(_Wrote(self._to_stderr, data))
+        self.post(_Wrote(self.to_stderr, data))
         return len(data)
 
 

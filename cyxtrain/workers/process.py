@@ -52,7 +52,6 @@ class RankExit:
     code: int
     """Its exit code; 128 + n if signal n killed it, as in a shell."""
     killed_by: int | None
-    """The signal that killed it."""
     at_seconds: float
     """On the clock of `time.monotonic`."""
 
