@@ -94,7 +94,9 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
-        self._total_size = _count(dataset_size)
+        self._total_size = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
+        require_integer(owner, "dataset_size", self._total_size, 0)
+        require(self._total_size > 0, f"{owner}: the data set is empty. Give it at least one sample.")
         self.rank, self.world_size = _place(rank, world_size, num_replicas)
         require(
             self.padded_size() > 0,
@@ -172,13 +174,6 @@ class DistributedSampler(Sampler[int]):
                 "same data set size, seed and shuffle.",
             )
         self.set_epoch(state.get("epoch"))  # type: ignore[arg-type]  # checked there
-
-
-def _count(dataset_size: int | Sized) -> int:
-    count = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
-    require_integer("DistributedSampler", "dataset_size", count, 0)
-    require(count > 0, "DistributedSampler: the data set is empty. Give it at least one sample.")
-    return count
 
 
 def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -> tuple[int, int]:
