@@ -79,8 +79,8 @@ class PairTests:
     def wait_for_key(self, key: str, peer: int, deadline: Deadline, *, probes_port: bool = False) -> Cause:
         """Wait until the rank `peer` has written a key to the store; return why it has not.
 
-        Without its heartbeat the wait ends before the deadline. With `probes_port`, also if its port refuses
-        connections: on another machine that tells sooner that its process has exited, or that a firewall refuses.
+        Without its heartbeat the wait ends early; with `probes_port` also if its port refuses connections, which tells
+        sooner about a process on another machine that has exited, or a firewall.
         """
         record, cause, heartbeat = self.infos[peer].record, Cause.NONE, b""
         tick, silence = Deadline(_HEARTBEAT_SECONDS), Deadline(_SILENT_SECONDS)

@@ -27,10 +27,7 @@ def section_of(values: Mapping[str, Any], section: str, default: str | None = No
 
 
 def named(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Return (name, settings) of a name, or of settings with a name, or with that of `default`.
-
-    Raises ConfigError, which names the `owner` and an example in the right `form`, if there is no name.
-    """
+    """Return (name, settings) of a name, or of settings with a name; raise ConfigError if there is none."""
     settings = {"name": found} if isinstance(found, str) else {} if found is None and default else found
     name = settings.get("name", default) if isinstance(settings, Mapping) else None
     if not isinstance(name, str):

@@ -46,10 +46,7 @@ def digits(targets: bool = True) -> dict[str, Any]:
 
 
 def npz(path: str) -> dict[str, Any]:
-    """Return the arrays of an .npz file, under Keras's names: x_train, y_train, x_val, y_val, x_test, y_test.
-
-    Only x_train is required.
-    """
+    """Return the arrays of an .npz file, by Keras's names: x_train, y_train, x_val, y_val, x_test, y_test."""
     try:
         with open_regular(path) as file:
             arrays = _read_arrays(file, str(path))

@@ -140,9 +140,9 @@ def _stopping_on_signals(supervisor: Supervisor) -> Iterator[None]:
 
 
 def describe(outcome: Outcome) -> bytes:
-    """Return the launcher's last message: which rank failed first and its stderr; nothing after a success or a mistake.
+    """Return the launcher's last message: which rank failed first, and its stderr.
 
-    A user's mistake is on the screen already, in short.
+    It is empty after a success, and after a mistake of the user, which is on the screen already, in short.
     """
     lines = [f"{label} cannot be ended, not even by SIGKILL" for label in outcome.unstoppable]
     if outcome.stopped_by is not None:

@@ -91,10 +91,9 @@ class _Writer:
 
 
 class Pool:
-    """Worker processes: ranks 0 to `num_processes` - 1 of their own world.
+    """Worker processes: ranks 0 to `num_processes` - 1 of their own world; one thread at a time may use it.
 
-    One thread at a time may use it. When this process ends, however it ends, they end within a second. `variables` are
-    their environment, without what makes them ranks.
+    When this process ends, however it ends, they end within a second.
     """
 
     def __init__(self, num_processes: int, variables: Mapping[str, str]) -> None:

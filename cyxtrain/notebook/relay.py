@@ -25,10 +25,7 @@ def _forwarding(method: str) -> Callable[..., None]:
 
 
 class Relay(Callback):
-    """Stands in a worker for a callback that stays in the notebook, and forwards its hooks from rank 0.
-
-    `name` is the callback's among the trainer's parts; `report` is None on ranks other than 0.
-    """
+    """Stands in a worker for a callback that stays in the notebook, and forwards its hooks from rank 0."""
 
     def __init__(self, name: str, report: Callable[[Any], None] | None) -> None:
         self._name = name

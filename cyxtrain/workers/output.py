@@ -31,10 +31,7 @@ class Stream(Protocol):
 
 
 class Terminal:
-    """Where the lines of all ranks go: one lock over both streams, because both may be the same screen.
-
-    `columns` returns how long a bar may be; 0: there is no place for one.
-    """
+    """Where the lines of all ranks go: one lock over both streams, because both may be the same screen."""
 
     def __init__(self, out: Stream, err: Stream, columns: Callable[[], int] = lambda: 0) -> None:
         self._out = out
