@@ -36,6 +36,7 @@ from cyxtrain.parallel import DistributedDataParallel, all_gather_with_grad
 from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory
 from cyxtrain.training.amp_trainer import DistributedAMPTrainer
 from cyxtrain.training.inputs.step_count import count_steps
+from cyxtrain.training.outside_fit.saved_predictions import open_predictions
 from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world.collectives import (
     all_gather,
@@ -97,6 +98,7 @@ __all__ = [  # noqa: RUF022
     "DistributedTrainer",
     "DistributedAMPTrainer",
     "count_steps",
+    "open_predictions",
     "callbacks",
     "metrics",
     "TrainingHistory",

@@ -277,7 +277,13 @@ class Callbacks:
             callback.set_params(dict(params))
 
     def call(self, hook: str, *arguments: Any, last: bool | None = None) -> None:
-        """Call a hook, by its name, of each; `last`: of those that run last, or of the others."""
+        """Call a hook, by its name, of each; `last`: of those that run last, or of the others.
+
+        If a "test" or "predict" begins, withdraw earlier requests to end it.
+        """
+        if flag := _FLAGS.get(hook.removeprefix("on_").removesuffix("_begin")):
+            for callback in self._callbacks[:1]:
+                setattr(callback.trainer, flag, False)
         for callback in self._callbacks:
             if last is None or callback.runs_last is last:
                 self._run(callback, hook, *arguments)
@@ -326,21 +332,17 @@ class Callbacks:
                 for callback in self._batch_end:
                     self._run(callback, "on_train_batch_end", batch, logs)
 
-    def sees_batches(self, kind: str) -> bool:
-        """Return whether any overrides a hook of the batches of a "test" or of "predict"."""
-        return any(self._outside_fit[f"on_{kind}_batch_{when}"] for when in ("begin", "end"))
-
-    def begin_batches(self, kind: str) -> None:
-        """Withdraw earlier requests to end a "test" or "predict"."""
-        for callback in self._callbacks[:1]:
-            setattr(callback.trainer, _FLAGS[kind], False)
+    def may_end(self, kind: str) -> bool:
+        """Return whether any has hooks of the batches of a "test" or "predict", or has asked already to end it."""
+        return any(self._outside_fit[f"on_{kind}_batch_{when}"] for when in ("begin", "end")) or self.wants_end(kind)
 
     def wants_end(self, kind: str) -> bool:
         """Return whether one asks to end a "test" or "predict", also by Keras's `self.model.stop_evaluating = True`."""
         flag = _FLAGS[kind]
-        return any(
-            vars(each.model).pop(flag, False) or getattr(each.trainer, flag, False) for each in self._callbacks[:1]
-        )
+        for each in self._callbacks[:1]:
+            if vars(each.model).pop(flag, False):
+                setattr(each.trainer, flag, True)
+        return any(getattr(each.trainer, flag) for each in self._callbacks[:1])
 
     def on_batch_begin(self, kind: str, batch: int) -> None:
         """Call the hook of those that override it."""

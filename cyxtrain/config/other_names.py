@@ -189,6 +189,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         ),
         "A DataLoader has it, and rows go to a GPU from pinned memory by themselves": "pin_memory",
         "Call trainer.enable_gradient_checkpointing() before fit": "gradient_checkpointing",
+        "PyTorch runs each step by itself: leave it out": "steps_per_execution run_eagerly",
         "A launcher sets it, as in cyxtrain launch --nnodes 2": "num_nodes num_machines",
         "Gradients are averaged over all ranks as in DDP; each rank holds the whole model": "strategy deepspeed fsdp",
         "Pass optimizer= and scheduler= to the trainer": "configure_optimizers",

@@ -26,6 +26,7 @@ from cyxtrain.metrics.weighting import (
     BatchLoss,
     Weighting,
     batch_loss_of,
+    is_scalar,
     loss_in_output,
     weight_of_classes,
     weighting_of,
@@ -414,11 +415,12 @@ class Loss:
         return output.get("output") if isinstance(output, Mapping) else None
 
     def without_own(self, output: Any) -> Any:
-        """Return a model's output without the loss that it computed; in a dataclass it is None."""
+        """Return a model's output without its own loss and other scalars; in a dataclass they are None."""
         named = fields_of(output)
         if self.function is not None or self.used is not None or named is None or "loss" not in named:
             return output
-        return with_fields(output, {name: part for name, part in named.items() if name != "loss"})
+        rows = {name: part for name, part in named.items() if name != "loss" and not is_scalar(part)}
+        return with_fields(output, rows)
 
     def _weighted(self, output: Any, target: Any, weights: Tensor) -> BatchLoss:
         """Return the loss of rows with weights; the divisor is as without weights."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +23,16 @@ from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
-from cyxtrain.metrics.whole_set import TriedSet, as_numpy
+from cyxtrain.metrics.whole_set import TriedSet
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.outside_fit.batch_run import BatchRun
 from cyxtrain.training.outside_fit.call import Call
+from cyxtrain.training.outside_fit.saved_predictions import Predictions, Shapes, finished, joined_rows, longest_of
+from cyxtrain.training.outside_fit.shards import ShardFolder
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import raise_together
-
-_Shapes: TypeAlias = list[list[int]]
 
 
 class Evaluation:
@@ -206,10 +207,9 @@ def _gathered_rows(
         return None
     if any(other != kinds[0] for other in kinds):
         raise ConfigError(f"{outputs.owner} needs rows of one kind; outputs differ between ranks: {kinds}.")
-    finish: Any = as_numpy if source.is_numpy or only_master else (lambda tensor: tensor)
     parts = {}
     for name, kind in kinds[0].items():
-        shapes: list[_Shapes] = [each["shapes"].get(name, []) for each in found]
+        shapes: list[Shapes] = [each["shapes"].get(name, []) for each in found]
         dtype, own_batches = getattr(torch, kind.split()[0]), [batch[name] for batch in outputs.batches]
         values = _gathered(own_batches, shapes, dtype, distributed=distributed, only_master=only_master)
         if values is None:
@@ -217,11 +217,35 @@ def _gathered_rows(
         every = [shape for each in shapes for shape in each]
         numbers = [number for each in found for number in each["numbers"]]
         order = _places(numbers, [shape[0] for shape in every]) if source.is_shared else None
-        joined = _joined(values, every, order, pad_value)
+        joined = joined_rows(values, every, order, pad_value, longest_of(every))
         if name in outputs.rows_second and isinstance(joined, Tensor):
             joined = joined.transpose(0, 1)
-        parts[name] = finish(joined) if isinstance(joined, Tensor) else list(map(finish, joined))
+        parts[name] = finished(joined, as_array=source.is_numpy or only_master)
     return with_parts(outputs.structure, parts) if parts else None
+
+
+def predict_to_folder(call: Call, path: str | os.PathLike[str], pad_value: float | None) -> Predictions:
+    """Write a model's output for all rows to a folder, shard by shard; return its reader. Raises as `ShardFolder`."""
+    rows, distributed, model = call.rows, call.distributed, call.trainer.model
+    outputs = _Outputs(rows.loss.without_own(rows.output), rows.rows_second)
+    folder = ShardFolder(path, model, rows, outputs.structure, distributed=distributed)
+
+    def write(following: int = -1) -> None:
+        """Write the shard of the latest batches, unless the following one belongs to it."""
+        shard = outputs.numbers[0] // folder.group if outputs.numbers else following
+        if shard != following:
+            folder.write(shard, outputs.take())
+
+    def predict_batch(batch: Batch) -> None:
+        write(batch.number // folder.group)
+        _predict_batch(call, outputs, run, batch)
+
+    with call.running():
+        shares = (folder.group, folder.done)
+        run = BatchRun(model, rows, "predict", call.callbacks, call, *shares, distributed=distributed)
+        if not folder.is_complete:
+            run.all_batches(predict_batch, finish=write)
+    return folder.finish(pad_value, is_ended=run.is_ended)
 
 
 def _predict_batch(call: Call, outputs: _Outputs, run: BatchRun, batch: Batch) -> None:
@@ -271,7 +295,7 @@ class _Outputs:
         return self._batches
 
     @property
-    def shapes(self) -> dict[str, _Shapes]:
+    def shapes(self) -> dict[str, Shapes]:
         """The shape of each batch, by part."""
         return {name: [list(batch[name].shape) for batch in self.batches] for name in self.kinds}
 
@@ -293,6 +317,11 @@ class _Outputs:
         }
         self._read_latest()
         self._latest = latest
+
+    def take(self) -> list[dict[str, Tensor]]:
+        """Return the outputs so far, and forget them."""
+        found, self._batches, self.numbers = self.batches, [], []
+        return found
 
     def _read_latest(self) -> None:
         """Keep the latest outputs in host memory that is not pinned."""
@@ -344,7 +373,7 @@ def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _gathered(
-    own: Sequence[Tensor], shapes: Sequence[_Shapes], dtype: torch.dtype, *, distributed: bool, only_master: bool
+    own: Sequence[Tensor], shapes: Sequence[Shapes], dtype: torch.dtype, *, distributed: bool, only_master: bool
 ) -> Tensor | None:
     """Return the values of all ranks' batches as one vector, by rank; None if this rank only sends its own.
 
@@ -365,32 +394,3 @@ def _gathered(
         elif len(part) and rank != own_rank:
             dist.recv(part, rank, group=group)
     return values
-
-
-def _joined(values: Tensor, shapes: _Shapes, order: Tensor | None, pad_value: float | None) -> Tensor | list[Tensor]:
-    """Return the rows of several batches in their order, as one tensor; if their shapes differ, padded or as a list.
-
-    Args:
-        values: Of all batches, one after the other.
-        shapes: Of the batches.
-        order: The place of each row; None: as they come.
-        pad_value: Put at the ends of rows that are shorter than others; None: such rows become a list.
-    """
-    count = sum(shape[0] for shape in shapes)
-    if all(shape[1:] == shapes[0][1:] for shape in shapes):
-        rows = values.view(count, *shapes[0][1:])
-        return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
-    order = torch.arange(count, device="cpu") if order is None else order
-    pieces = zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)
-    batches = [piece.view(shape) for piece, shape in pieces]
-    if pad_value is None:
-        several = [row for batch in batches for row in batch]
-        return [several[number] for number in order.argsort().tolist()]
-    if not (values.is_floating_point() or values.is_complex() or float(pad_value).is_integer()):
-        raise ConfigError(f"pad_value must be an integer for outputs of {values.dtype}, got {pad_value}.")
-    longest = [max(lengths) for lengths in zip(*shapes, strict=True)][1:]
-    padded = torch.full((count, *longest), pad_value, dtype=values.dtype, device="cpu")
-    for places, batch in zip(order.split([shape[0] for shape in shapes]), batches, strict=True):
-        corner = (places, *map(slice, batch.shape[1:]))
-        padded[corner] = batch
-    return padded

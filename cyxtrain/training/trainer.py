@@ -35,7 +35,7 @@ from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
-from cyxtrain.training.evaluation import Evaluation, evaluate, predict
+from cyxtrain.training.evaluation import Evaluation, evaluate, predict, predict_to_folder
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
@@ -379,8 +379,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
-            callbacks: For this call; the trainer's own are not called. With `num_processes`, the call then runs in this
-                process alone.
+            callbacks: For this call, without the trainer's own; with `num_processes`, it then runs here alone.
             steps: Number of batches over all ranks: the first ones. None: all.
             verbose: 1 or "auto" shows a progress bar on rank 0 and then one line, 2 only the line, 0 nothing.
             return_dict: Return a dictionary with each metric by name.
@@ -406,6 +405,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         *,
         batch_size: int | None = None,
         distributed: bool = True,
+        output_dir: str | os.PathLike[str] | None = None,
         pad_value: float | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         steps: int | None = None,
@@ -417,6 +417,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             X: Rows, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
             distributed: As in `evaluate`.
+            output_dir: A folder, which all ranks see: each rank writes the rows that it predicts there, shard by shard,
+                and the result is what `cyxtrain.open_predictions` returns. If it was killed, the same call continues.
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.
             callbacks: As in `evaluate`.
@@ -433,15 +435,16 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                 row per sample, or its forward requires the targets, which are not passed.
             CollectiveMismatchError: Ranks make different calls.
         """
-        given: dict[str, Any] = {"batch_size": batch_size, "distributed": distributed, "pad_value": pad_value}
-        given |= {"steps": steps, "verbose": verbose}
+        options: dict[str, Any] = {"steps": steps, "verbose": verbose, "pad_value": pad_value, "output_dir": output_dir}
+        given = {"batch_size": batch_size, "distributed": distributed, **options}
         if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
             return output
         distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        options = {"steps": steps, "callbacks": callbacks, "verbose": verbose, "pad_value": pad_value}
+        options["callbacks"] = callbacks
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
+        call = Call("predict", self, rows, callbacks, verbose, distributed=distributed)
         with self._logging():
-            return predict(Call("predict", self, rows, callbacks, verbose, distributed=distributed), pad_value)
+            return predict(call, pad_value) if output_dir is None else predict_to_folder(call, output_dir, pad_value)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""

@@ -81,9 +81,7 @@ class Updates:
         self.made, self._rows, self._is_last = False, 0, True
         self._verdicts: dict[str, list[Verdict]] = {}
         self._skipped = self._state.position.skipped
-        # Where each rank has its own data, the ranks ask each other, if the step makes updates at all.
-        is_known = share.count_ranks is not None or not self._call.optimizes
-        self._leader = _leader_by_number(share) if is_known else _leader_by_asking(share)
+        self._leader = _leader(share, asks=self._call.optimizes)
 
     def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
         """Return what a forward returns that may make updates; `is_last`: of this rank in the step."""
@@ -159,8 +157,7 @@ class Updates:
     def _part(self, name: str) -> _Part:
         """Return what is optimized under a name. All ranks call it."""
         if name not in self.parts:
-            guard_settings = {"ends_fit": self._plan.ends_on_nan, "part": f", {described_name(name)}"}
-            self.parts[name] = _Part(name, self._state, self._ddp, self._device, guard_settings)
+            self.parts[name] = _Part(name, self._state, self._plan, self._ddp)
         self.parts[name].owned.follow()
         return self.parts[name]
 
@@ -285,14 +282,7 @@ class _Owned(nn.Module):
 class _Part:
     """What `self.optimize` needs of one optimizer."""
 
-    def __init__(
-        self,
-        name: str,
-        state: TrainingState,
-        ddp: DistributedDataParallel,
-        device: torch.device,
-        guard_settings: dict[str, Any],
-    ) -> None:
+    def __init__(self, name: str, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> None:
         self.name, self.optimizer, config = name, state.optimizers[name], ddp.config
         self.owned = _Owned(ddp.module, self.optimizer)
         known = {id(parameter) for parameter in parameters_of(self.optimizer)}
@@ -302,10 +292,16 @@ class _Part:
             remedy = "sparse=False" if sparse else "compression='bf16', or none"
             raise ConfigError(f"self.optimize does not average {what}: use {remedy}.")
         # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
-        settings = dataclasses.replace(config, broadcast_parameters=False)
-        self.ddp = DistributedDataParallel(self.owned, settings)
-        on_nonfinite = state.config.on_nonfinite
-        self.guard = FiniteGuard(self.ddp, on_nonfinite, state.position, device, state.loss_scale, **guard_settings)
+        self.ddp = DistributedDataParallel(self.owned, dataclasses.replace(config, broadcast_parameters=False))
+        self.guard = FiniteGuard(
+            self.ddp,
+            state.config.on_nonfinite,
+            state.position,
+            plan.data.placement.device,
+            state.loss_scale,
+            ends_fit=plan.ends_on_nan,
+            part=f", {described_name(name)}",
+        )
         self.step = OptimizerStep(self.optimizer)
         self.clip = make_clip(state.config, {name: self.optimizer})
 
@@ -316,14 +312,15 @@ class _Part:
         return losses
 
 
-def _leader_by_number(share: Share) -> int | None:
-    """Return the first rank with rows if some rank has none, by arithmetic; otherwise, or if it is unknown, None."""
-    return 0 if share.count_ranks is not None and share.count_ranks() < runtime.get_world_size() else None
+def _leader(share: Share, *, asks: bool) -> int | None:
+    """Return the first rank with rows if some rank has none; otherwise None. All ranks call it.
 
-
-def _leader_by_asking(share: Share) -> int | None:
-    """Return the same where each rank knows its own rows alone. All ranks call it."""
-    rank = runtime.get_rank() if share.rows else runtime.get_world_size()
+    Where each rank has its own data, the ranks ask each other, if the step makes updates at all.
+    """
+    world_size = runtime.get_world_size()
+    if share.count_ranks is not None or not asks:
+        return 0 if share.count_ranks is not None and share.count_ranks() < world_size else None
+    rank = runtime.get_rank() if share.rows else world_size
     found = torch.tensor([rank, int(share.rows > 0)], device="cpu")
     dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.cpu_group())
     return None if found[1] else int(found[0])

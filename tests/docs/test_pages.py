@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.metadata
+import importlib.util
 import re
 import struct
 from pathlib import Path
@@ -177,3 +178,32 @@ KIB = 1024
 def test_limits_on_the_page_of_the_ring_are_those_of_the_code(words, ours, theirs):
     assert words in " ".join(page("ring").split()), words
     assert ours == theirs
+
+
+KERAS_ROWS = re.findall(r"^\| `(test_\w+)` \| (.+) \|$", page("keras_features"), flags=re.MULTILINE)
+
+
+def test_each_test_of_keras_has_an_answer_and_the_tests_that_show_it():
+    assert len(KERAS_ROWS) > 140
+    for name, answer in KERAS_ROWS:
+        assert re.match(r"yes[:,] |not applicable: |refused: ", answer), (name, answer)
+        tests = re.findall(r"`(tests/[\w/.]+)::(\w+)`", answer)
+        assert tests or not answer.startswith("yes"), name
+        for file, test in tests:
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), (name, file, test)
+    text = page("keras_features")
+    counts = [sum(answer.startswith(kind) for _, answer in KERAS_ROWS) for kind in ("yes", "not app", "refused")]
+    assert [len(KERAS_ROWS), *counts] == [
+        int(number) for number in re.findall(r"\b\d+\b", text.partition("Of ")[2])[:4]
+    ]
+
+
+def test_the_tests_of_keras_are_those_of_its_package():
+    found = importlib.util.find_spec("keras")
+    if found is None or importlib.metadata.version("keras") not in page("keras_features"):
+        pytest.skip("this version of Keras is not installed")
+    folder = Path(found.origin).parent / "src"
+    files = [folder / "trainers" / "trainer_test.py", *sorted((folder / "callbacks").glob("*_test.py"))]
+    in_class = re.compile(r"^    def (test_\w+)\(", flags=re.MULTILINE)
+    names = [name for path in files for name in in_class.findall(path.read_text(encoding="utf-8"))]
+    assert [name for name, _ in KERAS_ROWS] == [name for name in names if name != "test_step"]

@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
         data: "arrays", "arrays on the device", "bytes on the device", "dataset", "tensor dataset", "stream", "by name".
-        model: "plain", "batch norm", "dropout", "bfloat16", or "own loss".
+        model: "plain", "batch norm", "dropout", "bfloat16", "own loss", or "own step": a teacher adds to the loss.
         loss: A name, or "class weights".
         optimizer: A name.
         ignored: Every seventh target is -100.
@@ -71,6 +71,8 @@ CASES = {
     "class weights, ignored targets": Case(loss="class weights", ignored=True, close=1e-6),
     "own loss": Case(model="own loss"),
     "mean squared error": Case(loss="mse"),
+    "own step": Case(model="own step", then="evaluate and predict"),
+    "own step, ignored targets": Case("dataset", model="own step", ignored=True, close=1e-6),
     "accumulation": Case(settings={"accumulation_steps": 2}),
     "accumulation, ignored targets": Case("dataset", ignored=True, settings={"accumulation_steps": 2}),
     "clip_norm": Case(settings={"clip_norm": 0.5}),
@@ -123,6 +125,19 @@ class OwnLoss(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.layers(inputs), targets)
+
+
+class Taught(cx.DistributedTrainer):
+    """Adds to the loss of the built-in step how far outputs are from those of a teacher, which it holds."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.teacher = make_model(CASES["arrays"]).requires_grad_(False)
+
+    def train_step(self, batch: Any) -> Any:
+        result = super().train_step(batch)
+        distance = nn.functional.mse_loss(result["output"], self.teacher(batch[0]))
+        return {**result, "loss": result["loss"] + distance, "distance": distance}
 
 
 class CountStops(cx.callbacks.Callback):
@@ -182,7 +197,8 @@ def make_trainer(case: Case, device: str) -> cx.DistributedTrainer:
         loss = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 1.5, CLASSES))
     if case.model == "own loss" or case.data == "by name":
         loss = None
-    return cx.DistributedTrainer(
+    kind = Taught if case.model == "own step" else cx.DistributedTrainer
+    return kind(
         make_model(case),
         loss,
         case.optimizer,

@@ -105,7 +105,8 @@ def holds_tensors(values: Any) -> bool:
     """Return whether a user's arrays are tensors."""
     named = fields_of(values)
     if named is not None or isinstance(values, (tuple, list)):
-        return any(holds_tensors(part) for part in (values[:1] if named is None else named.values()))
+        parts = [part for part in values if part is not None][:1] if named is None else named.values()
+        return any(map(holds_tensors, parts))
     return isinstance(values, Tensor)
 
 

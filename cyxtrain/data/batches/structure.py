@@ -36,11 +36,8 @@ def as_tensor(value: Any) -> Tensor:
 
 def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     """Return a model's output, with the result of a function for each tensor; unknown types unchanged."""
-    if isinstance(output, Tensor):
-        return function(output)
-    if type(output) in (tuple, list):
-        return type(output)(map_output(function, part) for part in output)
-    return {name: map_output(function, part) for name, part in output.items()} if type(output) is dict else output
+    parts = output_parts(output)
+    return with_parts(output, {name: function(part) if isinstance(part, Tensor) else part for name, part in parts})
 
 
 def output_parts(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
@@ -66,14 +63,7 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
 
 def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each tensor as Python reaches it, such as "X['image']" or "y[0]", and the tensor."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, dict):
-        for key, part in tree.items():
-            yield from leaves(part, f"{name}[{key!r}]")
-    elif tree is not None:
-        for number, part in enumerate(tree):
-            yield from leaves(part, f"{name}[{number}]")
+    return output_parts(tree, name)
 
 
 def tensors(tree: Tree | None) -> list[Tensor]:

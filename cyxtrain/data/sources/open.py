@@ -30,6 +30,13 @@ class _Array(Protocol):
 
 
 @runtime_checkable
+class _Sparse(Protocol):
+    """SciPy's sparse matrices, which NumPy takes for single objects."""
+
+    def toarray(self) -> Any: ...
+
+
+@runtime_checkable
 class _Numbered(Protocol):
     """Rows by number, with a length."""
 
@@ -65,6 +72,8 @@ def open_source(
             )
         return ArraySource(inputs, targets, weights)
     name = type(inputs).__name__
+    if isinstance(inputs, _Sparse):
+        raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
     for what, given in (("y", targets), ("sample_weight", weights)):
         if given is not None:
             raise ConfigError(f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight).")

@@ -147,7 +147,7 @@ class StreamSource(Source):
         values = [sampled_hash(tensor) for tensor in self._first.tensors()]
         form = [form_of(part) for part in self._first]
         rows = num_rows(self._first.inputs)
-        own = {"rows": rows, "numpy": self.is_numpy, "y": self.target_name}
+        own = {"rows": rows, "numpy": self.is_numpy, "y": self.target_name, "steps": self._limit}
         return {"kind": "batches", "form": form, "hash": values, **own}
 
     @override

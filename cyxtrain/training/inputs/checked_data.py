@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 
+_OWN_ROWS = "and each has its own: let each predict to a folder of its own, with distributed=False."
 # What a function returns keeps the class of a loss out.
 LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[str, Any] | None
 
@@ -169,6 +171,7 @@ def check_rows(
     steps: int | None = None,
     verbose: Any = 0,
     callbacks: Any = None,
+    output_dir: Any = None,
 ) -> tuple[CheckedData, dict[str, Any]]:
     """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
     call = "predict" if predicting else "evaluate"
@@ -177,6 +180,9 @@ def check_rows(
     require_integer(call, "batch_size", batch_size, 1)
     checked_callbacks(callbacks)
     require(verbose in (0, 1, 2, "auto"), f"{call}.verbose must be 0, 1, 2 or 'auto', got {brief(verbose)}.")
+    is_path = output_dir is None or (isinstance(output_dir, (str, os.PathLike)) and os.fspath(output_dir) != "")
+    require(is_path, f"predict.output_dir must be the path of a folder, got {brief(output_dir)}.")
+    require(output_dir is None or source.is_shared, f"output_dir needs rows that all ranks share, {_OWN_ROWS}")
     if steps is not None:
         require_integer(call, "steps", steps, 1)
         source = source.shortened(steps, batch_size)
@@ -185,6 +191,7 @@ def check_rows(
     return rows, {
         "the batch size": batch_size,
         "steps": steps,
+        "whether output_dir is given": output_dir is not None,
         "pad_value": str(pad_value),
         "the metrics": [*trainer.metrics],
         **source.facts("the given"),

@@ -45,14 +45,14 @@ class BatchRun:
         kind: str,
         callbacks: Callbacks | None,
         display: Display | None,
-        *,
-        distributed: bool,
         group: int = 0,
         done: frozenset[int] = frozenset(),
+        *,
+        distributed: bool,
     ) -> None:
         self._model, self._rows, self._kind, self._distributed = model, rows, kind, distributed
         self._callbacks, self._display = callbacks or Callbacks(), display or Display()
-        self._agrees = distributed and _any_rank(self._callbacks.sees_batches(kind))[0]
+        self._agrees = distributed and _any_rank(self._callbacks.may_end(kind))[0]
         ranks = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
         self._share = BatchShare(*ranks, group or int(self._agrees), done)
         batches = rows.source.num_batches(rows.batch_size)
@@ -73,7 +73,6 @@ class BatchRun:
         An error on any rank is raised on all. `step` calls `end_batch`; `finish` is called after the last batch,
         `begin` before each with its rows and number.
         """
-        self._callbacks.begin_batches(self._kind)
         self._display.phase(self._phase, 0, self._own)
         problem, is_stopped = None, False
         rows, modules = self._rows, (self._model, *self._rows.loss.modules)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
@@ -311,6 +312,8 @@ LEFT, RIGHT, TARGETS = parts(12)
         ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0, 1: "x", 2: 1.0}}, "numbers of at least 0, got 'x'"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": [1.0, 2.0]}, r"must be a dictionary such as \{0: 1.0"),
         ((LEFT, RIGHT), LEFT, {"class_weight": {0: 1.0}}, "class_weight needs one class number per row"),
+        (torch.eye(12).to_sparse(), TARGETS, {}, r"X is a sparse tensor, .*: give X.to_dense\(\)"),
+        (scipy.sparse.eye(12, format="csr"), TARGETS, {}, r"X is a csr_\w+, .*: give X.toarray\(\)"),
         ((LEFT, RIGHT), TARGETS, {"validation_data": ((LEFT, RIGHT),)}, "or .X_val, y_val, sample_weight."),
     ],
 )

@@ -135,6 +135,26 @@ def test_a_callback_on_any_rank_ends_both_with_the_first_rows(world_size, rows, 
         assert (found.shape, again) == (scores.shape, 20)
 
 
+class StopsAtOnce(cx.callbacks.Callback):
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.trainer.stop_evaluating = cx.get_rank() == cx.get_world_size() - 1
+
+
+def stop_at_once() -> list[float]:
+    trainer = trainer_of()
+    found = trainer.evaluate(*ROWS, batch_size=2, callbacks=StopsAtOnce())
+    rows = 2 * cx.get_world_size()
+    expected = trainer.evaluate(ROWS[0][:rows], ROWS[1][:rows], batch_size=2)
+    return [found.loss, expected.loss, len(trainer.predict(ROWS[0], callbacks=StopsAtOnce()))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_request_as_it_begins_ends_it_after_the_first_batches(world_size):
+    for found, expected, rows in everywhere(world_size, stop_at_once):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert rows == 20
+
+
 class StopsValidation(Log):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.calls = [logs["val_loss"]]

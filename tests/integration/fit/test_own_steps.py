@@ -259,6 +259,29 @@ def test_without_test_step_the_loss_fn_evaluates_or_the_train_step():
         assert history["val_trains"] == [0.0, 0.0]
 
 
+def test_what_only_the_validation_measures_may_be_kept_best(tmp_path: Path):
+    inputs, targets = data()
+    with one_process():
+        trainer = Plain(make_model("float64"), "cross_entropy", "sgd")
+        history = trainer.fit(
+            inputs, targets, validation_data=(inputs, targets), checkpoint_every_n_epochs=1, keep_best="val_accuracy",
+            checkpoint_dir=str(tmp_path), callbacks=[cx.callbacks.EarlyStopping("val_accuracy")], **SETTINGS,
+        )  # fmt: skip
+    assert "accuracy" not in history.history
+    assert len(history.val_accuracies) == 2
+
+
+def test_a_forward_may_be_the_model_s_own_attribute():
+    inputs, targets = data()
+    body = make_model("float64")
+    model = nn.ModuleDict({"body": body})
+    model.forward = lambda given: body(given)  # type: ignore[method-assign]
+    with one_process():
+        trainer = Plain(model, "cross_entropy", "sgd")
+        assert trainer.evaluate(inputs, targets).accuracy is not None
+        assert trainer.predict(inputs).shape == (ROWS, CLASSES)
+
+
 class Teaching(Trainer):
     """Holds a teacher and a counter besides the model."""
 

@@ -232,6 +232,30 @@ def test_a_model_that_returns_a_dataclass_is_one_that_trains(kind):
     assert (found.loss, found.logits.shape) == (None, (8, 3))
 
 
+class Reporter(nn.Module):
+    """Returns its loss and two more numbers, as a VAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor) -> dict[str, Any]:
+        rebuilt = self.body(rows)
+        error = (rebuilt - rows).square()
+        return {"loss": error.mean(), "error": error.mean(), "share": (error.sum(), error.numel()), "rebuilt": rebuilt}
+
+
+def test_scalars_that_a_fit_shows_beside_the_models_loss_are_left_out_of_predictions():
+    rows, model = make_rows(7)[0], Reporter()
+    with one_process():
+        trainer = trainer_of(model)
+        history = trainer.fit(rows, epochs=1, batch_size=4, verbose=False)
+        found = trainer.predict(rows, batch_size=4)
+    assert {"loss", "error", "share"} <= history.history.keys()
+    assert found.keys() == {"rebuilt"}
+    assert torch.allclose(found["rebuilt"], model(rows)["rebuilt"])
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -562,6 +562,25 @@ def test_a_callback_that_stays_may_predict_by_itself_and_is_refused_the_workers(
         trainer.fit(X, Y, callbacks=[Asking(lambda trainer: trainer.predict(X))], **{**SETTINGS, "epochs": 10**6})
 
 
+def test_workers_predict_to_a_folder_and_count_steps_and_a_call_with_callbacks_runs_here(tmp_path, capsys):
+    trainer = trainer_of()
+    read = trainer.predict(X, batch_size=3, output_dir=tmp_path)
+    assert started() == pids()
+    with one_process():
+        alone = trainer_of(trainer.model)
+        alone._state.config = cx.DistributedTrainingConfig()
+        expected = alone.predict(X, batch_size=3)
+    assert torch.equal(read[:], expected)
+    assert torch.equal(trainer.predict(X, batch_size=3, steps=2), expected[:6])
+    capsys.readouterr()
+    assert trainer.evaluate(X, Y, batch_size=3, steps=5, return_dict=True, verbose=1).keys() == {"loss", "accuracy"}
+    assert capsys.readouterr().out.startswith("evaluate  loss ")
+    seen: list[int] = []
+    hook = cx.callbacks.LambdaCallback(on_predict_batch_end=lambda batch, logs: seen.append(batch))
+    assert torch.equal(trainer.predict(X, batch_size=10, callbacks=hook), trainer.predict(X, batch_size=10))
+    assert seen == list(range(5))
+
+
 class Enough(Staying):
     def __init__(self, keras: bool) -> None:
         super().__init__()

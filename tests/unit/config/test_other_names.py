@@ -192,6 +192,7 @@ FIRST = "fit, evaluate and predict take arrays, a Dataset or a DataLoader as the
         ("Did you mean 'resume'?", "fit(resume=...)?", "ckpt_path resume_from_checkpoint"),
         ("cx.callbacks.TensorBoard(", "cx.callbacks.TensorBoard(", "logger report_to"),
         ("A DataLoader has it", "A DataLoader has it", "num_workers"),
+        ("PyTorch runs each step", "PyTorch runs each step", "steps_per_execution run_eagerly"),
         (
             "DistributedTrainer(train_step=...)? It is",
             "Did you mean 'train_step'? It is",

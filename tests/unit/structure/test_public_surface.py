@@ -26,7 +26,7 @@ DATA = ["datasets", "DistributedSampler", "DistributedBatchIterator"]
 GRADIENTS = ["DDPConfig", "DistributedDataParallel"]
 TRAINING = [
     "DistributedTrainingConfig", "AMPConfig", "create_default_amp_config", "DistributedTrainer",
-    "DistributedAMPTrainer", "count_steps", "callbacks", "metrics",
+    "DistributedAMPTrainer", "count_steps", "open_predictions", "callbacks", "metrics",
     "TrainingHistory", "DistributedTrainingHistory",
     "save_weights", "load_weights",
 ]  # fmt: skip
@@ -82,6 +82,7 @@ SIGNATURES = {
     "device='auto', train_step=None, "
     "test_step=None, predict_step=None)",
     "count_steps": "(*data, **keywords)",
+    "open_predictions": "(folder)",
     "DistributedTrainer.train_step": "(self, batch)",
     "DistributedTrainer.test_step": "(self, batch)",
     "DistributedTrainer.predict_step": "(self, batch)",
@@ -90,8 +91,8 @@ SIGNATURES = {
     "initial_epoch=None, resume=None, **settings)",
     "DistributedTrainer.evaluate": "(self, X, y=None, *, batch_size=None, distributed=True, sample_weight=None, "
     "callbacks=None, steps=None, verbose=0, return_dict=False)",
-    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, pad_value=None, callbacks=None, "
-    "steps=None, verbose=0)",
+    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, output_dir=None, pad_value=None, "
+    "callbacks=None, steps=None, verbose=0)",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
     "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "
