@@ -56,7 +56,10 @@ def _own_version() -> str:
 
 @dataclass
 class CheckpointState:
-    """All that a run needs to continue, for any number of ranks except `ranks`."""
+    """All that a run needs to continue, for any number of ranks except `ranks`.
+
+    All parts but the model, the optimizer's and the others are JSON values.
+    """
 
     model: dict[str, Any]
     """The model's `state_dict`: tensors, and JSON values of modules with `get_extra_state`."""
@@ -67,23 +70,20 @@ class CheckpointState:
     others: dict[str, Any] = field(default_factory=dict)
     """Other states by name, such as the scheduler's and callbacks': tensors and JSON values."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """State of each rank, such as its generators; may be empty: JSON values."""
+    """State of each rank, such as its generators; may be empty."""
     position: dict[str, Any] = field(default_factory=dict)
-    """Position in the run, such as the epoch: JSON values."""
+    """Position in the run, such as the epoch."""
     history: dict[str, Any] = field(default_factory=dict)
     """`TrainingHistory.to_dict()`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The settings of the run: JSON values."""
     run: dict[str, Any] = field(default_factory=dict)
-    """Which run it is from: JSON values."""
+    """Which run it is from."""
     arithmetic: dict[str, Any] = field(default_factory=dict)
-    """What the bits of the results depend on besides the versions: JSON values."""
+    """What the bits of the results depend on besides the versions."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The user's data, such as the experiment: JSON values."""
+    """The user's data, such as the experiment."""
     versions: dict[str, Any] = field(default_factory=library_versions)
-    """Versions of the libraries that wrote it."""
     world_size: int = 1
-    """Number of ranks that wrote it."""
 
 
 # What state.json holds unchanged; the tensors of the others are in the tensor files.
@@ -150,9 +150,8 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
 def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, list[Buffer]]:
     """Return the parts of each entry of a checkpoint's archive.
 
-    Args:
-        state: Its tensors are on any device.
-        copy: Copies them; None: the parts are the memory of tensors on the CPU, which must not change until written.
+    `copy` copies the tensors; without it, the parts are the memory of tensors on the CPU, which must not change until
+    written.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {entry: {} for entry in (_MODEL, _OPTIMIZER, _OTHERS)}
     tensors[_MODEL] = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}

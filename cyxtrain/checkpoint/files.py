@@ -37,10 +37,6 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
 
     A temporary file in the same folder is written and synchronized, then renamed, then the folder is synchronized:
     after the block the new content survives a power cut, and before it the old content does.
-
-    Args:
-        path: The file to write; its folder is created if missing.
-        what: What the file is, for the message, such as "checkpoint".
     """
     target = _checked(path, what)
     with _temporary_file(target, f"{what} {target}") as (file, temporary):

@@ -69,10 +69,7 @@ class CheckpointFolder:
     def prune(self, run: object, keep_last: int, newest: Path) -> int:
         """Delete all but the newest of a run and the best one; return how many were deleted.
 
-        Args:
-            run: Its id.
-            keep_last: How many stay.
-            newest: A file that stays in any case, and may not exist yet.
+        The file `newest`, which may not exist yet, stays in any case.
         """
         deleted = 0
         kept = (newest, self.file(BEST))

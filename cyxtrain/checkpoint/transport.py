@@ -17,10 +17,8 @@ from cyxtrain.world import runtime
 def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState, str] | None:
     """Return (state, name) of the checkpoint that rank 0 reads, on every rank; None if it finds none.
 
-    Cost: the file once in and out of each rank; its size and its tensors in memory.
-
-    Args:
-        read: Returns (bytes, name), with name "" for none. Called on rank 0 only.
+    `read` returns (bytes, name), with name "" for none, on rank 0 alone. Cost: the file once in and out of each rank;
+    its size and its tensors in memory.
     """
     data, name, problem = b"", "", ""
     if runtime.is_master():

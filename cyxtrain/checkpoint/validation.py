@@ -55,9 +55,7 @@ def is_position(value: Any) -> bool:
 
 def is_run(value: Any) -> bool:
     """Return whether a value may be the run that a checkpoint is of."""
-    return _has(
-        id=_is_text, started=_is_finite, launched=_is_text, trainer=_is_count, data=_is_text, validation=_is_text
-    )(value)
+    return _has(id=_TEXT, started=_is_finite, launched=_TEXT, trainer=_is_count, data=_TEXT, validation=_TEXT)(value)
 
 
 def is_loss_scale(value: Any) -> bool:
@@ -83,8 +81,8 @@ def _parts(state: CheckpointState) -> Iterator[tuple[str, Any, _Check]]:
     yield "run", state.run, is_run
     yield "history", state.history, _is_history
     yield "config", state.config, _is_config
-    yield "arithmetic", state.arithmetic, _dict_of(lambda each: isinstance(each, (str, int, float)))
-    yield "versions", state.versions, _dict_of(_is_text)
+    yield "arithmetic", state.arithmetic, _dict_of(_instance_of((str, int, float)))
+    yield "versions", state.versions, _dict_of(_TEXT)
     yield "world_size", state.world_size, lambda size: _is_count(size, _MAX_RANKS) and size > 0
     yield "ranks", state.ranks, _list_of(_RANK)
     yield "number of ranks", len(state.ranks), lambda count: count in (0, state.world_size)
@@ -98,6 +96,10 @@ def _parts(state: CheckpointState) -> Iterator[tuple[str, Any, _Check]]:
         # One more if it was saved at the end of an epoch, before the epoch's numbers were complete.
         left = complete - len(state.history.get("epochs", ()))
         yield "position", state.position, lambda _: left in (0, 1)
+
+
+def _instance_of(kind: type | tuple[type, ...]) -> _Check:
+    return lambda value: isinstance(value, kind)
 
 
 def _list_of(is_right: _Check) -> _Check:
@@ -135,14 +137,6 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or _is_finite(value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _is_history(value: Any) -> bool:
     return value.keys() <= HISTORY.keys() and _has(**HISTORY)(value)
 
@@ -156,6 +150,7 @@ def _is_config(value: Any) -> bool:
     return True
 
 
+_TEXT, _DICT = _instance_of(str), _instance_of(dict)
 _NUMBERS = _list_of(_is_number)
 HISTORY = {
     **dict.fromkeys(("train_losses", "train_accuracies", "val_losses", "val_accuracies"), _NUMBERS),
@@ -168,19 +163,19 @@ HISTORY = {
 """The fields of `TrainingHistory`."""
 # A user's own optimizer may keep something else than a number under that name.
 _OPTIMIZER = _has(step=lambda step: not _is_number(step) or (_is_finite(step) and 0 <= step < _MAX_COUNT))
-_RANK = _has(generators=_is_dict, sums=_list_of(_NUMBERS), metrics=_is_dict)
-_GROUP = _has(params=_list_of(_is_text), lr=_is_rate)
+_RANK = _has(generators=_DICT, sums=_list_of(_NUMBERS), metrics=_DICT)
+_GROUP = _has(params=_list_of(_TEXT), lr=_is_rate)
 _SCHEDULE = _has(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))
-_RATES = {"scheduler": _has(type=_is_text, state=_SCHEDULE), "rates": lambda value: not value or is_rates(value)}
+_RATES = {"scheduler": _has(type=_TEXT, state=_SCHEDULE), "rates": lambda value: not value or is_rates(value)}
 _OTHERS = {
     **_RATES,
     "optimizers": _dict_of(lambda each: _has(**_RATES, groups=_is_count)(each) and len(each) == len(_RATES) + 1),
-    "loss_scale": lambda value: _is_dict(value) and (not value or is_loss_scale(value)),
-    "compression": _is_dict,
-    "trained": _list_of(_is_text),
-    "callbacks": _dict_of(_is_dict),
-    "stop_reason": _is_text,
-    "data": _is_dict,
-    "losses": _dict_of(_is_dict),
-    "buffers": _dict_of(lambda each: isinstance(each, torch.Tensor)),
+    "loss_scale": lambda value: isinstance(value, dict) and (not value or is_loss_scale(value)),
+    "compression": _DICT,
+    "trained": _list_of(_TEXT),
+    "callbacks": _dict_of(_DICT),
+    "stop_reason": _TEXT,
+    "data": _DICT,
+    "losses": _dict_of(_DICT),
+    "buffers": _dict_of(_instance_of(torch.Tensor)),
 }

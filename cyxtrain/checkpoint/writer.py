@@ -38,13 +38,10 @@ class Writer:
         afterwards: Callable[[], None],
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Copy a state and start writing it.
+        """Copy a state, whose tensors may change as soon as this returns, and start writing it.
 
-        Args:
-            name: Of the checkpoint, without its suffix.
-            state: Its tensors may change as soon as this returns.
-            afterwards: Called in the writing thread when the file is complete.
-            make_room: Called there if the disk is full; returns whether to retry.
+        The writing thread calls `afterwards` when the file is complete, and `make_room` if the disk is full; that
+        returns whether to retry.
         """
         if self._writing is not None:
             futures.wait([self._writing])  # it reads the copies; `wait` returns its error

@@ -68,9 +68,7 @@ class Order(ABC):
 class SeededOrder(Order):
     """Our own order: the rows as they are, or shuffled by (seed, epoch); then perhaps sorted by length.
 
-    Attributes:
-        lengths: Of the rows. Each 50 steps are sorted, the longest rows first, so that a step has rows of one length,
-            more or less, and those that need most memory come first.
+    By their `lengths`, each 50 steps are sorted, the longest rows first: those that need most memory.
     """
 
     lengths: Indices | None = None

@@ -28,12 +28,6 @@ def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Ind
     The generator is NumPy's `RandomState` (MT19937), whose stream never changes: NEP 19 lets the newer `Generator`, and
     PyTorch lets `randperm`, change between versions, and a run that resumes after an update would see some samples
     twice and others never. Cost: 8 bytes and about 0.1 microseconds per sample.
-
-    Args:
-        dataset_size: Number of samples.
-        shuffle: False: the samples in their own order; seed and epoch are not used.
-        seed: 0 to 2**64 - 1.
-        epoch: 0 to 2**32 - 1.
     """
     order = np.arange(dataset_size, dtype=np.int64)
     if shuffle:
@@ -100,7 +94,9 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
-        self._total_size = _count(dataset_size)
+        self._total_size = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
+        require_integer(owner, "dataset_size", self._total_size, 0)
+        require(self._total_size > 0, f"{owner}: the data set is empty. Give it at least one sample.")
         self.rank, self.world_size = _place(rank, world_size, num_replicas)
         require(
             self.padded_size() > 0,
@@ -178,13 +174,6 @@ class DistributedSampler(Sampler[int]):
                 "same data set size, seed and shuffle.",
             )
         self.set_epoch(state.get("epoch"))  # type: ignore[arg-type]  # checked there
-
-
-def _count(dataset_size: int | Sized) -> int:
-    count = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
-    require_integer("DistributedSampler", "dataset_size", count, 0)
-    require(count > 0, "DistributedSampler: the data set is empty. Give it at least one sample.")
-    return count
 
 
 def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -> tuple[int, int]:

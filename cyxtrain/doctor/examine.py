@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -35,19 +36,12 @@ def examine(config: DistributedConfig) -> int:
     """Print what works on this machine and between ranks, what is broken, and what to do.
 
     A single process checks its machine. Several ranks register at the store, test every pair over plain TCP in both
-    directions, one pair per rank at a time, and rank 0 prints all results.
+    directions, one pair per rank at a time, and rank 0, which waits `timeout_ms` for the others, prints all results.
+
+    Returns 0 if all is healthy, 1 if something is broken; ranks other than 0 return 0 once rank 0 has read their
+    results. Raises RendezvousError if rank 0 cannot be reached or has exited, or its port is in use.
 
     Cost: for each pair two connections, 50 round trips and up to 8 MiB in each direction; about a tenth of a second.
-
-    Args:
-        config: Complete. Rank 0 waits `timeout_ms` for the others.
-
-    Returns:
-        0: healthy; 1: something is broken. Ranks other than 0 return 0 once rank 0 has read their results.
-
-    Raises:
-        RendezvousError: This rank cannot take part: rank 0 cannot be reached or has exited, or its port is in use.
-        ConfigError: A variable of the environment is invalid.
     """
     if config.world_size == 1:
         checks = local_checks.run_checks(config)
@@ -104,7 +98,7 @@ def _collect(
     for other in ranks[1:]:
         tests.wait_for_key(f"done/{other}", other, limit)
     found = []
-    for low, high in ((low, high) for high in ranks for low in ranks if low < high):
+    for low, high in itertools.combinations(ranks, 2):
         keys = filter(client.has, (f"result/{low}/{high}", f"result/{high}/{low}"))
         found.append(Pair(low, high, tuple(client.read(PeerResult, key) for key in keys)))
     proofs = {other: (client.get(f"proof/{other}") or b"").decode("ascii", "replace") for other in ranks}
@@ -113,15 +107,11 @@ def _collect(
     patience = Deadline(_LEAVING_SECONDS)
     for other in ranks[1:]:
         tests.wait_for_key(f"left/{other}", other, patience)
-    return report.World(config, tests.infos, sorted(found, key=lambda pair: (pair.low, pair.high)), wrong_secret)
+    return report.World(config, tests.infos, found, wrong_secret)
 
 
 def _wait_for_rank_0(client: StoreClient, tests: pairs.PairTests, rank: int, limit: Deadline) -> None:
-    """Wait until rank 0, whose store may end with it, has read everything.
-
-    Raises:
-        RendezvousError: Rank 0 has exited.
-    """
+    """Wait until rank 0, whose store may end with it, has read everything; raise if it has exited."""
     if tests.wait_for_key("over", 0, Deadline(limit.left() + _READING_SECONDS)) is not Cause.NONE:
         raise RendezvousError(
             f"rank {rank} has tested its pairs, and rank 0, which prints the results, has exited or does not answer. "

@@ -16,9 +16,7 @@ class Cause(str, enum.Enum):
 
     NONE = ""
     SILENT = "silent"
-    """No answer."""
     REFUSED = "refused"
-    """Connection refused."""
     NO_WAY = "no way"
     """No route, or another error of this machine."""
     STRANGER = "stranger"

@@ -72,18 +72,10 @@ def skew_of(trips: Sequence[RoundTrip]) -> float:
 
 
 def lead(sock: socket.socket, seconds: float) -> Figures:
-    """Measure a connection whose other side calls `follow`.
+    """Measure a connection whose other side calls `follow`; raise TimeoutError if there is no reply.
 
-    Cost: about 50 round trips, and up to 8 MiB in each direction.
-
-    Args:
-        sock: Connected; its timeout is changed.
-        seconds: Until it gives up.
-
-    Raises:
-        ConnectionEndedError: The other side has closed it.
-        LargeLostError: Round trips work, and 256 KiB do not arrive.
-        OSError: It broke; TimeoutError: there was no reply.
+    Raises LargeLostError if round trips work, and 256 KiB do not arrive. Cost: about 50 round trips, and up to 8 MiB in
+    each direction.
     """
     deadline = Deadline(seconds)
     trips = [_ping(sock, deadline) for _ in range(_ROUND_TRIPS + 1)][1:]  # the first waits for the follower
@@ -100,7 +92,7 @@ def lead(sock: socket.socket, seconds: float) -> Figures:
 
 
 def follow(sock: socket.socket, seconds: float) -> None:
-    """Reply to the other side, which calls `lead`, until it ends; arguments and errors are those of `lead`."""
+    """Reply to the other side, which calls `lead`, until it ends; errors are those of `lead`."""
     deadline = Deadline(seconds)
     while True:
         kind, count = _REQUEST.unpack(_receive(sock, _REQUEST.size, deadline))

@@ -53,15 +53,7 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 class PairTests:
-    """One rank's tests with all other ranks, one at a time.
-
-    Args:
-        client: Of the store.
-        rank: This rank.
-        roster: The ranks that take part.
-        infos: What they registered, by rank.
-        probe: This rank's sockets; they stay the caller's.
-    """
+    """One rank's tests with all other ranks, one at a time; the sockets of `probe` stay the caller's."""
 
     def __init__(
         self, client: StoreClient, rank: int, roster: Roster, infos: dict[int, RankInfo], probe: RankProbe
@@ -85,14 +77,10 @@ class PairTests:
                     self._client.set(f"result/{self._rank}/{peer}", to_json(self._test(peer, number)))
 
     def wait_for_key(self, key: str, peer: int, deadline: Deadline, *, probes_port: bool = False) -> Cause:
-        """Wait until a rank has written a key to the store; return why it has not.
+        """Wait until the rank `peer` has written a key to the store; return why it has not.
 
-        Args:
-            key: Of the store.
-            peer: The rank that writes it; without its heartbeat the wait ends early.
-            deadline: When to give up in any case.
-            probes_port: Also give up if the peer's port refuses connections: on another machine that tells sooner that
-                its process has exited, or that a firewall refuses.
+        Without its heartbeat the wait ends early; with `probes_port` also if its port refuses connections, which tells
+        sooner about a process on another machine that has exited, or a firewall.
         """
         record, cause, heartbeat = self.infos[peer].record, Cause.NONE, b""
         tick, silence = Deadline(_HEARTBEAT_SECONDS), Deadline(_SILENT_SECONDS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cyxtrain.config import DistributedConfig
 from cyxtrain.doctor.findings import Cause, Pair, PeerResult, RankInfo
-from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.doctor.terminal import duration, rate, table
 from cyxtrain.errors import counted, shortened
 
@@ -24,13 +23,13 @@ _SLOW_FACTOR = 3.0
 _MAX_SKEW_SECONDS = 1.0
 _RANK_TITLES = ("rank", "host", "listens at", "interface")
 _PAIR_TITLES = ("ranks", "state", "transport", "round trip", "bandwidth", "clock skew")
-_COMPARED: dict[str, Callable[[Machine], str]] = {
-    "cyxtrain": lambda machine: machine.cyxtrain,
-    "PyTorch": lambda machine: machine.torch,
-    "Python": lambda machine: machine.python,
-    "cores": lambda machine: str(machine.cores),
-    "memory": lambda machine: machine.memory,
-    "GPUs": lambda machine: machine.gpus,
+_COMPARED = {
+    "cyxtrain": "cyxtrain",
+    "PyTorch": "torch",
+    "Python": "python",
+    "cores": "cores",
+    "memory": "memory",
+    "GPUs": "gpus",
 }
 _REMEDIES = {
     Cause.SILENT: "Is there a firewall between them? All ranks need TCP to each other.",
@@ -122,13 +121,13 @@ def verdict(world: World) -> str:
 def _notes(world: World) -> list[str]:
     """Return information that is no fault."""
     common, found = [], []
-    for what, value in _COMPARED.items():
+    for what, name in _COMPARED.items():
         ranks: dict[str, list[str]] = {}
         for rank, info in world.infos.items():
-            ranks.setdefault(value(info.machine), []).append(str(rank))
+            ranks.setdefault(str(getattr(info.machine, name)), []).append(str(rank))
         if len(ranks) > 1:
             each = "; ".join(
-                f"{name} on rank{'s' if len(names) > 1 else ''} {', '.join(names)}" for name, names in ranks.items()
+                f"{value} on rank{'s' if len(names) > 1 else ''} {', '.join(names)}" for value, names in ranks.items()
             )
             found.append(f"note: {what} differs: {each}")
         else:

@@ -39,11 +39,7 @@ class AnswerDeadline(Deadline):
 
 
 def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine) -> None:
-    """Register this rank.
-
-    Raises:
-        RendezvousError: Another process registered as this rank.
-    """
+    """Register this rank; raise RendezvousError if another process registered as this rank."""
     token = secrets.token_hex(8)
     if store.set_first(f"claims/{rank}", token) != token.encode():
         raise RendezvousError(
@@ -70,11 +66,7 @@ def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> R
 
 
 def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadline) -> Roster:
-    """Wait until rank 0 publishes the roster, and return it.
-
-    Raises:
-        RendezvousError: Rank 0 publishes none, or one without this rank.
-    """
+    """Wait until rank 0 publishes the roster; raise RendezvousError if it does not, or lists others only."""
     if not deadline.poll_until(lambda: store.has("roster")):
         raise RendezvousError(
             f"rank {rank} waited for rank 0, which did not register in time. Was it started? Look at its output; "
@@ -93,11 +85,7 @@ def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadli
 
 
 def read_infos(store: StoreClient, ranks: list[int]) -> dict[int, RankInfo]:
-    """Return what each rank of the roster has registered.
-
-    Raises:
-        RendezvousError: It is something else.
-    """
+    """Return what each rank of the roster has registered."""
     return {
         rank: RankInfo(RankRecord.from_json(store.get(f"record/{rank}") or b""), store.read(Machine, f"machine/{rank}"))
         for rank in ranks

@@ -18,12 +18,7 @@ _COLOURS = {"ok": "green", "no": "yellow", "untested": "yellow", "BROKEN": "bold
 
 
 def print_report(parts: Iterable[RenderableType], *, is_labelled: bool = True) -> None:
-    """Print tables and paragraphs, separated by empty lines, in at most 80 columns.
-
-    Args:
-        parts: Tables of `table`, and strings.
-        is_labelled: Leave room for the launcher's "[rank 0] ".
-    """
+    """Print tables and paragraphs, separated by empty lines, in at most 80 columns."""
     from rich.console import Console
 
     width = min(_COLUMNS, max(_COLUMNS // 2, shutil.get_terminal_size((_COLUMNS, 0)).columns)) - _LABEL * is_labelled
@@ -36,13 +31,7 @@ def print_report(parts: Iterable[RenderableType], *, is_labelled: bool = True) -
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> RenderableType:
-    """Return a table without lines; words such as "ok" and "BROKEN" are coloured.
-
-    Args:
-        titles: Of the columns; none: no header.
-        rows: Cells.
-        right: Numbers of the columns to align right.
-    """
+    """Return a table without lines; words such as "ok" and "BROKEN" are coloured."""
     from rich.table import Table
     from rich.text import Text
 

@@ -27,17 +27,7 @@ def section_of(values: Mapping[str, Any], section: str, default: str | None = No
 
 
 def named(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Return (name, settings) of a name, or of settings with a name.
-
-    Args:
-        found: The value.
-        owner: Names it in errors.
-        form: An example of a valid value.
-        default: The name if there is none.
-
-    Raises:
-        ConfigError: It has no name.
-    """
+    """Return (name, settings) of a name, or of settings with a name; raise ConfigError if there is none."""
     settings = {"name": found} if isinstance(found, str) else {} if found is None and default else found
     name = settings.get("name", default) if isinstance(settings, Mapping) else None
     if not isinstance(name, str):
@@ -60,17 +50,10 @@ class Names:
         module: types.ModuleType | None = None,
         kind: type = object,
     ) -> Maker:
-        """Return the class or function of a name.
+        """Return the class or function: one of `known`, in any case; a class of `module`; or "module:name".
 
-        Args:
-            what: What it is, for errors: "optimizer".
-            name: One of `known`, in lower or upper case; a class of `module`; or "module:name".
-            known: By name.
-            module: Its classes are known by their names.
-            kind: Base class of those classes.
-
-        Raises:
-            ConfigError: There is none, with the nearest name; or a module cannot be imported.
+        Raises ConfigError, which names `what` is looked for and the nearest name, if there is none. Classes of `module`
+        must have the base class `kind`.
         """
         if name.lower() in known:
             return known[name.lower()]
@@ -115,17 +98,7 @@ class Names:
 
 
 def make(owner: str, maker: Maker, given: Mapping[str, Any], *first: Any) -> Any:
-    """Call a class or function with settings, after the arguments `first`.
-
-    Args:
-        owner: Names it in errors: "the optimizer 'adam'".
-        maker: The class or function.
-        given: Settings by name.
-        *first: Its first arguments.
-
-    Raises:
-        ConfigError: A setting is unknown, missing or invalid.
-    """
+    """Call a class or function with settings, after the arguments `first`; errors name the `owner`."""
     check_arguments(owner, maker, given, len(first))
     try:
         return maker(*first, **given)

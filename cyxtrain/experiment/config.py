@@ -31,7 +31,7 @@ class Config(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"Config takes settings by name, such as a dictionary, got {values!r}.")
-        object.__setattr__(self, "_values", _plain(values or {}))
+        object.__setattr__(self, "_values", _copied(values or {}))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Config:
@@ -70,7 +70,7 @@ class Config(Mapping[str, Any]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of all settings as dictionaries."""
-        return _plain(self._values)
+        return dict(_copied(self._values))
 
     def to_yaml(self) -> str:
         """Return the settings as YAML."""
@@ -121,12 +121,8 @@ class Config(Mapping[str, Any]):
         object.__setattr__(self, "_values", values)
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of dictionaries and lists."""
-    return {name: _copied(value) for name, value in values.items()}
-
-
 def _copied(value: Any) -> Any:
+    """Return a deep copy of dictionaries and lists."""
     if isinstance(value, Mapping):
-        return _plain(value)
+        return {name: _copied(each) for name, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value

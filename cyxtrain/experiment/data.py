@@ -46,14 +46,7 @@ def digits(targets: bool = True) -> dict[str, Any]:
 
 
 def npz(path: str) -> dict[str, Any]:
-    """Return the arrays of an .npz file, under Keras's names: x_train, y_train, x_val, y_val, x_test, y_test.
-
-    Args:
-        path: Of the file; only x_train is required.
-
-    Raises:
-        ConfigError: It does not exist, is not an .npz file or holds other arrays.
-    """
+    """Return the arrays of an .npz file, by Keras's names: x_train, y_train, x_val, y_val, x_test, y_test."""
     try:
         with open_regular(path) as file:
             arrays = _read_arrays(file, str(path))
@@ -120,14 +113,9 @@ KNOWN: dict[str, Callable[..., Any]] = {"digits": digits, "npz": npz}
 def open_data(values: Mapping[str, Any], names: Names) -> Data:
     """Return the data of an experiment.
 
-    Args:
-        names: Finds "module:function".
-        values: Of the experiment. `data.name` is "digits", "npz", or "module:function", a function that takes the other
-            settings. It returns (train, test), or a dictionary with "train" and optionally "validation" and "test";
-            each is (X, y), or a single argument of `fit`, such as a DataLoader.
-
-    Raises:
-        ConfigError: There is no such data.
+    `data.name` is "digits", "npz", or "module:function", a function that takes the other settings. It returns (train,
+    test), or a dictionary with "train" and optionally "validation" and "test"; each is (X, y), or a single argument of
+    `fit`, such as a DataLoader.
     """
     name, settings = section_of(values, "data")
     owner = f"the data '{name}'"

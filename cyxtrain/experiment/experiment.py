@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,7 @@ class Experiment:
             optimizers = _optimizers(values, names, model)
             schedulers = {
                 own: _scheduler(each, f"schedulers.{own}", names, optimizers[own])
-                for own, each in _by_name(values, "schedulers", optimizers).items()
+                for own, each in _by_optimizer(values, "schedulers", optimizers).items()
             }
             only = optimizers.get(ONLY)
             self.trainer = DistributedTrainer(
@@ -169,20 +169,29 @@ def _naming(source: str) -> Iterator[None]:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def _settings_of(values: Mapping[str, Any], section: str, *kinds: type) -> dict[str, Any]:
-    """Return the settings of a section after checking that all are fields of these classes."""
+def _settings_of(
+    values: Mapping[str, Any], section: str, known: Collection[str] | None, by: str = "name", what: str = "setting"
+) -> dict[str, Any]:
+    """Return the settings of a section after checking that all are `known` (None: any name is)."""
     found = values.get(section) or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"the section '{section}' must have settings by name, got {found!r}.")
-    fields = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+        raise ConfigError(f"the section '{section}' must have settings by {by}, got {found!r}.")
     for name in found:
-        if name not in fields:
-            raise unknown_name(f"the section '{section}'", name, fields, "setting")
+        if known is not None and name not in known:
+            raise unknown_name(f"the section '{section}'", str(name), [*known], what)
     return dict(found)
 
 
+def _by_optimizer(values: Mapping[str, Any], section: str, known: Collection[str] | None) -> dict[str, Any]:
+    return _settings_of(values, section, known, "the optimizers' names", "optimizer")
+
+
+def _fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
 def _training(values: Mapping[str, Any]) -> DistributedTrainingConfig:
-    found = _settings_of(values, "training", DistributedTrainingConfig)
+    found = _settings_of(values, "training", _fields(DistributedTrainingConfig))
     if isinstance(found.get("amp"), Mapping):
         found["amp"] = AMPConfig(**found["amp"])
     training = DistributedTrainingConfig(**found)
@@ -195,10 +204,10 @@ def _training(values: Mapping[str, Any]) -> DistributedTrainingConfig:
 
 def _distributed(values: Mapping[str, Any]) -> tuple[DistributedConfig | None, DDPConfig | None]:
     """Return the settings of joining and of gradient averaging; None for those that are not set."""
-    found = _settings_of(values, "distributed", DistributedConfig, DDPConfig)
+    found = _settings_of(values, "distributed", [*_fields(DistributedConfig), *_fields(DDPConfig)])
     made: list[Any] = []
     for kind in (DistributedConfig, DDPConfig):
-        own = {name: found[name] for name in found if name in {field.name for field in dataclasses.fields(kind)}}
+        own = {name: found[name] for name in found if name in _fields(kind)}
         made.append(kind(**own) if own else None)
         if own:
             made[-1].validate()
@@ -231,16 +240,10 @@ def _loss(values: Mapping[str, Any], names: Names) -> Any:
     if is_path(name) and not settings and not isinstance(found, type):
         return found  # a function of (output, target)
     if not is_path(name):  # PyTorch takes class weights as tensors
-        settings = {key: _as_tensor(value) for key, value in settings.items()}
+        for key, value in settings.items():
+            if isinstance(value, list) and all(map(is_number, value)):
+                settings[key] = torch.tensor([float(each) for each in value], device="cpu")
     return make(f"the loss '{name}'", found, settings)
-
-
-def _as_tensor(value: Any) -> Any:
-    return (
-        torch.tensor([float(each) for each in value], device="cpu")
-        if isinstance(value, list) and all(map(is_number, value))
-        else value
-    )
 
 
 def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -251,7 +254,7 @@ def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> di
         if values.get(section) is not None:
             raise ConfigError(f"the sections '{section}' and 'optimizers' are given: leave one out, or set it to null.")
     made = {}
-    for own, each in _by_name(values, "optimizers").items():
+    for own, each in _by_optimizer(values, "optimizers", None).items():
         name, settings = named(each, f"optimizers.{own}", f"{own}: {{name: adam, modules: ...}}")
         modules = settings.pop("modules", None)
         paths = [modules] if isinstance(modules, str) else modules
@@ -271,17 +274,6 @@ def _optimizer(name: str, settings: Mapping[str, Any], names: Names, model: nn.M
     parameters = parameters_for(name, model)
     optimizer: torch.optim.Optimizer = make(f"the optimizer '{name}'", maker, settings, parameters)
     return optimizer
-
-
-def _by_name(values: Mapping[str, Any], section: str, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a section that has settings by the optimizers' names, `known` ones if these are given."""
-    found = values.get(section) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"the section '{section}' must have settings by the optimizers' names, got {found!r}.")
-    for own in found:
-        if known is not None and own not in known:
-            raise unknown_name(f"the section '{section}'", str(own), [*known], "optimizer")
-    return dict(found)
 
 
 def _scheduler(section: Any, owner: str, names: Names, optimizer: torch.optim.Optimizer) -> Any:

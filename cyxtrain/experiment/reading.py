@@ -31,24 +31,18 @@ _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 _Answer = TypeVar("_Answer")
 
 
-def read_file(path: str | os.PathLike[str]) -> Values:
+def read_file(
+    path: str | os.PathLike[str],
+    readers: tuple[Path, ...] = (),
+    known: dict[Path, Values] | None = None,
+    asked: str = "",
+) -> Values:
     """Return the merged settings of a YAML file and its bases, with unresolved variables.
 
-    Raises:
-        ConfigError: The file does not exist or is not valid YAML, or bases are circular.
+    `readers` are the files of which it is a base, the first one first; `known` holds the settings of files that have
+    been read, and gets this one's; `asked` names the file that refers to it, for errors.
     """
-    return _with_bases(Path(path), (), {}, "")
-
-
-def _with_bases(file: Path, readers: tuple[Path, ...], known: dict[Path, Values], asked: str) -> Values:
-    """Return the settings of a file and its bases.
-
-    Args:
-        file: To read.
-        readers: The files of which this one is a base, the first one first.
-        known: Settings of files that have been read; extended with this one's.
-        asked: Names the file that refers to this one, for errors.
-    """
+    file, known = Path(path), {} if known is None else known
     values = _parsed(file, asked)
     here = Path(os.path.realpath(file))
     chain = (*readers, here)
@@ -66,21 +60,16 @@ def _with_bases(file: Path, readers: tuple[Path, ...], known: dict[Path, Values]
         check_section(str(file), section, _BASE)
     found: Values = {}
     for base in bases:
-        found = _over(str(file), found, _with_bases(file.parent / base, chain, known, f"{file}: {_BASE}: "))
+        found = _over(str(file), found, read_file(file.parent / base, chain, known, f"{file}: {_BASE}: "))
     known[here] = _over(str(file), found, with_names(values))
     return known[here]
 
 
 def merged(values: Values, overrides: Overrides) -> Values:
-    """Return settings with overrides such as "training.epochs=3"; later ones take precedence.
-
-    Raises:
-        ConfigError: One is malformed or has an unknown section.
-    """
+    """Return settings with overrides such as "training.epochs=3"; later ones take precedence."""
     given: Values = {}
     for override in words_of(overrides):
         name, equals, _ = override.partition("=")
-        source = f"the override {brief(override)}"
         if not equals or not all(name.split(".")) or name != name.strip():
             raise ConfigError(f"an override is name=value, such as training.epochs=3; got {brief([override])[1:-1]}.")
         if re.search(r"\[|\.\d+(\.|$)", name):
@@ -92,11 +81,7 @@ def merged(values: Values, overrides: Overrides) -> Values:
 
 
 def resolved(values: Values, variables: Mapping[str, str], source: str) -> Values:
-    """Return settings with variables of the environment and references to other settings replaced.
-
-    Raises:
-        ConfigError: A variable is not set and has no default, or a setting does not exist; it names `source`.
-    """
+    """Return settings with variables of the environment and references to other settings replaced."""
     found = _replaced(values, variables, source, "")
     made = _library(source, lambda: OmegaConf.create(found))
     return _library(source, lambda: _container(made, resolve=True))

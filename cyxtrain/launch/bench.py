@@ -48,17 +48,8 @@ class Row(NamedTuple):
 def bench(config: DistributedConfig, sizes: Sequence[int] = SIZES, seconds: float = _SECONDS) -> int:
     """Measure all_reduce (SUM, float32), alternating between the ring and Gloo; rank 0 prints a table.
 
-    Args:
-        config: Complete; its backend does not matter.
-        sizes: In bytes, at least 4.
-        seconds: Approximate total; each size gets at least 5 calls of each.
-
-    Returns:
-        0; 2 for a single rank, where there is nothing to measure.
-
-    Raises:
-        RendezvousError: The ranks did not find each other.
-        PeerLostError: Another rank has exited.
+    The backend of the config does not matter; each size (in bytes) gets at least 5 calls of each, in about `seconds`
+    altogether. Returns the exit code: 2 for a single rank, where there is nothing to measure.
     """
     if config.world_size == 1:
         print(_ONE_RANK, flush=True)
@@ -76,17 +67,12 @@ def bench(config: DistributedConfig, sizes: Sequence[int] = SIZES, seconds: floa
     return 0
 
 
-def bus_bandwidth(count: int, seconds: float, ranks: int) -> float:
-    """Return bytes per second that each link carries (nccl-tests, PERFORMANCE.md)."""
-    return 2 * (ranks - 1) / ranks * count / seconds
-
-
 def report_of(rows: Sequence[Row], ranks: int) -> list[RenderableType]:
     """Return a table and its footnote."""
     cells = []
     for count, ring, gloo in rows:
         gloo_cells = ("none", "") if gloo is None else (duration(gloo), f"{gloo / ring:.2f}")
-        cells.append((size(count), duration(ring), *gloo_cells, rate(bus_bandwidth(count, ring, ranks))))
+        cells.append((size(count), duration(ring), *gloo_cells, rate(2 * (ranks - 1) / ranks * count / ring)))
     titles = ("size", "ring", "Gloo", "Gloo / ring", "bus bandwidth")
     return [table(titles, cells, right=range(5)), _FOOTNOTE]
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cyxtrain.experiment import Experiment
 
 _USAGE_ERROR = 2
-"""Exit code of an invalid command line."""
 _COMPLETE = "_CYXTRAIN_COMPLETE"
 """Click's variable: a shell sets it to ask for completions."""
 
@@ -202,12 +201,7 @@ def completion(shell: str) -> None:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command line and return its exit code.
-
-    Args:
-        arguments: Without the program's name.
-        environment: Inherited by processes that it starts.
-    """
+    """Run a command line without the program's name; processes that it starts inherit `environment`."""
     hook = sys.excepthook
     try:
         code = cyxtrain.main([*arguments], "cyxtrain", _COMPLETE, standalone_mode=False, obj=environment)

@@ -15,13 +15,6 @@ def run_as_first_process(run: Callable[[], int], *, is_first: bool | None = None
     """Run a function; in a child process if this process is the first one of its container.
 
     The first process then forwards signals, reaps every process that ends, and exits with the child's exit code.
-
-    Args:
-        run: Returns the exit code.
-        is_first: Whether this is the first process; None: its pid tells.
-
-    Returns:
-        The exit code, in both processes.
     """
     if sys.platform == "win32" or not (os.getpid() == 1 if is_first is None else is_first):
         return run()

@@ -16,7 +16,7 @@ from cyxtrain.workers.error_lines import is_mistake
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, stop_all_at_first_failure, would_recur
+from cyxtrain.workers.supervisor import Outcome, Supervisor, stop_all_at_first_failure, would_recur
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class Start:
     nnodes: int = 1
     """Machines, all with as many ranks."""
     node_rank: int = 0
-    """This machine's number."""
     master_addr: str = "127.0.0.1"
     """Of machine 0."""
     master_port: str | None = None
@@ -48,11 +47,7 @@ class Start:
         return None if self.logs is None else self.logs / f"rank{rank}.log"
 
     def create_logs(self) -> None:
-        """Create an empty log for each rank; restarts append to it.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """Create an empty log for each rank; restarts append to it."""
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
             for path in filter(None, map(self.log_of, self.ranks)):
@@ -61,15 +56,7 @@ class Start:
 
 
 def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
-    """Run the ranks of this machine and return the launcher's exit code.
-
-    Args:
-        start: What to start.
-        environment: Inherited by the ranks.
-
-    Raises:
-        OSError: The command cannot be started.
-    """
+    """Run the ranks of this machine, which inherit `environment`; return the launcher's exit code."""
     environment = {**environment, "CYXTRAIN_RUN": secrets.token_hex(8)}
     terminal = Terminal.standard()
     for attempt in range(start.restarts + 1):
@@ -100,7 +87,7 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
     has_bar = not shares_terminal and environment.get("TERM", "dumb") != "dumb"
     columns = terminal.columns() if has_bar else 0
 
-    def note_exit(ended: RankExit) -> Reaction:
+    def note_exit(ended: RankExit) -> bool:
         if ended.code == 0:  # ranks that wait for it to join read this
             exited.write(b"%d\n" % start.ranks[ended.index])
         return stop_all_at_first_failure(ended)
@@ -153,9 +140,9 @@ def _stopping_on_signals(supervisor: Supervisor) -> Iterator[None]:
 
 
 def describe(outcome: Outcome) -> bytes:
-    """Return the launcher's last message: which rank failed first and its stderr; nothing after a success or a mistake.
+    """Return the launcher's last message: which rank failed first, and its stderr.
 
-    A user's mistake is on the screen already, in short.
+    It is empty after a success, and after a mistake of the user, which is on the screen already, in short.
     """
     lines = [f"{label} cannot be ended, not even by SIGKILL" for label in outcome.unstoppable]
     if outcome.stopped_by is not None:

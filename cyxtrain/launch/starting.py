@@ -278,14 +278,7 @@ def _nodes(options: Options) -> tuple[int, int]:
 def _become_torchrun(
     options: Options, num_ranks: int, command: Sequence[str], environment: Mapping[str, str]
 ) -> NoReturn:
-    """Replace this process with torchrun, which restarts all ranks when a machine joins or leaves.
-
-    Args:
-        options: With `nnodes` MIN:MAX.
-        num_ranks: On this machine.
-        command: Of each rank.
-        environment: Inherited by the ranks.
-    """
+    """Replace this process with torchrun, which restarts all ranks when a machine joins or leaves."""
     low, _, high = str(options.nnodes).partition(":")
     if not (_is_number(low) and _is_number(high) and 0 < int(low) <= int(high)):
         raise click.UsageError(f"--nnodes must be a number, or MIN:MAX such as 1:4, got {options.nnodes!r}")

@@ -10,7 +10,6 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -28,7 +27,6 @@ class Failed:
     error: bytes | None
     """Pickled (class, arguments, attributes); None if they cannot be pickled."""
     name: str
-    """Of its class."""
     message: str
     text: str
     """The traceback of the user's code."""
@@ -59,19 +57,15 @@ def _traceback_of(error: BaseException) -> str:
     links: list[str] = []
     link: BaseException | None = error
     while link is not None:
-        place = _from_users_code(link.__traceback__)
+        place = link.__traceback__
+        while place is not None and place.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            place = place.tb_next
         if place is not None:
             links.append("".join(traceback.format_exception(type(link), link, place, chain=False)))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     if not links and not isinstance(error, CyxtrainError):
         return "".join(traceback.format_exception(error))
     return "\nwhich led to:\n".join(reversed(links))
-
-
-def _from_users_code(found: TracebackType | None) -> TracebackType | None:
-    while found is not None and found.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
-        found = found.tb_next
-    return found
 
 
 def raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:

@@ -25,7 +25,7 @@ from cyxtrain.notebook.worker import NAME, Answer, Channel, Job, Ready, Release,
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import SLICE_SECONDS, Reaction, Supervisor
+from cyxtrain.workers.supervisor import SLICE_SECONDS, Supervisor
 from cyxtrain.world import runtime
 
 START_SECONDS = 120.0
@@ -67,11 +67,7 @@ class JobAnswers:
     """Whether all can take another job; otherwise the caller must close the pool."""
 
     def check(self) -> None:
-        """Raise if a worker has exited.
-
-        Raises:
-            PeerLostError: Names the first one.
-        """
+        """Raise PeerLostError, naming the first one, if a worker has exited."""
         if self.ended:
             first = self.ended[0]
             raise PeerLostError(
@@ -81,27 +77,23 @@ class JobAnswers:
             )
 
 
+@dataclass(frozen=True)
 class _Writer:
     """Where a supervisor's terminal writes to: a queue of events."""
 
-    def __init__(self, post: Callable[[_Event], None], *, to_stderr: bool) -> None:
-        self._post = post
-        self._to_stderr = to_stderr
+    post: Callable[[_Event], None]
+    to_stderr: bool
 
     def write(self, data: bytes, /) -> int:
         """Post whole lines."""
-        self._post(_Wrote(self._to_stderr, data))
+        self.post(_Wrote(self.to_stderr, data))
         return len(data)
 
 
 class Pool:
-    """Worker processes: ranks 0 to `num_processes` - 1 of their own world.
+    """Worker processes: ranks 0 to `num_processes` - 1 of their own world; one thread at a time may use it.
 
-    One thread at a time may use it. When this process ends, however it ends, they end within a second.
-
-    Args:
-        num_processes: Number of workers.
-        variables: Their environment, without what makes them ranks.
+    When this process ends, however it ends, they end within a second.
     """
 
     def __init__(self, num_processes: int, variables: Mapping[str, str]) -> None:
@@ -146,20 +138,12 @@ class Pool:
         apply: Callable[[Any], None],
         on_signal: Callable[[int], bool],
     ) -> JobAnswers:
-        """Let all workers call a function, and return their answers.
+        """Let all workers call a function as in `Job`, and return their answers.
 
-        This thread prints the workers' output on our stdout and stderr, with the rank for ranks other than 0.
-
-        Args:
-            function: As in `Job`.
-            arguments: As in `Job`.
-            apply: Called with each report.
-            on_signal: Called for a signal that arrives within `handling_signals`; returns whether to pass it on to the
-                workers. Otherwise, and at the second signal, they are ended and the signal takes its usual effect.
-
-        Raises:
-            RendezvousError: They did not start within `START_SECONDS`.
-            KeyboardInterrupt, SystemExit: A signal has ended the workers.
+        This thread calls `apply` with each report, and prints the workers' output on our stdout and stderr, with the
+        rank for ranks other than 0. It calls `on_signal` for a signal that arrives within `handling_signals`, which
+        returns whether to pass it on to the workers. Otherwise, and at the second signal, they are ended and the signal
+        takes its usual effect.
         """
         self._marks = 0
         try:
@@ -306,10 +290,10 @@ class Pool:
             for end in self._ends:  # ends the listening threads
                 end.close()
 
-    def _note_exit(self, ended: RankExit) -> Reaction:
+    def _note_exit(self, ended: RankExit) -> bool:
         self._has_ended = True
         self._events.put(ended)
-        return Reaction.KEEP_GOING  # so that the others can report their errors
+        return False  # so that the others can report their errors
 
     def _listen(self, rank: int, channel: Channel) -> None:
         with channel, contextlib.suppress(EOFError, OSError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callback
@@ -17,20 +17,15 @@ HOOK = "hook"
 """A report: a callback that stays in the notebook, a hook of it, and the hook's arguments."""
 
 
-def _forwarding(hook: str) -> Callable[..., None]:
-    def forward(relay: Relay, *arguments: Any) -> None:
-        relay._forward(hook, *arguments)
+def _forwarding(method: str) -> Callable[..., None]:
+    def forward(sender: Relay | ReportingDisplay, *arguments: Any) -> None:
+        sender._forward(method, *arguments)
 
     return forward
 
 
 class Relay(Callback):
-    """Stands in a worker for a callback that stays in the notebook, and forwards its hooks from rank 0.
-
-    Args:
-        name: Of the callback, among the trainer's parts.
-        report: Takes reports; None on ranks other than 0.
-    """
+    """Stands in a worker for a callback that stays in the notebook, and forwards its hooks from rank 0."""
 
     def __init__(self, name: str, report: Callable[[Any], None] | None) -> None:
         self._name = name
@@ -55,47 +50,28 @@ class Relay(Callback):
 
 
 class ReportingDisplay(LiveDisplay):
-    """A display in another process.
-
-    Args:
-        report: Takes reports.
-        shows: Whether anything is displayed; the beginning of a fit is reported in any case.
-    """
+    """A display in another process; it reports the beginning of a fit even if it `shows` nothing."""
 
     def __init__(self, report: Callable[[Any], None], *, shows: bool) -> None:
         super().__init__()
         self._report = report
         self._shows = shows
 
-    def _show(self, method: str, *arguments: Any) -> None:
+    def _forward(self, method: str, *arguments: Any) -> None:
         if self._shows:
             self._report((SHOW, method, arguments))
 
-    def header(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Print a line per fact."""
-        self._show("header", list(facts))
+    header = _forwarding("header")
+    draw = _forwarding("draw")
+    line = _forwarding("line")
+    end_epoch = _forwarding("end_epoch")
+    close = _forwarding("close")
 
     def begin(self, name: str, steps: int | None, done: int = 0) -> None:
         """Start a bar."""
         self._report((BEGUN,))
-        self._show("begin", name, steps, done)
+        self._forward("begin", name, steps, done)
         super().begin(name, steps, done)
-
-    def draw(self, steps: int, text: str) -> None:
-        """Advance the bar."""
-        self._show("draw", steps, text)
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        self._show("line", text)
-
-    def end_epoch(self, text: str) -> None:
-        """Print the epoch's line."""
-        self._show("end_epoch", text)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._show("close")
 
 
 def display_here(report: Callable[[Any], None], shows: bool) -> Display:

@@ -138,20 +138,10 @@ def write(
     returns: bool = False,
     objects: dict[str, Any] | None = None,
 ) -> None:
-    """Write an object and all that it holds.
+    """Write an object and all that it holds to an empty file.
 
-    Cost: the bytes of its arrays once, except memory maps.
-
-    Args:
-        value: Anything.
-        file: Empty.
-        known: What the receiver has, by name.
-        is_data: As in `Pickler`.
-        returns: As in `Pickler`.
-        objects: As in `Pickler`.
-
-    Raises:
-        Exception: It holds something that cannot be sent, such as an open file.
+    `known` is what the receiver has, by name; the options are those of `Pickler`. Cost: the bytes of its arrays once,
+    except memory maps. Raises any Exception if it holds something that cannot be sent, such as an open file.
     """
     pickler = _pickler(known, is_data=is_data, returns=returns, objects=objects)
     fast = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
@@ -163,12 +153,8 @@ def write(
 def read(path: str, known: Mapping[str, Any], *, mapped: bool, objects: dict[str, Any] | None = None) -> Any:
     """Return what another process has written, with tensors on the CPU.
 
-    Args:
-        path: Of the file.
-        known: Replaces the names that were given there.
-        mapped: Whether arrays stay in the file's memory, with changes private to this process; otherwise they are
-            copied.
-        objects: Filled with the plain objects that were named there.
+    `known` replaces the names that were given there; `objects` is filled with the plain objects that were named there.
+    If `mapped`, arrays stay in the file's memory, with changes private to this process; otherwise they are copied.
     """
     with _setting(_known, known), _setting(_objects, {} if objects is None else objects):
         return torch.load(path, "cpu", _module(pickle.Pickler), weights_only=False, mmap=mapped)
@@ -189,11 +175,7 @@ def as_bytes(value: Any, pickler: type[Pickler]) -> bytes:
 
 
 def from_bytes(data: bytes, known: Mapping[str, Any] | None = None) -> Any:
-    """Return what `as_bytes` was given.
-
-    Raises:
-        Exception: It cannot be rebuilt.
-    """
+    """Return what `as_bytes` was given; raise any Exception if it cannot be rebuilt."""
     with _setting(_known, known or {}):
         return pickle.loads(data)
 

@@ -215,17 +215,15 @@ def _merge_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor, i
     what, kind, path = name.split(" ", 2)
     place, _, last = path.rpartition(".")
     module = modules[what].get_submodule(place)
-    parameters, buffers = torch_compat.own_parameters(module), torch_compat.own_buffers(module)
-    own = parameters.get(last) if kind == "parameter" else buffers.get(last)
+    is_parameter = kind == "parameter"
+    held: Any = torch_compat.own_parameters(module) if is_parameter else torch_compat.own_buffers(module)
+    own = held.get(last)
     if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
         new = tensor.clone() if own is None else tensor.to(own.device, copy=True)
-        if kind == "parameter":
-            parameters[last] = nn.Parameter(new, is_trained)
-        else:
-            buffers[last] = new
+        held[last] = nn.Parameter(new, is_trained) if is_parameter else new
         return
     own.copy_(tensor)
-    if kind == "parameter":
+    if is_parameter:
         own.requires_grad_(is_trained)
 
 
@@ -240,14 +238,11 @@ def _refilled(own: Any, new: Any) -> Any:
     """Return a value, filled into the existing object if that is possible: others may refer to it."""
     if type(own) is not type(new) or own is new:
         return new
-    if isinstance(own, dict):
+    if isinstance(own, (dict, set)):
         own.clear()
         own.update(new)
     elif isinstance(own, list):
         own[:] = new
-    elif isinstance(own, set):
-        own.clear()
-        own.update(new)
     elif type(own) is Tensor and own.shape == new.shape and own.dtype == new.dtype and not own.requires_grad:
         own.copy_(new)
     elif type(own) is np.ndarray and own.shape == new.shape and own.dtype == new.dtype and own.flags.writeable:

@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any, TypeAlias
 
 from cyxtrain.environment import process_env
@@ -95,7 +94,7 @@ def main() -> None:
     jobs: queue.SimpleQueue[Job | Release] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, jobs), name="the notebook", daemon=True).start()
     # A fit has its own handler; without a fit Ctrl-C does nothing. SIG_IGN would be inherited by child processes.
-    signal.signal(signal.SIGINT, _ignore)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     runtime.init()
     channel.send(Ready())
     kept: list[Any] = []  # what an answer refers to
@@ -137,7 +136,3 @@ def _listen(channel: Channel, jobs: queue.SimpleQueue[Job | Release]) -> None:
                 jobs.put(message)
     except BaseException:
         os._exit(0)
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    pass

@@ -32,11 +32,7 @@ class Workers:
 
     @contextlib.contextmanager
     def used_for(self, method: str) -> Iterator[None]:
-        """Reserve them for this thread.
-
-        Raises:
-            ConfigError: It uses them already: a callback that stays in the notebook makes a call.
-        """
+        """Reserve them for this thread; raise ConfigError if it uses them already."""
         if self._user == threading.get_ident():
             raise ConfigError(
                 f"{method} was called by a callback that stays in the notebook while the workers are busy with a call. "

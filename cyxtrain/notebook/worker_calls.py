@@ -115,18 +115,10 @@ def run_call(
     not_sent: Sequence[str],
     report: Callable[[Any], None],
 ) -> tuple[CallResult, bool]:
-    """Run a trainer's call on this rank.
+    """Run a trainer's call on this rank; return its result, and whether this rank can take another job.
 
-    Args:
-        method: Its name.
-        trainer_path: File with the trainer.
-        call_path: File with (settings, arguments, keyword arguments).
-        staying: Names of callbacks that stay in the notebook.
-        not_sent: Names of parts that the call does not need.
-        report: Takes reports for the notebook.
-
-    Returns:
-        The result, and whether this rank can take another job.
+    The file at `call_path` holds (settings, arguments, keyword arguments). `staying` are the names of callbacks that
+    stay in the notebook, `not_sent` those of parts that the call does not need.
     """
     try:
         is_master = runtime.is_master()

@@ -136,9 +136,8 @@ class Bucket:
     def finish(self, numbers: Sequence[float] | None, *, is_finite: bool) -> None:
         """Give each parameter its averaged gradient; those used on no rank with samples keep theirs: none.
 
-        Args:
-            numbers: `flags`, on the host; None: this rank has all gradients, so each parameter was used.
-            is_finite: Whether what was received, in all buckets, is finite.
+        `numbers` are the `flags`, on the host; without, this rank has all gradients, so each parameter was used.
+        `is_finite` tells whether what was received, in all buckets, is finite.
         """
         nowhere = set() if self.complete or numbers is None else self._unused_on_all_ranks(numbers)
         self.exchange.complete(is_finite=is_finite, unused=nowhere)

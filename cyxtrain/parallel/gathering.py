@@ -145,14 +145,9 @@ def _gathered(tensor: Tensor, layout: _Layout) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: _Layout) -> Tensor:
-        ctx.rows, most = layout.rows, max(layout.rows)
-        own = _padded(tensor.detach().to(layout.dtype).reshape(len(tensor), *layout.row_shape), most)
-        parts = [torch.empty_like(own) for _ in layout.rows]
-        if own.is_cpu:
-            dist.all_gather(parts, own, group=runtime.group_for(own.device))
-        else:
-            dist.all_gather([*map(bytes_of, parts)], bytes_of(own), group=runtime.group_for(own.device))
-        return torch.cat([part[:rows] for part, rows in zip(parts, layout.rows, strict=True)])
+        ctx.rows = layout.rows
+        own = tensor.detach().to(layout.dtype).reshape(len(tensor), *layout.row_shape)
+        return gathered_rows(own, layout.rows, runtime.group_for(own.device))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -161,6 +156,17 @@ class _Gather(torch.autograd.Function):
         own = torch.empty_like(parts[0])
         dist.reduce_scatter(own, parts, group=runtime.group_for(own.device))
         return own[: ctx.rows[dist.get_rank()]], None
+
+
+def gathered_rows(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
+    """Return the rows of all ranks, in the order of ranks, which have `counts` of them."""
+    padded = _padded(own, max(counts))
+    parts = [torch.empty_like(padded) for _ in counts]
+    if own.is_cpu:
+        dist.all_gather(parts, padded, group=group)
+    else:
+        dist.all_gather([*map(bytes_of, parts)], bytes_of(padded), group=group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

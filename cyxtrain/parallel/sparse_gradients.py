@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cyxtrain.parallel.bucket import checked_gradient
 from cyxtrain.parallel.exchange import MeanWork
+from cyxtrain.parallel.gathering import gathered_rows
 
 _ABSENT, _NONE, _DENSE = -1, -2, -3
 """What a rank has instead of a number of rows: no samples; no gradient; a dense gradient, as of tied weights."""
@@ -92,18 +93,9 @@ def _average_rows(parameter: nn.Parameter, counts: Sequence[int], group: Any) ->
     values = parameter.detach().new_empty((0, *parameter.shape[1:]))
     if gradient is not None:
         rows, values = gradient.indices()[0], gradient.values()
-    rows, values = (_gathered(own, counts, group) for own in (rows, values))
+    rows, values = (gathered_rows(own, counts, group) for own in (rows, values))
     # check_invariants: PyTorch warns unless it is set; the rows come from sparse gradients of the same shape.
     total = torch.sparse_coo_tensor(
         rows[None], values / len(counts), parameter.shape, device=values.device, check_invariants=False
     )
     parameter.grad = total.coalesce()  # the same sums, in the same order, on every rank
-
-
-def _gathered(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
-    """Return the rows of all ranks, in the order of ranks."""
-    padded = own.new_zeros((max(counts), *own.shape[1:]))
-    padded[: len(own)] = own
-    gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded, group)
-    return torch.cat([found[:count] for found, count in zip(gathered, counts, strict=True)])

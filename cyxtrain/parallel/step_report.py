@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,22 +9,19 @@ from torch import Tensor, nn
 
 from cyxtrain.environment import accelerator
 from cyxtrain.parallel.finite import magnitudes, values_of
+from cyxtrain.ring import Deadline
 from cyxtrain.world import runtime
-
-_POLL_SECONDS = 0.001
 
 
 class Report:
     """Whether the gradients and losses of a synchronisation are finite, and the ranks' signals.
 
-    The host waits for it only when it is read. Cost: the gradients are read once, and a dozen small operations.
+    The host waits for it only when it is read. The gradients of `parameters`, at least one, and `shared` are the same
+    on every rank: the flags of each bucket, or the loss of a single rank. The step is bad too if `unused`, parts of
+    `shared` that refuse unused parameters, are not 0. `losses`, of this rank's micro-batches, decide nothing. `merge`,
+    called by `signals` with the numbers in `shared`, returns the signals, or raises.
 
-    Args:
-        parameters: Of one accelerator, at least one; their gradients are the same on every rank.
-        shared: Vectors that are the same on every rank: the flags of each bucket, or the loss of a single rank.
-        unused: Parts of `shared` that must be 0, because unused parameters are refused.
-        losses: Of this rank's micro-batches; they decide nothing.
-        merge: Called by `signals` with the numbers in `shared`; returns the signals, or raises.
+    Cost: the gradients are read once, and a dozen small operations.
     """
 
     def __init__(
@@ -67,12 +63,7 @@ class Report:
 
     def arrives_within(self, seconds: float) -> bool:
         """Return whether the report arrives within some seconds."""
-        end = time.monotonic() + seconds
-        while not self._copy.is_there():
-            if time.monotonic() > end:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
+        return Deadline(seconds).poll_until(self._copy.is_there)
 
     @property
     def nonfinite(self) -> list[nn.Parameter]:

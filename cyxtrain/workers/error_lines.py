@@ -26,12 +26,7 @@ def is_mistake(stderr: bytes | None) -> bool:
 
 
 class ErrorFilter:
-    """Leaves out lines of one rank's stderr: a mistake that another rank has printed, and tracebacks of Ctrl-C.
-
-    Args:
-        label: Of the rank.
-        mistakes: Those printed so far, with the label of the rank, shared by all ranks.
-    """
+    """Leaves out of a rank's stderr a mistake that another rank has printed, and tracebacks of Ctrl-C."""
 
     def __init__(self, label: str, mistakes: dict[bytes, str]) -> None:
         self._label = label

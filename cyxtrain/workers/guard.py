@@ -30,11 +30,7 @@ _CLOSE_SECONDS = 2.0
 
 
 class Guard:
-    """The supervisor's end of the pipe: entering starts the guard, leaving ends it.
-
-    Args:
-        grace_seconds: Between SIGTERM and SIGKILL, once the supervisor is gone.
-    """
+    """The supervisor's end of the pipe: entering starts the guard, leaving ends it."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds

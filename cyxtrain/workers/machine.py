@@ -26,16 +26,8 @@ def launch_environment(
 ) -> dict[str, str]:
     """Return one rank's environment; keep `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` if they are set.
 
-    Each rank gets its share of the cores: by default every rank would start a thread for each core.
-
-    Args:
-        environment: Inherited variables.
-        local_rank: Rank on this machine.
-        num_ranks: Ranks on each machine.
-        port: Of the rendezvous.
-        nnodes: Number of machines.
-        node_rank: This machine's number.
-        address: Of machine 0.
+    Each of the `num_ranks` ranks per machine gets its share of the cores: by default every rank would start a thread
+    for each core. `port` and `address`, that of machine 0, are those of the rendezvous.
     """
     return {
         "OMP_NUM_THREADS": str(cores_per_rank(num_ranks, environment)),

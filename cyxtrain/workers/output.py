@@ -31,13 +31,7 @@ class Stream(Protocol):
 
 
 class Terminal:
-    """Where the lines of all ranks go: one lock over both streams, because both may be the same screen.
-
-    Args:
-        out: For their stdout.
-        err: For their stderr.
-        columns: Returns how long a bar may be; 0: there is no place for one.
-    """
+    """Where the lines of all ranks go: one lock over both streams, because both may be the same screen."""
 
     def __init__(self, out: Stream, err: Stream, columns: Callable[[], int] = lambda: 0) -> None:
         self._out = out
@@ -96,11 +90,8 @@ def _columns() -> int:
 class LineAssembler:
     r"""Splits bytes into lines; reduces a progress bar, which rewrites its line after \r, to what stays visible.
 
-    Of a finished line the last state counts; of an unfinished one, a state every `REFRESH_SECONDS`, or `bar`.
-
-    Args:
-        clock: Returns seconds.
-        keeps_bar: Whether the states of an unfinished line become `bar` instead of lines.
+    Of a finished line the last state counts; of an unfinished one, a state every `REFRESH_SECONDS`, or, if `keeps_bar`,
+    `bar` instead of lines.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, keeps_bar: bool = False) -> None:

@@ -52,7 +52,6 @@ class RankExit:
     code: int
     """Its exit code; 128 + n if signal n killed it, as in a shell."""
     killed_by: int | None
-    """The signal that killed it."""
     at_seconds: float
     """On the clock of `time.monotonic`."""
 
@@ -77,17 +76,8 @@ class RankProcess:
     """A running rank in its own session and process group, so that a stop reaches what it has started.
 
     One thread waits for its end and posts two events: `RankExit` at once, and `RankGone` when what the process left
-    behind in its group has ended too (SIGTERM, the grace time, SIGKILL) and its output has been read.
-
-    Args:
-        index: In the list of specs.
-        spec: What to start.
-        terminal: Where its lines go.
-        guard: Ends it if this process is killed.
-        post: Takes the two events, in the thread.
-
-    Raises:
-        OSError: The command cannot be started.
+    behind in its group has ended too (SIGTERM, the grace time, SIGKILL) and its output has been read. The guard ends it
+    if this process is killed. Raises OSError if the command cannot be started.
     """
 
     def __init__(

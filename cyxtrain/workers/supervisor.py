@@ -3,12 +3,11 @@
     start all -> wait -> (a failure: 2 s for the others to print their errors)          -> SIGTERM -> 5 s -> SIGKILL
                       -> (a stop request: a step and a checkpoint may be in progress) -> signal  -> 9 s -> SIGKILL
 
-A policy, a function from a rank's exit to a `Reaction`, decides what happens when a rank ends.
+A policy, a function of a rank's exit, decides whether the others are stopped.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import queue
 import re
@@ -33,19 +32,13 @@ SLICE_SECONDS = 0.5
 """The longest wait in one piece: on Windows Ctrl-C arrives only between two."""
 
 
-class Reaction(enum.Enum):
-    """What the end of one rank means for the others."""
-
-    KEEP_GOING = enum.auto()
-    STOP_ALL = enum.auto()
+Policy = Callable[[RankExit], bool]
+"""Returns whether the end of one rank stops the others."""
 
 
-Policy = Callable[[RankExit], Reaction]
-
-
-def stop_all_at_first_failure(ended: RankExit) -> Reaction:
-    """Keep going after a success; stop all ranks after a failure."""
-    return Reaction.KEEP_GOING if ended.code == 0 else Reaction.STOP_ALL
+def stop_all_at_first_failure(ended: RankExit) -> bool:
+    """Stop all ranks after a failure, not after a success."""
+    return ended.code != 0
 
 
 @dataclass(frozen=True)
@@ -74,13 +67,8 @@ class Supervisor:
 
     Any thread may call `run`; any thread and signal handler may call `request_stop`. Three threads for each rank read
     its output and wait for its end; they have ended when `run` returns, except for the reader of a pipe that a process
-    outside the rank's group (a daemon) still holds.
-
-    Args:
-        specs: What to start, rank 0 first.
-        terminal: Where the lines of all ranks go.
-        policy: What the end of one rank means for the others.
-        orphan_seconds: Seconds between SIGTERM and SIGKILL if this process is killed.
+    outside the rank's group (a daemon) still holds. If this process is killed, the ranks have `orphan_seconds` between
+    SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -113,8 +101,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start all ranks and return when no process of them is left.
 
-        Raises:
-            OSError: A command cannot be started; ranks that had started are stopped.
+        Raises OSError if a command cannot be started; ranks that had started are stopped.
         """
         stopped_at = math.inf
         with self._guard as guard:
@@ -146,7 +133,7 @@ class Supervisor:
                 self._alive.discard(event.index)
             else:
                 self._exits.append(event)
-                self._stop_all |= self._policy(event) is Reaction.STOP_ALL
+                self._stop_all |= self._policy(event)
 
     def _end_all(self) -> None:
         """Signal the ranks that are left; kill them after the grace time or at the next request."""
@@ -188,16 +175,12 @@ _STOPS = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:
-    """Return the failure that caused the others.
+    """Return the failure that caused the others, of exits before we stopped anything, in the order of time.
 
     It is the earliest one whose stderr names no error that blames another rank; if all do, the earliest. Time alone
     does not tell: a rank that raises informs the others, which may leave the interpreter before it does. If somebody
     stopped a rank and no other has its own error, nothing has failed. If a rank has printed a user's mistake, the
     others may have the same one and print nothing: those with another error have a traceback.
-
-    Args:
-        exits: Those before we stopped anything, in the order of time.
-        last_lines: The end of each rank's stderr, by index.
     """
     failures = [ended for ended in exits if ended.code != 0 and ended.code not in _STOPS]
     own = [ended for ended in failures if not _BLAMES_ANOTHER.search(last_lines[ended.index] or b"")]

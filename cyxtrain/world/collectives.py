@@ -56,10 +56,8 @@ _ERRORS = """    NotInitializedError: Before `init`.
 def _collective(function: Callable[_P, _Result], doc: str, default: str = "") -> Callable[_P, _Result]:
     """Return a collective of PyTorch that checks that this process is a rank, and chooses the group by the device.
 
-    Args:
-        function: That of PyTorch.
-        doc: What it does, and its cost over the ring of N ranks.
-        default: The rank that is 0 if the caller names none.
+    `doc` tells what it does, and its cost over the ring of N ranks; `default` is the rank that is 0 if the caller names
+    none.
     """
     signature = inspect.signature(function)
     names = [*signature.parameters]

@@ -43,7 +43,6 @@ class Joined:
     """How this process joined."""
 
     group: Any
-    """The default group."""
     config: DistributedConfig
     """Complete, except for the backend if the ranks chose it."""
     cpu_group: Any
@@ -53,7 +52,6 @@ class Joined:
     backend: BackendType | None
     """The requested one; None: the ranks chose."""
     why_ring: str
-    """Why the ranks chose the ring."""
     store: dist.Store
     """Kept open for later groups; on rank 0 it holds the port."""
 

@@ -14,15 +14,10 @@ from cyxtrain.world.consensus import backends_of
 def is_rank_of_another_world(
     config: DistributedConfig | None, parent: DistributedConfig | None, *, refuses: bool
 ) -> bool:
-    """Return whether a forked child is a rank of another world than its parent.
+    """Return whether a forked child is a rank of another world than its parent; refuse one that is no rank.
 
-    Args:
-        config: That of `init`.
-        parent: The config with which the parent joined, if `init` made its group.
-        refuses: Whether to refuse a child that is no rank.
-
-    Raises:
-        ConfigError: It is no rank, or cannot leave the group of its parent.
+    `parent` is the config with which the parent joined, if `init` made its group. A child that is no rank is refused if
+    `refuses`, and always one that cannot leave the group of its parent.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = complete_config(config or DistributedConfig())
@@ -61,12 +56,7 @@ def environment_has_changed(joined: DistributedConfig) -> bool:
 
 
 def check_same(config: DistributedConfig, joined: DistributedConfig | None) -> None:
-    """Refuse to join again with other settings.
-
-    Args:
-        config: That of `init`, complete.
-        joined: That of the world; None: `init` did not make its group.
-    """
+    """Refuse to join again with other settings; `joined` is None if `init` did not make the group."""
     if joined is not None:
         if config != joined:
             raise ConfigError(

@@ -43,8 +43,6 @@ from cyxtrain.world.side_ring import SideRing
 
 _joined: Joined | None = None
 """How this process joined; ignored once another group is the default one."""
-
-
 _side_ring: SideRing | None = None
 """The ring beside the default group, if there is one."""
 _requested: DistributedConfig | None = None

@@ -85,11 +85,7 @@ def look_at_archive(file: BinaryIO, name: str) -> None:
 
 
 def read_record(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
-    """Return the verified content of one entry; of the others only the sizes are compared.
-
-    Raises:
-        Exception: It is no archive, has no such entry, or the entry is corrupt or larger than the limit.
-    """
+    """Return the verified content of one entry; of the others only the sizes are compared."""
     with zipfile.ZipFile(at_a_glance(file, limit_bytes)) as archive:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
         listed = json.loads(archive.read(MANIFEST))["entries"][entry]

@@ -26,11 +26,8 @@ _NUMBERS = (int, float, torch.Tensor)
 def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Return a value as JSON types; floats are restored bit for bit (a nan as a nan), tuples as tuples.
 
-    Args:
-        value: None, bool, int, float, str, NumPy's scalars and arrays of numbers, a tensor, or lists, tuples and
-            dictionaries of these.
-        path: Of the value, for the names of its tensors and for messages, such as "weight.exp_avg".
-        tensors: Collects the tensors, under names made from their paths. None: tensors are refused.
+    `path`, such as "weight.exp_avg", names it in messages. `tensors` collects the tensors, under names made from their
+    paths; without it, tensors and arrays are refused.
     """
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
@@ -52,7 +49,10 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
     if isinstance(value, tuple):
         return {"$tuple": encode_tree(list(value), path, tensors)}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors)
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode_tree(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        pairs = ((key, item, f"{path}.{key}") for key, item in value.items())
+        return {"$dict": [[encode_tree(key, path), encode_tree(item, place, tensors)] for key, item, place in pairs]}
     raise CheckpointError(
         f"'{path}' is a {type(value).__name__}, which a checkpoint cannot hold: it takes numbers, text, lists, tuples "
         f"and dictionaries{'' if tensors is None else ', and tensors'}, so that loading never runs code. "
@@ -60,21 +60,8 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return a dictionary as a JSON object, or as a list of pairs if its keys are not plain text."""
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: encode_tree(item, f"{path}.{key}", tensors) for key, item in value.items()}
-    return {
-        "$dict": [[encode_tree(key, path), encode_tree(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-    }
-
-
 def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return the value that `encode_tree` encoded.
-
-    Raises:
-        KeyError, TypeError, ValueError: `encode_tree` cannot have made it.
-    """
+    """Return the value that `encode_tree` encoded."""
     if isinstance(value, list):
         return [decode_tree(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -106,10 +93,8 @@ def _plain(name: Any) -> np.dtype[Any]:
 def same_kinds(saved: Any, own: Any) -> bool:
     """Return whether a saved value may replace the present one: a number a number, a dictionary a dictionary.
 
-    Args:
-        saved: From a checkpoint.
-        own: The present value; anything but a text may replace None. Names in only one of two dictionaries, and the
-            items of lists, are not compared; tuples must have the same length.
+    Anything but a text may replace None. Names in only one of two dictionaries, and the items of lists, are not
+    compared; tuples must have the same length.
     """
     if own is None:
         return not isinstance(saved, str)

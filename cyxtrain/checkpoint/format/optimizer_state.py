@@ -30,9 +30,7 @@ def optimizer_state_by_name(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Return an optimizer's state by parameter name, and its groups with names instead of parameters.
 
-    Returns:
-        The state, in the order of the model's parameters; its tensors are not copied and change with the next step. The
-        groups: hyperparameters, and "params" as a list of names.
+    The state is in the order of the model's parameters; its tensors are not copied and change with the next step.
     """
     saved = optimizer.state_dict()
     unknown = sorted(set(saved) - {"state", "param_groups"})
@@ -90,10 +88,8 @@ def rebuild_groups(
 ) -> list[str]:
     """Add the groups that the checkpoint's fit had added, and drop those that it had not added yet.
 
-    Groups that the optimizer was built with stay; if these differ, nothing changes.
-
-    Returns:
-        Names of the parameters in added groups.
+    Groups that the optimizer was built with stay; if these differ, nothing changes. Returns the names of the parameters
+    in added groups.
     """
     own, saved = [frozenset(names) for names in _group_names(optimizer, model)], list(groups)
     left = Counter(frozenset(group["params"]) for group in saved)

@@ -69,12 +69,8 @@ def encode_tensors(
     """Return tensors to store, and the layout that restores the given ones.
 
     Tensors with the same memory, shape and strides are stored once. Those that overlap otherwise, or are not
-    contiguous, are copied; no others. Sparse ones are stored as indices and values.
-
-    Args:
-        tensors: By name, on any device.
-        what: Their owner, for messages, such as "model".
-        copy: Makes a contiguous copy on the CPU of each, given its name; None: copies only what must be copied.
+    contiguous, are copied; no others, unless `copy` makes a contiguous copy on the CPU of each, given its name. Sparse
+    ones are stored as indices and values. `what` is their owner, for messages.
     """
     stored: dict[str, torch.Tensor] = {}
     sparse = {name: each for name, each in tensors.items() if not is_plain(each) and parts_of(each) is not None}
@@ -111,11 +107,7 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def decode_tensors(stored: Mapping[str, torch.Tensor], layout: TensorLayout) -> dict[str, torch.Tensor]:
-    """Return the tensors that `encode_tensors` was given; tied ones are one object under two names.
-
-    Raises:
-        KeyError, RuntimeError, TypeError, ValueError: The layout is of another file.
-    """
+    """Return the tensors that `encode_tensors` was given; tied ones are one object under two names."""
     expected = set(layout.order) - set(layout.aliases)
     if expected != set(stored):
         raise ValueError(f"the tensors {sorted(expected ^ set(stored))} are only in the file or only in its list")

@@ -144,8 +144,7 @@ class RowShare(Share):
 class StreamShare(Share):
     """Batches of a stream for one step; the number of rows on other ranks is known later.
 
-    Args:
-        read: Returns this rank's batches, and how many batches of the data were read for them; called once.
+    `read`, called once, returns this rank's batches, and how many batches of the data were read for them.
     """
 
     def __init__(self, number: int, read: Callable[[], tuple[list[Rows], int]], copier: DeviceCopier) -> None:

@@ -178,11 +178,6 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
     return tensor.index_select(0, rows)
 
 
-def copy(rows: Tensor) -> Tensor:
-    """Return a contiguous copy."""
-    return rows.clone(memory_format=torch.contiguous_format)
-
-
 def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
     """Return a hash of up to that many rows, evenly spaced, the first and the last among them."""
     count = min(len(tensor), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,7 +21,6 @@ from cyxtrain.data.batches.rows import (
     SAMPLED_ROWS,
     Rows,
     as_rows,
-    copy,
     gather,
     holds_tensors,
     rows_not_finite,
@@ -93,11 +93,9 @@ class ArraySource(Source):
 
     def part(self, first: int, end: int) -> ArraySource:
         """Return neighbouring rows as a source, a view."""
-        part = object.__new__(ArraySource)
+        part = copy.copy(self)
         part._first_row, part._rows = self._first_row + first, None if self._rows is None else self._rows[first:end]
         part._lengths = None if self._lengths is None else self._lengths[first:end]
-        part.batch_size, part.shuffle = self.batch_size, self.shuffle
-        part.is_numpy = self.is_numpy
         part.example = self.example.mapped(lambda tensor: tensor[first:end])
         return part
 
@@ -110,7 +108,7 @@ class ArraySource(Source):
 
     @override
     def first(self, rows: int) -> Rows:
-        return self.example.mapped(lambda tensor: copy(tensor[:rows]))
+        return self.example.mapped(lambda tensor: tensor[:rows].clone(memory_format=torch.contiguous_format))
 
     @override
     def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> ArraySource:

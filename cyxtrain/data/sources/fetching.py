@@ -89,8 +89,12 @@ class _SeededBatches(Dataset[Any]):
                 return items
             before.restore()
             self._draws = True
+        items = []
         with generators_kept():
-            return [self._seeded_row(index, seed) for index, seed in request.rows]
+            for index, seed in request.rows:
+                seed_for_row(seed)
+                items.append(self._row(index))
+        return items
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         several = getattr(self._dataset, "__getitems__", None)  # as PyTorch looks for it
@@ -98,10 +102,6 @@ class _SeededBatches(Dataset[Any]):
             with _naming("rows", indices):
                 return list(several(indices))
         return [self._row(index) for index in indices]
-
-    def _seeded_row(self, index: int, seed: int) -> Any:
-        seed_for_row(seed)
-        return self._row(index)
 
     def _row(self, index: int) -> Any:
         with _naming("row", index):

@@ -55,15 +55,9 @@ def yields_batches(data: Any) -> bool:
 def open_source(
     inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
 ) -> Source:
-    """Return a user's data as rows.
+    """Return a user's data as rows: arrays, a Dataset, a DataLoader, or what gives batches.
 
-    Args:
-        inputs: X: arrays, a Dataset, a DataLoader, or what gives batches.
-        targets: y of arrays, or None.
-        weights: How much each row of arrays counts, or None.
-        config: Of the fit, or of the latest one.
-        number: Of the epoch from which a stream is likely to be read.
-        trains: Whether the rows are for training.
+    A stream is likely to be read from epoch `number` on; `trains` tells whether the rows are for training.
     """
     if not yields_batches(inputs):
         if targets is None and _are_pairs(inputs):

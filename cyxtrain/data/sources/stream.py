@@ -228,10 +228,7 @@ class StreamSource(Source):
 
 
 class StreamFeed(Feed):
-    """The batches of a stream.
-
-    With `steps_per_epoch` an epoch continues where the previous one ended, and begins the data again after their end.
-    """
+    """The batches of a stream, in passes that continue over epochs as those of a `RowFeed`."""
 
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
         ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps

@@ -35,11 +35,7 @@ def validation_rows(num_rows: int, fraction: float) -> int:
 
 
 def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
-    """Return whether each row validates: `count` rows, with the same share of each class, up to rounding.
-
-    Raises:
-        ConfigError: The targets are not classes, or a class has a single row.
-    """
+    """Return whether each row validates: `count` rows, with the same share of each class, up to rounding."""
     classes = targets.cpu().numpy() if isinstance(targets, Tensor) and targets.numel() == len(targets) else None
     if classes is None or not np.array_equal(classes, classes.astype(np.int64)):
         what = (
@@ -69,11 +65,7 @@ def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
 
 
 def grouped_rows(groups: Any, num_rows: int, count: int, seed: int) -> _Chosen:
-    """Return whether each row validates: whole groups, of at most `count` rows, or the smallest group.
-
-    Raises:
-        ConfigError: There is not one entry for each row, or a single group.
-    """
+    """Return whether each row validates: whole groups, of at most `count` rows, or the smallest group."""
     found = groups.cpu().numpy() if isinstance(groups, Tensor) else np.asarray(groups)
     if found.shape != (num_rows,):
         raise ConfigError(

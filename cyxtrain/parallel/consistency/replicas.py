@@ -18,10 +18,7 @@ from cyxtrain.world.consensus import gather_texts
 
 
 def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
-    """Compare named tensors over ranks; raise ReplicasDifferError if one differs. All ranks call it.
-
-    Cost: a hash of all bytes, where the tensors are, and two all_gathers of a few bytes.
-    """
+    """Compare named tensors over ranks; raise ReplicasDifferError if one differs. All ranks call it."""
     if dist.get_world_size(group) == 1:
         return
     names, tensors = [name for name, _ in named], [tensor for _, tensor in named]

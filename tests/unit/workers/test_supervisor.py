@@ -30,7 +30,7 @@ from cyxtrain.environment.uncaught import HEADER
 from cyxtrain.workers import output, process, supervisor
 from cyxtrain.workers.guard import end_groups, group_is_alive
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, find_first_failure, find_stop, would_recur
+from cyxtrain.workers.supervisor import Outcome, Supervisor, find_first_failure, find_stop, would_recur
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these ranks speak POSIX")
 
@@ -83,8 +83,8 @@ def test_a_rank_that_succeeds_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_only_a_failure_stops_the_others() -> None:
-    reactions = [supervisor.stop_all_at_first_failure(RankExit(0, "rank 0", code, None, 0.0)) for code in (0, 1, 137)]
-    assert reactions == [Reaction.KEEP_GOING, Reaction.STOP_ALL, Reaction.STOP_ALL]
+    stops = [supervisor.stop_all_at_first_failure(RankExit(0, "rank 0", code, None, 0.0)) for code in (0, 1, 137)]
+    assert stops == [False, True, True]
 
 
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
@@ -373,9 +373,9 @@ def test_a_policy_may_let_the_others_go_on(tmp_path: Path) -> None:
         print("done")
     """
 
-    def keep_going(ended: RankExit) -> Reaction:
+    def keep_going(ended: RankExit) -> bool:
         (tmp_path / "policy was asked").touch()
-        return Reaction.KEEP_GOING
+        return False
 
     outcome, shown = supervise(tmp_path, 2, source, policy=keep_going)
     assert [(ended.label, ended.code) for ended in outcome.exits] == [("rank 0", 3), ("rank 1", 0)]
