@@ -70,16 +70,10 @@ class Trainer(Protocol):
     def set_learning_rates(self, rates: Sequence[float]) -> None: ...  # noqa: D102
     @property
     def log(self) -> Callable[..., None]: ...  # noqa: D102
-    def evaluate(  # noqa: D102
-        self,
-        X: Any,  # noqa: N803
-        y: Any = None,
-        *,
-        batch_size: int | None = None,
-        distributed: bool = True,
-        sample_weight: Any = None,
-    ) -> Any: ...
-    def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any: ...  # noqa: D102, N803
+    @property
+    def evaluate(self) -> Callable[..., Any]: ...  # noqa: D102
+    @property
+    def predict(self) -> Callable[..., Any]: ...  # noqa: D102
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None: ...  # noqa: D102
     def is_master(self) -> bool: ...  # noqa: D102
     def get_rank(self) -> int: ...  # noqa: D102
@@ -264,11 +258,7 @@ class Callbacks:
         self._callbacks = list(callbacks)
         self.stop_reason = ""
         """Why the latest one to set `stop_training` did so; "": none has."""
-        self._batch_begin = [each for each in self._callbacks if _overrides(each, "on_train_batch_begin")]
-        self._before_step = [each for each in self._callbacks if _overrides(each, "on_before_optimizer_step")]
-        self._batch_end = [each for each in self._callbacks if _overrides(each, "on_train_batch_end")]
-        hooks = [f"on_{kind}_batch_{when}" for kind in _FLAGS for when in ("begin", "end")]
-        self._outside_fit = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in hooks}
+        self._overriding = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in _HOOKS}
 
     def set_trainer(self, trainer: Trainer, params: dict[str, Any]) -> None:
         """Set the trainer and the parameters of each."""
@@ -294,11 +284,6 @@ class Callbacks:
         kinds = {type(callback) for callback in self._callbacks}
         return any(kind is LambdaCallback or not kind.__module__.startswith("cyxtrain.") for kind in kinds)
 
-    def on_train_batch_begin(self, batch: int) -> None:
-        """Call the hook of those that override it."""
-        for callback in self._batch_begin:
-            callback.on_train_batch_begin(batch, {})
-
     @property
     def on_all_ranks(self) -> list[str]:
         """The names of those that every rank must have."""
@@ -312,11 +297,10 @@ class Callbacks:
     @property
     def before_optimizer_step(self) -> Callable[[int], None] | None:
         """Calls the hook of those that override it; None: none does."""
-        return self.on_before_optimizer_step if self._before_step else None
+        return self._on_before_optimizer_step if self._overriding["on_before_optimizer_step"] else None
 
-    def on_before_optimizer_step(self, batch: int) -> None:
-        """Call the hook of those that override it."""
-        for callback in self._before_step:
+    def _on_before_optimizer_step(self, batch: int) -> None:
+        for callback in self._overriding["on_before_optimizer_step"]:
             callback.on_before_optimizer_step(batch, {})
 
     def on_exception(self, exception: BaseException) -> None:
@@ -325,16 +309,9 @@ class Callbacks:
             with contextlib.suppress(Exception):
                 callback.on_exception(exception)
 
-    def on_train_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
-        """Call the hook of those that override it, with logs of `look`."""
-        if self._batch_end:
-            with contextlib.closing(BatchLogs(look)) as logs:
-                for callback in self._batch_end:
-                    self._run(callback, "on_train_batch_end", batch, logs)
-
     def may_end(self, kind: str) -> bool:
         """Return whether any has hooks of the batches of a "test" or "predict", or has asked already to end it."""
-        return any(self._outside_fit[f"on_{kind}_batch_{when}"] for when in ("begin", "end")) or self.wants_end(kind)
+        return any(self._overriding[f"on_{kind}_batch_{when}"] for when in ("begin", "end")) or self.wants_end(kind)
 
     def wants_end(self, kind: str) -> bool:
         """Return whether one asks to end a "test" or "predict", also by Keras's `self.model.stop_evaluating = True`."""
@@ -345,16 +322,16 @@ class Callbacks:
         return any(getattr(each.trainer, flag) for each in self._callbacks[:1])
 
     def on_batch_begin(self, kind: str, batch: int) -> None:
-        """Call the hook of those that override it."""
-        for callback in self._outside_fit[f"on_{kind}_batch_begin"]:
-            getattr(callback, f"on_{kind}_batch_begin")(batch, {})
+        """Call the hook of a batch of a "train", "test" or "predict" of those that override it."""
+        for callback in self._overriding[f"on_{kind}_batch_begin"]:
+            self._run(callback, f"on_{kind}_batch_begin", batch, {})
 
     def on_batch_end(self, kind: str, batch: int, look: Callable[[], dict[str, Callable[[], Any]]]) -> None:
         """Call the hook of those that override it, with logs of `look`."""
-        if callbacks := self._outside_fit[f"on_{kind}_batch_end"]:
+        if callbacks := self._overriding[f"on_{kind}_batch_end"]:
             with contextlib.closing(BatchLogs(look)) as logs:
                 for callback in callbacks:
-                    getattr(callback, f"on_{kind}_batch_end")(batch, logs)
+                    self._run(callback, f"on_{kind}_batch_end", batch, logs)
 
     def close(self) -> None:
         """Close each."""
@@ -409,11 +386,7 @@ class Callbacks:
 
 
 def checked_callbacks(callbacks: Any) -> list[Callback]:
-    """Return the callbacks that a user passed: one, several, or None.
-
-    Raises:
-        ConfigError: One is not a callback, or has a method `on_...` that is no hook.
-    """
+    """Return the callbacks that a user passed: one, several, or None."""
     found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
     for callback in found:
         if not isinstance(callback, Callback):

@@ -26,7 +26,7 @@ class CSVLogger(Callback):
         append: Keep the lines of an earlier fit and append to them.
 
     Raises:
-        ConfigError: An argument is invalid.
+        ConfigError: An argument is invalid, or the existing file is not a regular file with CSV.
     """
 
     runs_last = True
@@ -44,11 +44,7 @@ class CSVLogger(Callback):
         self._lines: list[list[str]] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Read the existing file; nothing is written before the first epoch is complete.
-
-        Raises:
-            ConfigError: It is not a regular file or not CSV.
-        """
+        """Read the existing file; nothing is written before the first epoch is complete."""
         if not runtime.is_master():
             return
         Path(self.filename).parent.mkdir(parents=True, exist_ok=True)

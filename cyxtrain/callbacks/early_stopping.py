@@ -60,18 +60,15 @@ class EarlyStopping(Monitoring):
         self.baseline = baseline
         self.restore_best_weights = self.belongs_on_all_ranks = restore_best_weights
         self.start_from_epoch = start_from_epoch
-        self._reset()
+        self.on_train_begin()
 
-    def _reset(self) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Reset."""
         self.wait = 0
         self.stopped_epoch = 0
         self.best = self.worst
         self.best_epoch = 0
         self.best_weights: dict[str, Any] | None = None
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Reset."""
-        self._reset()
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         value = self.value_in(logs)

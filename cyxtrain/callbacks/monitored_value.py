@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.config.settings import require, require_choice, require_integer, unknown_name
+from cyxtrain.config.settings import is_number, require, require_choice, require_integer, unknown_name
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.world import runtime
 
@@ -15,14 +15,6 @@ class Monitoring(Callback):
     """Monitors one metric after each epoch, or each validation if that measures it; the same on all ranks.
 
     Fields named in `_saved` are in checkpoints.
-
-    Args:
-        monitor: "loss", "accuracy" or another metric; with the prefix "val_", of the validation.
-        mode: "min", "max", or "auto": as the metric declares.
-        min_delta: The smallest change that counts as an improvement.
-
-    Raises:
-        ConfigError: An argument is invalid.
     """
 
     _saved: ClassVar[tuple[str, ...]] = ("best",)
@@ -65,11 +57,7 @@ class Monitoring(Callback):
         return self._sign * math.inf
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Check that the metric is measured.
-
-        Raises:
-            ConfigError: It is not, or there is no validation data.
-        """
+        """Check that the metric is measured."""
         super().set_params(params)
         self.runs_last = self.runs_last or self.monitor not in params["metrics"]
         name = self.monitor.removeprefix("val_")
@@ -91,11 +79,7 @@ class Monitoring(Callback):
             self._sign = -1.0 if known else 1.0
 
     def value_in(self, logs: Logs | None) -> float | None:
-        """Return the metric's value; None if the epoch had no validation, or the program has not logged it.
-
-        Raises:
-            ConfigError: This fit does not measure it.
-        """
+        """Return the metric's value; None if the epoch had no validation, or the program has not logged it."""
         logs = logs or {}
         value, known = logs.get(self.monitor), ", ".join(logs)
         if value is None and self.monitor not in self.params["metrics"]:
@@ -127,10 +111,7 @@ class Monitoring(Callback):
 
 def require_float(owner: str, name: str, value: object) -> None:
     """Raise a ConfigError unless a value is a number."""
-    require(
-        isinstance(value, (int, float)) and not isinstance(value, bool),
-        f"{owner}.{name} must be a number, got {value!r}.",
-    )
+    require(is_number(value), f"{owner}.{name} must be a number, got {value!r}.")
 
 
 def require_count(owner: str, **values: object) -> None:

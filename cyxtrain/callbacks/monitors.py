@@ -48,12 +48,11 @@ class Timer(Callback):
         require_float("Timer", "seconds", 1.0 if seconds is None else seconds)
         require(seconds is None or seconds > 0, f"Timer.seconds must be above 0, got {seconds!r}.")
         self.seconds = seconds
-        self.epoch_seconds: list[float] = []
-        self._began = self._epoch_began = 0.0
+        self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start the clock."""
-        self.epoch_seconds = []
+        self.epoch_seconds: list[float] = []
         self._began = self._epoch_began = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -141,8 +140,7 @@ class ThroughputMonitor(_Recording):
 
     def __init__(self, every_n_steps: int = 50) -> None:
         super().__init__(every_n_steps)
-        self._since = 0.0
-        self._steps = 0
+        self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Reset."""
@@ -207,12 +205,7 @@ class SlowRankMonitor(Callback):
 
 
 def slow_rank(ranks: Sequence[dict[str, float]], threshold: float) -> tuple[int | None, str]:
-    """Return (slow rank, "data" or "compute"), (None, "communication") or (None, "").
-
-    Args:
-        ranks: Seconds of each part of a step, by rank; two or more.
-        threshold: As in `SlowRankMonitor`.
-    """
+    """Return (slow rank, "data" or "compute"), (None, "communication") or (None, "")."""
     own = [_own(parts) for parts in ranks]
     rank = max(range(len(ranks)), key=own.__getitem__)
     if own[rank] > threshold * _others_mean(own, rank):

@@ -18,11 +18,7 @@ class _SettingRates(Callback):
     """Base of callbacks that set the learning rate."""
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Check that nothing else sets it.
-
-        Raises:
-            ConfigError: A scheduler or a warm-up does.
-        """
+        """Check that neither a scheduler nor a warm-up sets it."""
         super().set_params(params)
         if self.trainer.scheduler is not None or params["warmup_steps"]:
             other = "warmup_steps" if params["warmup_steps"] else type(self.trainer.scheduler).__name__
@@ -38,7 +34,7 @@ class LearningRateScheduler(_SettingRates):
         verbose: 1: rank 0 prints the new rate.
 
     Raises:
-        ConfigError: `schedule` is not callable.
+        ConfigError: `schedule` is not callable, or returns something else than a finite number of at least 0.
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
@@ -48,11 +44,7 @@ class LearningRateScheduler(_SettingRates):
         self._takes_rate = takes(schedule, 2)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Set the rate.
-
-        Raises:
-            ConfigError: The schedule returned something else than a finite number of at least 0.
-        """
+        """Set the rate."""
         before = rates_of(*self.trainer.optimizers.values())
         found = [self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch) for rate in before]
         rates = []
@@ -111,16 +103,13 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         self.verbose = verbose
         self.cooldown = cooldown
         self.min_lr = min_lr
-        self._reset()
-
-    def _reset(self) -> None:
-        self.best = self.worst
-        self.wait = 0
-        self.cooldown_counter = 0
+        self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Reset."""
-        self._reset()
+        self.best = self.worst
+        self.wait = 0
+        self.cooldown_counter = 0
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         value = self.value_in(logs)

@@ -226,10 +226,7 @@ for _kind, _meant in _MEANINGS.items():
 def meanings(name: str, what: str, known: list[str]) -> Iterator[tuple[str, str]]:
     """Yield what a name may mean, as (a name of ours, a remark), or as ("", a sentence).
 
-    Args:
-        name: Not one of ours.
-        what: Its kind, such as "loss" or "hook named"; of any other kind, it is a setting, and only names are yielded.
-        known: Our names of this kind.
+    `what` is its kind, such as "loss" or "hook named"; of any other kind, it is a setting, and only names are yielded.
     """
     kind = what.partition(" ")[0]
     prefix = _PREFIX.match(name) if kind == "metric" else None

@@ -34,16 +34,8 @@ _FIELDS: dict[str, list[str]] = {
         *("train_step", "test_step", "predict_step"),
     ],
     "fit": [
-        *(
-            "validation_data",
-            "validation_groups",
-            "group_by_length",
-            "sample_weight",
-            "class_weight",
-            "callbacks",
-            "initial_epoch",
-        ),
-        "resume",
+        *("validation_data", "validation_groups", "group_by_length", "sample_weight"),
+        *("class_weight", "callbacks", "initial_epoch", "resume"),
     ],
 }
 """The arguments of the trainer and of `fit`, and the fields of every class of settings."""
@@ -72,11 +64,7 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
 def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[str, str] = {}) -> str:
     """Return a sentence with what a name means, with the known name that is spelled alike, or with all of them.
 
-    Args:
-        name: Not one of `known`.
-        known: Our names.
-        what: Their kind, as for `meanings`.
-        places: How to set arguments of other calls, by name.
+    `what` is their kind, as for `meanings`; `places` tells how to set arguments of other calls.
     """
     if not known:
         return "It has none."
@@ -119,14 +107,6 @@ def settings(cls: type[_Settings]) -> type[_Settings]:
     """Make a dataclass that refuses unknown names with the nearest one."""
     made: Any = dataclass(cls)
     known = _FIELDS[cls.__name__] = [field.name for field in dataclasses.fields(made)]
-    generated: Callable[..., None] = made.__init__
-
-    @functools.wraps(generated)
-    def initialize(self: Any, *args: Any, **fields: Any) -> None:
-        for name in fields:
-            if name not in known:
-                raise unknown_name(cls.__name__, name, known)
-        generated(self, *args, **fields)
 
     def assign(self: Any, name: str, value: Any) -> None:
         if name not in known:
@@ -134,7 +114,7 @@ def settings(cls: type[_Settings]) -> type[_Settings]:
         # Numbers from an array become Python's, which JSON knows.
         object.__setattr__(self, name, value.item() if isinstance(value, np.generic) else value)
 
-    made.__init__, made.__setattr__ = initialize, assign
+    made.__init__, made.__setattr__ = names_checked(made.__init__, "field"), assign
     made.__doc__ = _DocumentedFields(made.__doc__)
     return cls
 
@@ -166,7 +146,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def names_checked(target: _Function) -> _Function:
+def names_checked(target: _Function, what: str = "argument") -> _Function:
     """Make a function, or a class's public methods, refuse unknown arguments with what was meant, and too many."""
     if isinstance(target, type):
         for name, method in [*vars(target).items()]:
@@ -196,7 +176,7 @@ def names_checked(target: _Function) -> _Function:
             )
         for name in named:
             if name not in known:
-                raise unknown_name(owner, name, known, "argument")
+                raise unknown_name(owner, name, known, what)
         return target(*arguments, **named)
 
     return call  # type: ignore[return-value]

@@ -26,6 +26,8 @@ _COUNTS = (
     *("seed", "log_every_n_batches", "log_every_n_steps", "validate_every_n_steps", "keep_last"),
     *("checkpoint_every_n_epochs", "checkpoint_every_n_steps"),
 )
+_POSITIVE = ("epochs", "batch_size", "accumulation_steps")
+_OPTIONAL = ("effective_batch_size", "steps_per_epoch", "validation_steps", "validation_batch_size", "max_steps")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`."""
 
@@ -258,11 +260,6 @@ class DistributedTrainingConfig:
         """
         owner = "DistributedTrainingConfig"
         self._validate_kinds(owner)
-        require_integer(owner, "epochs", self.epochs, 1)
-        require_integer(owner, "batch_size", self.batch_size, 1)
-        if self.effective_batch_size is not None:
-            require_integer(owner, "effective_batch_size", self.effective_batch_size, 1)
-        require_integer(owner, "accumulation_steps", self.accumulation_steps, 1)
         self._validate_clipping(owner)
         self._validate_rates(owner)
         require_choice(owner, "fused_optimizer", self.fused_optimizer, ("auto", True, False))
@@ -285,14 +282,23 @@ class DistributedTrainingConfig:
         require(right, f"{owner}.profile must be True, False or a folder, got {self.profile!r}.")
         if self.sharded_data is not None:
             require_boolean(owner, "sharded_data", self.sharded_data)
-        self._validate_processes(owner)
-        self._validate_epochs(owner)
+        asked = self.num_processes
+        right = asked in (None, "auto") or (type(asked) is int and asked >= 1)
+        require(right, f'{owner}.num_processes must be at least 1, "auto" or None, got {asked!r}.')
+        fast = self.fast_dev_run
+        right = isinstance(fast, int) and fast >= 0
+        require(right, f"{owner}.fast_dev_run must be True, False or a number of steps, got {fast!r}.")
         self._validate_validation(owner)
         self._validate_checkpoints(owner)
 
     def _validate_kinds(self, owner: str) -> None:
         for name in _COUNTS:
             require_integer(owner, name, getattr(self, name), 0)
+        for name in _POSITIVE:
+            require_integer(owner, name, getattr(self, name), 1)
+        for name in _OPTIONAL:
+            if getattr(self, name) is not None:
+                require_integer(owner, name, getattr(self, name), 1)
         for name in _BOOLEANS:
             require_boolean(owner, name, getattr(self, name))
         for name in ("checkpoint_every_n_minutes", "validate_every_n_minutes"):
@@ -327,19 +333,6 @@ class DistributedTrainingConfig:
             f"{owner}.warmup_steps must be a whole number of at least 0, or a fraction below 1, got {warmup!r}.",
         )
         require_choice(owner, "scheduler_interval", self.scheduler_interval, (None, "step", "epoch"))
-
-    def _validate_processes(self, owner: str) -> None:
-        asked = self.num_processes
-        right = asked in (None, "auto") or (type(asked) is int and asked >= 1)
-        require(right, f'{owner}.num_processes must be at least 1, "auto" or None, got {asked!r}.')
-
-    def _validate_epochs(self, owner: str) -> None:
-        fast = self.fast_dev_run
-        right = isinstance(fast, int) and fast >= 0
-        require(right, f"{owner}.fast_dev_run must be True, False or a number of steps, got {fast!r}.")
-        for name in ("steps_per_epoch", "validation_steps", "validation_batch_size", "max_steps"):
-            if getattr(self, name) is not None:
-                require_integer(owner, name, getattr(self, name), 1)
 
     def _validate_validation(self, owner: str) -> None:
         split = self.validation_split

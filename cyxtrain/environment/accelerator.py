@@ -12,7 +12,7 @@ import collections
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -122,11 +122,7 @@ def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype) 
 
 
 class HostCopy:
-    """An asynchronous copy of numbers to the host.
-
-    Args:
-        tensor: Dense and contiguous. On the CPU it is taken as it is.
-    """
+    """An asynchronous copy of a dense and contiguous tensor to the host; on the CPU the tensor itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()
@@ -149,15 +145,9 @@ class HostCopy:
         return self._host
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak of bytes in tensors on an accelerator since `reset_peak_memory`; None: unknown."""
-    count = getattr(_module_of(device), "max_memory_allocated", None)
-    return None if count is None else int(count(device))
-
-
-def max_memory_reserved(device: torch.device) -> int | None:
-    """Return the peak of bytes that PyTorch's allocator held on an accelerator; None: unknown."""
-    count = getattr(_module_of(device), "max_memory_reserved", None)
+def peak_memory(device: torch.device, kind: Literal["allocated", "reserved"] = "allocated") -> int | None:
+    """Return the peak of bytes in tensors, or held for them, since `reset_peak_memory`; None: unknown."""
+    count = getattr(_module_of(device), f"max_memory_{kind}", None)
     return None if count is None else int(count(device))
 
 
@@ -173,11 +163,7 @@ def _module_of(device: torch.device) -> Any:
 
 
 class Stopwatch:
-    """Measures how long the current stream of a device spends in a context, without stopping the host.
-
-    Args:
-        device: An accelerator, with its number.
-    """
+    """Measures how long an accelerator's current stream spends in a context, without stopping the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

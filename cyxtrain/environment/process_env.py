@@ -50,11 +50,7 @@ _COMMUNICATION_VARIABLES = (
 
 
 def number(name: str, variables: Variables = ENVIRON) -> int | None:
-    """Return a variable as a whole number; None if it is not set, or empty.
-
-    Raises:
-        ConfigError: It is no whole number.
-    """
+    """Return a variable as a whole number; None if it is not set, or empty."""
     value = variables.get(name)
     try:
         return int(value) if value else None
@@ -77,11 +73,7 @@ def own_identity(variables: Variables = ENVIRON) -> dict[str, int]:
 
 
 def identity_of(variables: Variables) -> tuple[int | None, int | None]:
-    """Return (RANK, WORLD_SIZE); (0, 1) if nothing says that this process is one of several.
-
-    Raises:
-        ConfigError: Only a part of the variables is set.
-    """
+    """Return (RANK, WORLD_SIZE); (0, 1) if nothing says that this process is one of several."""
     missing = [name for name in _IDENTITY if name not in variables]
     present = [name for name in (*_IDENTITY, *_LAUNCHED) if name in variables]
     if missing and present:
@@ -93,12 +85,7 @@ def identity_of(variables: Variables) -> tuple[int | None, int | None]:
 
 
 def with_scheduler(variables: Variables, *, needs_address: bool) -> Variables:
-    """Return the variables with those that a scheduler implies, if they do not say who this process is.
-
-    Args:
-        variables: The environment.
-        needs_address: Whether the program leaves open where rank 0 is.
-    """
+    """Return the variables with those that a scheduler implies, if they do not say who this process is."""
     if any(name in variables for name in _IDENTITY):
         schedulers.check_pod(variables)
         return variables
@@ -111,18 +98,19 @@ def with_scheduler(variables: Variables, *, needs_address: bool) -> Variables:
             "to the name or address of its machine on every rank, such as 'mpirun -x MASTER_ADDR=node1' or 'mpiexec "
             "-genv MASTER_ADDR node1'; 127.0.0.1 if all are on one."
         )
-    implied = identity.to_variables()
+    known = {
+        "RANK": identity.rank,
+        "WORLD_SIZE": identity.world_size,
+        "LOCAL_RANK": identity.local_rank,
+        "MASTER_ADDR": identity.master_addr,
+        "MASTER_PORT": identity.master_port,
+    }
+    implied = {name: str(value) for name, value in known.items() if value is not None}
     return {**implied, **{name: value for name, value in variables.items() if value or name not in implied}}
 
 
 def agent_store_prefix(address: str, port: int, variables: Variables = ENVIRON) -> str | None:
-    """Return the prefix of our keys if torchrun's agent keeps the store; None if rank 0 does.
-
-    Args:
-        address: Of rank 0, without brackets. If the program names another place than the agent's, rank 0 opens that.
-        port: Of rank 0.
-        variables: The environment.
-    """
+    """Return the prefix of our keys if torchrun's agent keeps the store at this address; None if rank 0 does."""
     agent = (variables.get("MASTER_ADDR", "").strip("[]"), variables.get("MASTER_PORT"))
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or agent != (address, str(port)):
         return None
@@ -137,27 +125,12 @@ def is_launched(variables: Variables = ENVIRON) -> bool:
     return identity is not None and identity.world_size > 1
 
 
-def started_by(rank: int, world_size: int, variables: Variables = ENVIRON) -> str:
-    """Return what has started this process as one of several, and how to override it; "" if that is obvious."""
-    return schedulers.started_by(variables, rank, world_size)
-
-
 def ranks_that_share_cores(variables: Variables = ENVIRON) -> int:
     """Return how many ranks a scheduler has started on this machine without setting threads; 1: it has not."""
     if variables.get("OMP_NUM_THREADS") or any(name in variables for name in _IDENTITY):
         return 1
     identity = schedulers.detect(variables)
     return 1 if identity is None else identity.local_world_size or 1
-
-
-def cores_left(variables: Variables = ENVIRON) -> int | None:
-    """Return how many cores of this machine a scheduler has given to this process; None: unknown."""
-    return schedulers.cores_left(variables)
-
-
-def sets_threads(variables: Variables = ENVIRON) -> bool:
-    """Return whether the environment sets how many threads PyTorch uses."""
-    return bool(variables.get("OMP_NUM_THREADS"))
 
 
 def settings_found(variables: Variables = ENVIRON) -> dict[str, str]:

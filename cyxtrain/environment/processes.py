@@ -33,11 +33,7 @@ class Process:
 
 
 def this_process(address: str) -> Process:
-    """Return the identity of this process.
-
-    Args:
-        address: Where it listens: copies of one virtual machine can differ in nothing else.
-    """
+    """Return the identity of this process; only its address tells copies of one virtual machine apart."""
     import psutil  # takes 20 ms to import, which a single process saves
 
     machine = _machine()
@@ -61,12 +57,7 @@ def _machine() -> str:
 
 
 def state_of(process: Process, asking: Process) -> State | None:
-    """Return the state of a process, or None if it cannot be known. Cost: two files of /proc, about 60 us.
-
-    Args:
-        process: The one to look at.
-        asking: This process.
-    """
+    """Return a process's state, or None if this one cannot know it. Cost: two files of /proc, about 60 us."""
     import psutil
 
     if not asking.machine or process.machine != asking.machine:

@@ -43,17 +43,6 @@ class Identity:
     master_port: int | None
     local_world_size: int | None = None
 
-    def to_variables(self) -> dict[str, str]:
-        """Return the variables that torchrun would set, as far as they are known."""
-        known = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": self.local_rank,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port,
-        }
-        return {name: str(value) for name, value in known.items() if value is not None}
-
 
 @dataclass(frozen=True)
 class _Scheduler:

@@ -27,15 +27,9 @@ TESTED_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 class PrivateName(NamedTuple):
-    """A private name.
+    """A private name, what happens `without` it, and the first and last version in which it was `seen`."""
 
-    Attributes:
-        name: Where it is; after a colon, the attribute of an object.
-        without: What happens in a version without it.
-        seen: The versions that were looked at and have it, from and to.
-    """
-
-    name: str
+    name: str  # after a colon, the attribute of an object
     without: str
     seen: tuple[str, str] = (TESTED_VERSIONS[0], TESTED_VERSIONS[-1])
 
@@ -147,25 +141,16 @@ def has_fused_kernels(device_type: str) -> bool:
 
 
 def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
-    """Return whether hooks, or a method other than the class's original `step`, see each step.
-
-    Args:
-        optimizer: Its hooks, and the hooks of all optimizers, count.
-        method: The class's `step` when the optimizer was first looked at.
-    """
+    """Return whether hooks, or a method other than `method`, the class's original `step`, see each step."""
     own = vars(optimizer).get("step", method)
     if getattr(own, "_wrapped_by_lr_sched", False):  # PyTorch's schedules only record the call
         own = own.__wrapped__
-    before, after = _global_hooks
     return bool(
         own is not method
         or type(optimizer).step is not method
         or getattr(optimizer, "_optimizer_step_pre_hooks", _UNKNOWN)
         or getattr(optimizer, "_optimizer_step_post_hooks", _UNKNOWN)
-        or before is None
-        or before
-        or after is None
-        or after
+        or any(hooks is None or hooks for hooks in _global_hooks)
     )
 
 

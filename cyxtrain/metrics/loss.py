@@ -45,18 +45,13 @@ class WeightedLosses(NamedTuple):
     loss_weights: Mapping[str, float]
 
 
-def with_weights(loss_fn: Any, loss_weights: Mapping[str, float] | None) -> Any:
-    """Return a loss_fn together with its `loss_weights`, if there are any."""
-    return loss_fn if loss_weights is None else WeightedLosses(loss_fn, loss_weights)
-
-
 class Loss:
     """A loss function as the trainer uses it.
 
     Args:
         loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns the
             mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
-            name: the losses are added. `with_weights` gives any of these factors.
+            name: the losses are added. `WeightedLosses` gives any of these factors.
         used: The loss that a step of the user's own may use; the step returns its loss as a model does.
 
     Attributes:
@@ -157,10 +152,8 @@ class Loss:
 
         A loss of torch.nn gives a sum, which is 0 then. Gathered rows have gradients in each backward: other ranks
         wait for them.
-
-        Args:
-            is_accelerator: Reading weights would wait for the device: then losses of 0, and not 0 / 0, add zeros.
         """
+        # Reading weights would wait for an accelerator: there, losses of 0, and not 0 / 0, add zeros.
         may_be_empty = self.counts_terms and not self.is_known and not self.gathers
         known = [is_accelerator and each.is_known for each in self.by_output.values()]
         gives_sums = self.uses_num_items or (self.used is not None and self.used.is_known and self.used.counts_terms)
@@ -197,12 +190,9 @@ class Loss:
         return target.to(dtype if wants_floats else torch.int64)
 
     def inspect(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
-        """Set the weighting by the data, which is of the same kind on every rank.
+        """Set the weighting by the targets, of the same kind on every rank.
 
-        Args:
-            targets: Of all rows, or of some.
-            are_all: Whether there are no other rows, which may have a class number that does not count.
-            rows_have_weights: Whether sample_weight or class_weight is given.
+        Unless these `are_all`, other rows may have a class number that does not count.
         """
         function = self.function
         if self.used is not None:
@@ -225,15 +215,11 @@ class Loss:
                 self._of_each.reduction = "none"
         if not self.by_output:
             self.ignored = ignored_class(function, labels_in(targets), is_known=self.is_known, are_all=are_all)
-        if (
-            not isinstance(targets, Tensor)
-            or not self.is_known
-            or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
-        ):
+        if self._reduction != "mean" or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
             return
-        if targets.is_floating_point() or targets.is_complex():
+        if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex():
             return  # probabilities: every row counts
-        if self._reduction == "mean" and (function.weight is not None or self.ignored is not None):
+        if function.weight is not None or self.ignored is not None:
             self.weighting = Weighting.TERMS
             # Its own mean over a part without a valid target would be 0 / 0.
             self._summing = copy.copy(function)
@@ -303,10 +289,8 @@ class Loss:
                 each.check_shapes(part_of(output, name), part_of(target, name))
         if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
-        if output.shape == target.shape:
+        if output.shape == target.shape or output.numel() == target.numel() == 1:  # one row, whatever its shape
             return
-        if output.numel() == target.numel() == 1:
-            return  # one row, whatever its shape
         if self.is_known and isinstance(self.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
             self._check_classes_first(output, target)
         longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)

@@ -172,20 +172,12 @@ class LibraryMetric(Metric):
     Args:
         name: In the history.
         metric: Any `torchmetrics.Metric` with one number, or one for each class.
-        prepare: Makes of (output, target) the arguments of `update`.
-        joins: Whether several batches may be concatenated before `update`, which often waits for an accelerator.
+        prepare: Makes of (output, target) the arguments of `update`, which several batches may share: `update` often
+            waits for an accelerator.
     """
 
-    def __init__(
-        self,
-        name: str,
-        metric: Any,
-        prepare: Callable[[Any, Any], tuple[Any, Any]] = lambda output, target: (output, target),
-        larger_is_better: bool | None = None,
-        *,
-        joins: bool = False,
-    ) -> None:
-        super().__init__(name, metric.higher_is_better if larger_is_better is None else larger_is_better)
+    def __init__(self, name: str, metric: Any, prepare: Callable[[Any, Any], tuple[Any, Any]] | None = None) -> None:
+        super().__init__(name, metric.higher_is_better)
         _refuse_what_cannot_be_joined(name, metric)
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
@@ -196,17 +188,16 @@ class LibraryMetric(Metric):
         self._has_seen = False
         self._metric.set_dtype(torch.float64)
         self._prepare = prepare
-        self._joins = joins
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     @override
     def add(self, output: Any, target: Any, rows: int) -> None:
-        prediction, answer = self._prepare(output, target)
+        prediction, answer = (output, target) if self._prepare is None else self._prepare(output, target)
         if isinstance(prediction, Tensor) and self._metric.device != prediction.device:
             self._metric.to(prediction.device)
         prediction = own_copy(prediction) if isinstance(prediction, Tensor) else prediction
         self._has_seen = True
-        if not self._joins or prediction.is_cpu:
+        if self._prepare is None or prediction.is_cpu:
             self._metric.update(prediction, answer)
             return
         if self._kept and self._kept[0][0].shape[1:] != prediction.shape[1:]:

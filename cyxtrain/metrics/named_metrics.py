@@ -172,11 +172,11 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
     if metric in _CORRELATIONS:  # both from all rows: sums of squares would be less exact
         of_ranks = metric == "spearman"
         metric_class = _computing(regression.SpearmanCorrCoef, lambda rows: _correlation(rows, of_ranks=of_ranks))
-        return LibraryMetric(name, metric_class(**several), task.prepare, joins=True)
+        return LibraryMetric(name, metric_class(**several), task.prepare)
     settings = {**several, "squared": False} if metric == "rmse" else {}
     library = getattr(regression, _FROM_LIBRARY[metric])
     metric_class = _computing(library, lambda sums: library.compute(sums).mean())
-    return LibraryMetric(name, metric_class(**settings), task.prepare, joins=True)
+    return LibraryMetric(name, metric_class(**settings), task.prepare)
 
 
 def _of_top(name: str, k: int, task: _Task) -> Metric:
@@ -196,7 +196,7 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
 
     kind, prepare, count = _OF_CLASSES[base], task.prepare, task.num_classes
     if task.kind == "binary" and not average:
-        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), prepare, joins=True)
+        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), prepare)
     settings: dict[str, Any] = {"average": average or "macro"} if base in _AVERAGED else {}
     if task.kind == "multilabel":
         library = getattr(classification, f"Multilabel{kind}", None)
@@ -210,7 +210,7 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
     if base in _RANKED:
         metric_class, settings["average"] = _computing(library, of_ranked), "none"
     prepare = functools.partial(_as_two_classes, prepare) if task.kind == "binary" else prepare
-    return LibraryMetric(name, metric_class(**settings), prepare, joins=True)
+    return LibraryMetric(name, metric_class(**settings), prepare)
 
 
 def _computing(metric_class: Any, compute: Callable[[Any], Tensor]) -> Any:

@@ -23,15 +23,10 @@ _IGNORED = (-100, 0, -1)
 
 @dataclass(frozen=True)
 class ItemRule:
-    """A way to count the items that a loss is a mean over.
-
-    Attributes:
-        name: Ranks compare it.
-        count: Of a batch; on an accelerator a tensor there, so that the host does not wait.
-    """
+    """A way to count the items that a loss is a mean over; ranks compare its name."""
 
     name: str
-    count: Callable[[Batch], Tensor | int]
+    count: Callable[[Batch], Tensor | int]  # on an accelerator a tensor there, so that the host does not wait
 
     def items(self, batch: Batch) -> Tensor | int:
         """Return what the model is given: the step's number if known, or this batch's; at least 1."""

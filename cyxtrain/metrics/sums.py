@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,8 @@ class MetricSums:
             numbers += (part.value.detach().double() * part.terms, part.weight)
         value = loss.value.detach()
         if self._may_be_overwritten:
-            value, numbers = own_copy(value), _copied(numbers)
+            value = own_copy(value)
+            numbers = tuple(own_copy(each) if isinstance(each, Tensor) else each for each in numbers)
         self._pending.append((row, value, numbers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
@@ -102,7 +103,11 @@ class MetricSums:
 
     def over_ranks(self, group: Any) -> dict[str, float]:
         """Return loss, accuracy and metrics over all ranks; collective."""
-        return _measured(self.sums_over_ranks(group), self._loss) | self.metrics.over_ranks()
+        # The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
+        # rank, the result has the same bits on any number of ranks.
+        table = self.table.clone()
+        dist.all_reduce(table, group=group)
+        return _measured(exact_sums(table), self._loss) | self.metrics.over_ranks()
 
     def local_values(self) -> dict[str, float]:
         """Return loss, accuracy and metrics of this rank."""
@@ -135,21 +140,6 @@ class MetricSums:
     def _cheap(self, tables: Mapping[str, Tensor]) -> dict[str, float]:
         own, *means = tables.items()
         return _measured(exact_sums(own[1]), self._loss) | {name: mean_of(sums) for name, sums in means}
-
-    def sums_over_ranks(self, group: Any) -> list[float]:
-        """Return the sums over all rows and ranks; collective.
-
-        The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
-        rank, the result has the same bits on any number of ranks.
-        """
-        table = self.table.clone()
-        dist.all_reduce(table, group=group)
-        return exact_sums(table)
-
-
-def _copied(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return values that no later step overwrites."""
-    return tuple(own_copy(value) if isinstance(value, Tensor) else value for value in values)
 
 
 def exact_sums(table: Tensor) -> list[float]:

@@ -54,14 +54,7 @@ class Display:
     def step(self, global_rows: int, measured: Measured) -> None:
         """Count a step; `measured` returns this rank's numbers so far."""
 
-    def phase(
-        self,
-        name: str,
-        done: int = 0,
-        total: int = 0,
-        rows: int = 0,
-        measured: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
+    def phase(self, name: str, done: int = 0, total: int = 0, rows: int = 0, measured: Measured = dict) -> None:
         """Show what the fit does between steps, such as validating, and how many of its batches are done.
 
         `rows`: of the latest batch; `measured`: as in `step`.
@@ -110,14 +103,7 @@ class LiveDisplay(Display):
             self.draw(self._steps, "  ".join(filter(None, (numbers(measured()), rate))))
 
     @override
-    def phase(
-        self,
-        name: str,
-        done: int = 0,
-        total: int = 0,
-        rows: int = 0,
-        measured: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
+    def phase(self, name: str, done: int = 0, total: int = 0, rows: int = 0, measured: Measured = dict) -> None:
         now = self._clock()
         # Its begin is drawn at once, because it may be a single call, but not in an epoch too short for a bar.
         if now - self._drawn >= REFRESH_SECONDS or (not done and self._drawn > self._began):
@@ -223,11 +209,7 @@ class TerminalDisplay(PlainDisplay):
 
 
 class LauncherDisplay(PlainDisplay):
-    """A bar that `cyxtrain launch` keeps below the lines of all ranks: text that ends with a carriage return.
-
-    Args:
-        columns: How many characters the launcher shows.
-    """
+    """A bar that `cyxtrain launch` keeps below the lines of all ranks: text that ends with a carriage return."""
 
     def __init__(self, columns: int, clock: Clock = time.perf_counter) -> None:
         super().__init__(clock)

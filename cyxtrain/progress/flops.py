@@ -101,12 +101,7 @@ def in_words(flops: float) -> str:
 
 
 def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.dtype) -> dict[str, float]:
-    """Return what a fit uses of a device, as far as known.
-
-    Returns:
-        "peak_memory", in bytes, of tensors since `reset_peak_memory`; "flops_per_second" of the model, forward and
-        backward; and "mfu", as a fraction.
-    """
+    """Return a device's "peak_memory" (bytes), "flops_per_second" and "mfu" (a fraction), as far as known."""
     found: dict[str, float] = {}
     memory = peak_memory(device)
     if memory is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -44,11 +44,9 @@ class Profile:
             self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._profiler is not None:
-            self._profiler.__exit__(kind, error, trace)
+            self._profiler.__exit__(*error)
 
     def step(self) -> None:
         """Count a step."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -29,9 +28,7 @@ class Part:
     def __enter__(self) -> None:
         self._began = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.seconds += time.perf_counter() - self._began
 
     def each(self, items: Iterable[_Item]) -> Iterator[_Item]:
@@ -58,22 +55,15 @@ class SeenPart(Part):
         self._scope.__enter__()
         super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if accelerator.is_accelerator(self._device):
             torch.accelerator.synchronize(self._device)
-        super().__exit__(kind, error, trace)
-        self._scope.__exit__(kind, error, trace)
+        super().__exit__(*error)
+        self._scope.__exit__(*error)
 
 
 class StepTimer:
-    """The parts of an epoch's steps.
-
-    Args:
-        device: That computes.
-        profiles: Whether the parts appear in a trace; a GPU is then waited for after each part.
-    """
+    """The parts of an epoch's steps; if it profiles, they are in the trace, and a GPU is waited for after each."""
 
     def __init__(self, device: torch.device, *, profiles: bool) -> None:
         parts = [SeenPart(name, device) if profiles else Part(name) for name in PARTS]

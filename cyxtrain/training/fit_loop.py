@@ -129,14 +129,14 @@ class FitLoop:
     def _train_one_step(self, step: TrainingStep, share: Share) -> None:
         """Run a step; then the callbacks, checkpoints and requests of any rank that follow it."""
         self._logged.begin(share.rows, share.number)
-        self._callbacks.on_train_batch_begin(share.number)
+        self._callbacks.on_batch_begin("train", share.number)
         received = self._exchange_signals(self._requests.local())
         step(share)
         self._logged.rows = share.rows
         self._state.take_step(share.global_rows, self._plan.feed.position)
         requests = received()
         self._apply_end(requests)
-        self._callbacks.on_train_batch_end(share.number, self._batch_values)
+        self._callbacks.on_batch_end("train", share.number, self._batch_values)
         self._show(step, share)
         if self._validates_within_epochs and self._plan.validates_at(self._state.position):
             self._validate_within_epoch(step)

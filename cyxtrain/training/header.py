@@ -12,7 +12,8 @@ from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.batches.structure import leaves
 from cyxtrain.data.sources.source import Source
-from cyxtrain.environment import process_env
+from cyxtrain.environment import schedulers
+from cyxtrain.environment.process_env import ENVIRON
 from cyxtrain.errors import counted, shortened
 from cyxtrain.optim.optimizers import ONLY, spares_norms_and_biases
 from cyxtrain.parallel.compression import COMPRESSIBLE
@@ -128,7 +129,7 @@ def _optimizers(state: TrainingState, plan: FitPlan, scaling: str) -> Iterator[t
 
 def _world(num_processes: int | str | None) -> str:
     world_size = dist.get_world_size()
-    parts = [counted(world_size, "rank"), process_env.started_by(dist.get_rank(), world_size)]
+    parts = [counted(world_size, "rank"), schedulers.started_by(ENVIRON, dist.get_rank(), world_size)]
     if num_processes not in (None, "auto", 1, world_size):
         parts.append(f"as launched: ignored num_processes={num_processes}")
     return ", ".join(filter(None, parts))

@@ -23,7 +23,7 @@ from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
-from cyxtrain.metrics.loss import Loss, with_weights
+from cyxtrain.metrics.loss import Loss, WeightedLosses
 from cyxtrain.metrics.named_losses import name_of_loss
 from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
@@ -171,7 +171,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     @property
     def _loss(self) -> Any:
-        return with_weights(self.loss_fn, self.loss_weights)
+        return self.loss_fn if self.loss_weights is None else WeightedLosses(self.loss_fn, self.loss_weights)
 
     @property
     def _arguments(self) -> TrainerArguments:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
-from cyxtrain.environment import process_env, torch_compat
+from cyxtrain.environment import process_env, schedulers, torch_compat
 from cyxtrain.environment.cpu import cgroup_quota
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
 from cyxtrain.ring import (
@@ -84,8 +84,8 @@ def join(config: DistributedConfig) -> Joined:
     # Later groups use this store: with NCCL at their first collective, which a rank may reach late.
     is_nccl = joined.cpu_group is not joined.group
     joined.store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
-    if not process_env.sets_threads():
-        _share_cores(process_env.ranks_that_share_cores(), process_env.cores_left())
+    if not process_env.ENVIRON.get("OMP_NUM_THREADS"):
+        _share_cores(process_env.ranks_that_share_cores(), schedulers.cores_left(process_env.ENVIRON))
     return joined
 
 

@@ -54,6 +54,6 @@ def _is_of_the_cpu(error: Exception) -> bool:
 def _held() -> str:
     """Describe how much PyTorch has held on this rank's accelerator, and the fix for fragmentation."""
     device = accelerator.in_use()
-    held = None if device is None else accelerator.max_memory_reserved(device)
+    held = None if device is None else accelerator.peak_memory(device, "reserved")
     words = "" if held is None else f"PyTorch has held up to {held / 2**30:.1f} GiB of {device}. "
     return f"{words}{_IN_PIECES} "

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cyxtrain.config.settings import names_checked
 from cyxtrain.data.batches.specs import example_of
 from cyxtrain.data.batches.structure import output_parts, with_parts
 from cyxtrain.environment.regular_files import read_text
@@ -33,6 +34,7 @@ INDEX, FORMAT = "index.json", "cyxtrain predictions 1"
 _HEADER_BYTES = 128
 
 
+@names_checked
 def open_predictions(folder: str | os.PathLike[str]) -> Predictions:
     """Open the predictions that `DistributedTrainer.predict(X, output_dir=folder)` has written.
 

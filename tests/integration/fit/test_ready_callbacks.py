@@ -87,7 +87,7 @@ def follow(values: list[float], **arguments: Any) -> list[float]:
         scheduler = None
 
         def __init__(self) -> None:
-            self.optimizer = optimizer
+            self.optimizers = {"optimizer": optimizer}
 
         def set_learning_rates(self, rates: list[float]) -> None:
             optimizer.param_groups[0]["lr"] = rates[0]

@@ -78,7 +78,7 @@ def test_each_scheduler_says_who_this_process_is(variables, by, local_rank, addr
     assert (config.rank, config.world_size, config.local_rank) == (2, 4, local_rank)
     assert config.master_addr == address
     assert process_env.is_launched(variables)
-    said = process_env.started_by(2, 4, variables)
+    said = schedulers.started_by(variables, 2, 4)
     assert said == f"started by {by}; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT override what it says"
 
 
@@ -88,8 +88,8 @@ def test_torchruns_variables_rule(variables):
     config = read_config(variables | torchrun)
     assert (config.rank, config.world_size, config.local_rank) == (1, 2, 1)
     assert (config.master_addr, config.master_port) == ("other", 1234)
-    assert process_env.started_by(1, 2, variables | torchrun) == ""
-    assert process_env.started_by(1, 2, variables | torchrun | {"TORCHELASTIC_RUN_ID": "7"}) == "started by torchrun"
+    assert schedulers.started_by(variables | torchrun, 1, 2) == ""
+    assert schedulers.started_by(variables | torchrun | {"TORCHELASTIC_RUN_ID": "7"}, 1, 2) == "started by torchrun"
 
 
 @pytest.mark.parametrize("variables", [SLURM, OPEN_MPI | ON_ONE, MPICH | NODE1, LSF, KUBERNETES])
@@ -102,7 +102,7 @@ def test_single_variables_rule_over_a_scheduler(variables):
 def test_what_a_program_sets_itself_is_not_asked_of_a_scheduler():
     config = complete_config(cx.DistributedConfig(rank=0, world_size=2), SLURM)
     assert (config.rank, config.world_size, config.master_addr) == (0, 2, "127.0.0.1")
-    assert process_env.started_by(0, 2, SLURM) == ""
+    assert schedulers.started_by(SLURM, 0, 2) == ""
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_batch_script_and_an_interactive_shell_of_slurms_are_alone(step):
         variables["SLURM_STEP_ID"] = step
     assert read_config(variables).world_size == 1
     assert not process_env.is_launched(variables)
-    assert process_env.started_by(0, 1, variables) == ""
+    assert schedulers.started_by(variables, 0, 1) == ""
 
 
 def test_one_task_of_slurms_may_start_workers_itself():
@@ -149,7 +149,7 @@ def test_mpirun_within_a_slurm_job_is_mpiruns():
     daemon = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     for mpi, by in ((OPEN_MPI, "Open MPI"), (MPICH, "MPICH")):
         assert read_config(daemon | mpi | NODE1).world_size == 4
-        assert by in process_env.started_by(2, 4, daemon | mpi | NODE1)
+        assert by in schedulers.started_by(daemon | mpi | NODE1, 2, 4)
 
 
 @pytest.mark.parametrize("tasks", ["1", "2"])
@@ -175,7 +175,7 @@ def test_ranks_of_a_scheduler_that_share_cores_are_counted(variables, ranks):
 
 
 def test_srun_that_speaks_pmi_is_slurm():
-    assert "Slurm" in process_env.started_by(2, 4, SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"})
+    assert "Slurm" in schedulers.started_by(SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"}, 2, 4)
 
 
 @pytest.mark.parametrize(("variables", "by"), [(OPEN_MPI, "Open MPI"), (MPICH, "MPICH")])
@@ -244,7 +244,7 @@ def test_each_rank_takes_its_share_of_the_cores_where_nobody_has_seen_to_it(monk
 
 def test_nobody_has_started_a_process_that_is_alone():
     assert schedulers.detect({}) is None
-    assert process_env.started_by(0, 1, {}) == ""
+    assert schedulers.started_by({}, 0, 1) == ""
 
 
 def test_a_scheduler_need_not_say_how_many_processes_a_machine_has():
