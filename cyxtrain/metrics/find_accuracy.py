@@ -27,7 +27,7 @@ def find_accuracy(loss: Loss, output: Any, target: Any, value: Tensor, *, asked:
     if loss.by_output:
         found, reason = None, "there are several losses"
     else:
-        found, reason = _found(loss, output, labels_in(target), value, asked=asked)
+        found, reason = _found(loss, output, labels_in(target), value / (loss.factor or 1.0), asked=asked)
     if asked and found is None:
         raise ConfigError(
             f"metrics=['accuracy']: {reason}. Pass a function of (output, target) that returns a number per row; you "

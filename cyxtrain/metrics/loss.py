@@ -42,7 +42,7 @@ class WeightedLosses(NamedTuple):
     """A `loss_fn` with its `loss_weights`."""
 
     loss_fn: Any
-    loss_weights: Mapping[str, float]
+    loss_weights: Mapping[str, float] | float
 
 
 class Loss:
@@ -51,12 +51,13 @@ class Loss:
     Args:
         loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns the
             mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
-            name: the losses are added. `WeightedLosses` gives any of these factors.
+            name: the losses are added, and None is no loss. `WeightedLosses` have factors.
         used: The loss that a step of the user's own may use; the step returns its loss as a model does.
 
     Attributes:
         by_output: The losses of a model with several outputs, by output name; empty for one loss.
         functions: The user's callables; empty if the model computes its loss.
+        factor: The number in loss_weights if there is one loss_fn.
         modules: The modules among them, or whose methods they are.
         is_known: Whether it is one of torch.nn, whose arithmetic we know.
         is_binary: Whether targets are 0 or 1, one per output, and outputs above `threshold` predict 1.
@@ -74,7 +75,7 @@ class Loss:
         self.used = used
         loss_fn, given = loss_fn if isinstance(loss_fn, WeightedLosses) else (loss_fn, {})
         several = loss_fn if isinstance(loss_fn, Mapping) else {}
-        self.by_output = {str(name): Loss(each) for name, each in several.items()}
+        self.by_output = {str(name): Loss(each) for name, each in several.items() if each is not None}
         self.weightings: dict[str, Weighting] = {}
         self.shown: tuple[str, ...] = ()
         self.items: ItemRule | None = None
@@ -82,6 +83,7 @@ class Loss:
         self.warning = ""
         self.gathers: list[GatherCall] = []
         self._factors = _checked_factors(loss_fn, given)
+        self.factor = self._factors.get("loss", 1.0)
         self._gives_pairs: bool | None = None
         self.function: Any = self._by_output if self.by_output else loss_function(loss_fn)
         self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
@@ -137,7 +139,7 @@ class Loss:
             ]
             return "; ".join(words)
         several = [f"{self._factors.get(name, 1.0):g} x {name}, {each.value}" for name, each in self.weightings.items()]
-        own = type(self.function).__name__
+        own = f"{self.factor:g} x " * (self.factor != 1) + type(self.function).__name__
         several += [f"by the number of {self.items.name}"] if self.items is not None else []
         several += [f"{len(self.gathers)} gathers of rows"] if self.gathers else []
         return "; ".join([own, *several]) if several else f"{own}, {self.weighting.value}"
@@ -319,11 +321,15 @@ class Loss:
 
     def __call__(self, output: Any, batch: Batch) -> BatchLoss:
         """Return the loss of a batch."""
-        target, rows = batch.targets, batch.rows
         if self.by_output:
             return self._of_several(output, batch)
         if self.function is None:
             return self._own(output, batch)
+        found = self._of_function(output, batch)
+        return found if self.factor == 1 else replace(found, value=found.value * self.factor)
+
+    def _of_function(self, output: Any, batch: Batch) -> BatchLoss:
+        target, rows = batch.targets, batch.rows
         if batch.weights is not None:
             return self._weighted(output, target, batch.weights)
         if self._summing is not None and self.weighting is Weighting.TERMS:
@@ -335,20 +341,21 @@ class Loss:
             return BatchLoss(result, 1, rows)
         return batch_loss_of(result, rows)
 
-    def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
-        """Return what each of several losses returns, by output name."""
-        found = {}
+    def _of_each_output(self, output: Any, target: Any) -> Iterator[tuple[str, Loss, Any, Any]]:
+        """Yield (name, loss, output, target) of each of several losses."""
         for name, each in self.by_output.items():
             own, answer = part_of(output, name), part_of(target, name)
-            found[name] = each.function(own, _converted_target(each, answer, own))
-        return found
+            if isinstance(answer, Tensor) and isinstance(own, Tensor) and own.is_floating_point():
+                answer = each.prepare_target(answer, own.dtype)
+            yield name, each, own, answer
+
+    def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
+        """Return what each of several losses returns, by output name."""
+        return {name: each.function(own, answer) for name, each, own, answer in self._of_each_output(output, target)}
 
     def _of_several(self, output: Any, batch: Batch) -> BatchLoss:
-        parts = {}
-        for name, each in self.by_output.items():
-            own = part_of(output, name)
-            answer = _converted_target(each, part_of(batch.targets, name), own)
-            parts[f"{name}_loss"] = each(own, replace(batch, targets=answer))
+        several = self._of_each_output(output, batch.targets)
+        parts = {f"{name}_loss": each(own, replace(batch, targets=answer)) for name, each, own, answer in several}
         return self._sum_of_losses(parts, batch.rows)
 
     def _own(self, output: Any, batch: Batch) -> BatchLoss:
@@ -442,23 +449,23 @@ def _of_output(name: str) -> Iterator[None]:
         raise ConfigError(f"output {name!r}: {error}") from error
 
 
-def _converted_target(loss: Loss, target: Any, output: Any) -> Any:
-    floats = isinstance(output, Tensor) and output.is_floating_point()
-    return loss.prepare_target(target, output.dtype) if isinstance(target, Tensor) and floats else target
-
-
 def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
     """Return each loss's factor, by name in the history."""
-    right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
-    require(right, f"loss_weights must be a dictionary of numbers by name, got {given!r}.")
-    if not isinstance(loss_fn, Mapping):
-        require(
-            not given or loss_fn is None,
-            "loss_weights weigh several losses by name: give loss_fn as a dictionary, such as "
-            'loss_fn={"a": "mse", "b": "cross_entropy"}.',
+    several = isinstance(loss_fn, Mapping)
+    is_one = loss_fn is not None and not several
+    if is_one and is_number(given):
+        return {"loss": float(given)}
+    if isinstance(loss_fn, (list, tuple)) or (is_one and given):
+        raise ConfigError(
+            "several losses and their loss_weights go by output name: give loss_fn as a dictionary, such as "
+            'loss_fn={"a": "mse", "b": "cross_entropy"}, loss_weights={"a": 0.1}; the model and y have these keys.'
         )
+    right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
+    require(right, f"loss_weights must be a dictionary of numbers by name, or a number for one loss_fn, got {given!r}.")
+    if not several:
         return {str(name): float(factor) for name, factor in given.items()}
-    require(bool(loss_fn), "loss_fn is an empty dictionary: give a loss for each output, by name.")
+    has_any = any(each is not None for each in loss_fn.values())
+    require(has_any, "loss_fn is an empty dictionary: give a loss for each output, by name.")
     for name in given:
         if name not in loss_fn:
             raise unknown_name("loss_fn", str(name), [str(each) for each in loss_fn], "output")

@@ -59,7 +59,8 @@ def loss_function(loss_fn: Any) -> Any:
 def name_of_loss(loss_fn: Any) -> str:
     """Return a loss as a name."""
     if isinstance(loss_fn, Mapping):
-        return ", ".join(f"{name}: {name_of_loss(each)}" for name, each in loss_fn.items()).join("{}")
+        named = [f"{name}: {name_of_loss(each)}" for name, each in loss_fn.items() if each is not None]
+        return ", ".join(named).join("{}")
     if loss_fn is None or isinstance(loss_fn, str):
         return loss_fn or "the model's own"
     return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

@@ -107,7 +107,8 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
         return [(str(name), each) for name, each in metric.items()]
     if _is_library(metric):
         parts = getattr(metric, "items", None)  # a MetricCollection
-        return list(parts()) if callable(parts) else [(_snake(type(metric).__name__), metric)]
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
+        return list(parts()) if callable(parts) else [(name, metric)]
     return [(getattr(metric, "__name__", type(metric).__name__), metric)]
 
 
@@ -153,7 +154,8 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
         return MeanMetric(name, metric)
     if task is None:
         raise ConfigError(
-            f"the metric {metric!r} needs a model with one output and one y: pass a function of (output, target)."
+            f"the metric {metric!r} needs a model with one output and one y. For one of several, pass a function: "
+            f"metrics={{{name!r}: lambda output, target: (output['a'] - target['a']).abs()}}."
         )
     top = _TOP.match(metric)
     base, average = _BY_AVERAGE.get(metric, (metric, ""))
@@ -285,7 +287,3 @@ def _as_doubles(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _is_library(metric: Any) -> bool:
     """Return whether a metric is from torchmetrics, without importing it."""
     return any(base.__module__.startswith("torchmetrics.") for base in type(metric).__mro__)
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -99,7 +99,7 @@ class LearningRates:
         words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
         words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
-        words += [f"then by {type(given_schedule(self.scheduler)).__name__}"] if self.scheduler is not None else []
+        words += [f"then by {_name_of(self.scheduler)}"] if self.scheduler is not None else []
         return ", ".join(words)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
@@ -172,10 +172,9 @@ class LearningRates:
                 self.scheduler.step()
         if self._targets:
             self._set(rates)
-        name = scheduler.label if isinstance(scheduler, FitSchedule) else type(given_schedule(scheduler)).__name__
         waits = self.warmup_steps if self.interval == "step" else 0
         return (
-            f"the {name} ends with {self.interval} {total + waits:,}, as epochs are now "
+            f"the {_name_of(scheduler)} ends with {self.interval} {total + waits:,}, as epochs are now "
             f"(with {before + waits:,} in the checkpoint)"
         )
 
@@ -406,3 +405,7 @@ def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
 def _with_base_rates(scheduler: LRScheduler | None) -> Iterator[LRScheduler]:
     """Yield the schedules that store initial rates; those made of others do not."""
     return (part for part in schedules_in(scheduler) if "base_lrs" in vars(part))
+
+
+def _name_of(schedule: LRScheduler) -> str:
+    return schedule.label if isinstance(schedule, FitSchedule) else type(given_schedule(schedule)).__name__

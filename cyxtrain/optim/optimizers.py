@@ -52,10 +52,7 @@ def parameters_for(name: str, model: nn.Module) -> Any:
     if name.lower() != "adamw" or not without:
         return model.parameters()
     with_decay = [parameter for parameter in model.parameters() if id(parameter) not in without]
-    exempt = {
-        "params": [parameter for parameter in model.parameters() if id(parameter) in without],
-        "weight_decay": 0.0,
-    }
+    exempt = {"params": [each for each in model.parameters() if id(each) in without], "weight_decay": 0.0}
     return [{"params": with_decay}, exempt] if with_decay else [exempt]
 
 
@@ -94,12 +91,8 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
         optimizer: An optimizer, a function of the parameters such as `torch.optim.Adam`, or a name of `OPTIMIZERS`.
         model: Not wrapped.
     """
-    if next(model.parameters(), None) is None:
-        raise ConfigError("the model has no parameters to train.")
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in OPTIMIZERS:
-            raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
-        return OPTIMIZERS[optimizer.lower()](parameters_for(optimizer, model))
+    if isinstance(optimizer, str) and optimizer.lower() not in OPTIMIZERS:
+        raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if isinstance(optimizer, nn.Module):
@@ -107,6 +100,10 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
             f"optimizer must be a torch.optim optimizer, got the module {type(optimizer).__name__}: the order is "
             "DistributedTrainer(model, loss_fn, optimizer)."
         )
+    if next(model.parameters(), None) is None:  # evaluates and predicts; fit refuses it
+        return torch.optim.SGD([{"params": []}], lr=0.0)
+    if isinstance(optimizer, str):
+        return OPTIMIZERS[optimizer.lower()](parameters_for(optimizer, model))
     made: Any = optimizer(model.parameters()) if callable(optimizer) else None
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(

@@ -74,11 +74,11 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         model: Any `nn.Module`; a wrapped one is unwrapped.
         loss_fn: A module of torch.nn, a callable of (output, target) that returns the mean over samples or (sum,
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
-            added, and the history has each.
+            added, and the history has each; None is no loss.
         optimizer: From torch.optim, a factory, or a name.
         optimizers: Instead of `optimizer`, several by name, each built of its own parameters.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
-            returns; 1 for others.
+            returns; 1 for others. A number if loss_fn is one loss.
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
             "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
             sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
@@ -117,7 +117,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         optimizer: OptimizerLike = "adam",
         *,
         optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
+        loss_weights: Mapping[str, float] | float | None = None,
         metrics: Any = None,
         scheduler: SchedulerLike = None,
         schedulers: Mapping[str, SchedulerLike] | None = None,

@@ -305,3 +305,19 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank():
         assert text[4].startswith("ConfigError: y is missing")
         assert "the loss would compare every row with every other" in text[5]
         assert text[6].startswith("ConfigError: rank 1 differs from rank 0 in the model's 0.weight: hash of its values")
+
+
+def use_without_parameters() -> list[Any]:
+    inputs, _ = make_rows(7)
+    made = [cx.DistributedTrainer(nn.ReLU(), "mse", scheduler="cosine"), cx.DistributedTrainer(nn.ReLU(), "mse", adam)]
+    return [[*trainer.evaluate(inputs, inputs), trainer.predict(inputs)] for trainer in made]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_without_parameters_evaluates_and_predicts(world_size):
+    inputs, _ = make_rows(7)
+    for found in run_world(world_size, use_without_parameters):
+        for loss, accuracy, rows in found:
+            assert accuracy is None
+            np.testing.assert_allclose(loss, float((inputs.relu() - inputs).square().mean()), rtol=1e-6)
+            np.testing.assert_array_equal(rows, inputs.relu())

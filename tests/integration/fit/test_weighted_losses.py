@@ -223,13 +223,59 @@ def test_a_step_in_which_no_label_counts_leaves_the_model_as_it_was():
         ("mse", {"size": 2.0}, "give loss_fn as a dictionary"),
         ({"size": "mse"}, {"sizes": 2.0}, "loss_fn has no output 'sizes'"),
         ({"size": "mse"}, {"size": "2"}, "must be a dictionary of numbers"),
+        (None, 2.0, "or a number for one loss_fn"),
+        ({"size": "mse"}, 2.0, "must be a dictionary of numbers"),
+        (["mse", "mse"], [0.1, 0.2], "give loss_fn as a dictionary, .*loss_weights={"),
         ({}, None, "empty dictionary"),
+        ({"size": None}, None, "empty dictionary"),
         ({"size": "mes"}, None, "no loss 'mes'"),
     ],
 )
 def test_what_cannot_be_weighed_is_refused(loss_fn, loss_weights, words):
     with pytest.raises(cx.ConfigError, match=words):
         cx.DistributedTrainer(Tagger(), loss_fn, loss_weights=loss_weights)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_loss_is_multiplied_by_a_number(world_size):
+    assert run_world(world_size, halved) == [None] * world_size
+
+
+def halved() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, classes = torch.randn(21, 4, generator=generator), torch.randint(3, (21,), generator=generator)
+    found = []
+    for loss_weights, rate in ((None, 0.1), (0.5, 0.2)):  # a power of two: exact
+        with seeded():
+            model = nn.Linear(4, 3)
+        sgd = torch.optim.SGD(model.parameters(), rate)
+        trainer = cx.DistributedTrainer(model, functional.cross_entropy, sgd, loss_weights=loss_weights)
+        history = trainer.fit(rows, classes, epochs=2, effective_batch_size=8, verbose=False)
+        evaluation = trainer.evaluate(rows, classes, verbose=False)
+        found.append((history.train_losses, history.train_accuracies, evaluation, flat(model.parameters())))
+    (losses, accuracies, (loss, accuracy), parameters), half = found
+    np.testing.assert_array_equal(half[3], parameters)
+    np.testing.assert_allclose(half[0], np.array(losses) / 2, rtol=1e-12)
+    assert (half[1], half[2].accuracy) == (accuracies, accuracy)
+    np.testing.assert_allclose(half[2].loss, loss / 2, rtol=1e-12)
+
+
+def test_an_output_without_a_loss_is_not_trained():
+    words, labels = make_texts()
+    with one_process():
+        trainer = cx.DistributedTrainer(Tagger(), {"token": None, "size": "mse"}, loss_weights={"token": 2.0})
+        assert "size: mse" in repr(trainer)
+        history = trainer.fit(words, {"size": both(labels)["size"]}, epochs=1, batch_size=8, verbose=False)
+    assert "size_loss" in history.history
+    assert "token_loss" not in history.history
+
+
+def test_the_error_of_a_metric_says_how_to_measure_one_of_several_outputs():
+    words, labels = make_texts()
+    with one_process():
+        trainer = cx.DistributedTrainer(Tagger(), {"size": "mse"}, metrics={"size": "mae"})
+        with pytest.raises(cx.ConfigError, match=r"pass a function: metrics={'size': lambda output, target: "):
+            trainer.fit(words, both(labels), epochs=1, verbose=False)
 
 
 def test_a_name_that_the_model_or_y_does_not_have_is_refused_before_training():
