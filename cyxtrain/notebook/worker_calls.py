@@ -144,15 +144,18 @@ def run_call(
         failed, can_continue = Failed.of(error), is_on_all_ranks(error)
         if not can_continue:
             _announce(error)
-    if not is_master:
-        return CallResult(failed), can_continue
     try:
-        file = SharedFile()
-        result, parts = (value, {}) if digests is None else digests.changes()
-        write(result, file, parts, returns=True)
-        return CallResult(failed, file), can_continue
+        return CallResult(failed, _written(value, digests) if is_master else None), can_continue
     except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
         return CallResult(failed or Failed.of(error)), False
+
+
+def _written(value: Any, digests: AttributeDigests | None) -> SharedFile:
+    """Write what a call has returned or changed."""
+    found = SharedFile()
+    result, parts = (value, {}) if digests is None else digests.changes()
+    write(result, found, parts, returns=True)
+    return found
 
 
 def _announce(error: BaseException) -> None:
