@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -16,12 +15,12 @@ _Maker = TypeVar("_Maker", bound=Callable[..., nn.Module])
 _MODELS: dict[str, Callable[..., nn.Module]] = {}
 
 
-@dataclass(frozen=True)
 class ModelMaker:
     """Creates models of one name by a class or function."""
 
-    name: str
-    make: Callable[..., nn.Module]
+    def __init__(self, name: str, make: Callable[..., nn.Module]) -> None:
+        self.name = name
+        self.make = make
 
     def _takes_config(self) -> bool:
         try:

@@ -57,11 +57,6 @@ class Outcome:
     """Labels of ranks that survived SIGKILL."""
 
 
-@dataclass(frozen=True)
-class _StopRequest:
-    number: signal.Signals
-
-
 class Supervisor:
     """Runs ranks until the last has ended.
 
@@ -83,7 +78,7 @@ class Supervisor:
         self._terminal = terminal
         self._policy = policy
         # Unlike `queue.Queue`, it allows a put in a signal handler that interrupts a put or a get.
-        self._events: queue.SimpleQueue[RankExit | RankGone | _StopRequest] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[RankExit | RankGone | signal.Signals] = queue.SimpleQueue()
         self._ranks: list[RankProcess] = []
         self._alive: set[int] = set()  # indices of ranks of which a process is left
         self._exits: list[RankExit] = []
@@ -92,7 +87,7 @@ class Supervisor:
 
     def request_stop(self, number: signal.Signals) -> None:
         """Let `run` stop all ranks with SIGINT, if that is the signal, otherwise SIGTERM; a second request kills."""
-        self._events.put(_StopRequest(number))
+        self._events.put(number)
 
     def abandon(self) -> None:
         """Release what a forked child has inherited: the ranks belong to its parent."""
@@ -127,8 +122,8 @@ class Supervisor:
                 event = self._events.get(timeout=min(remaining, SLICE_SECONDS))
             except queue.Empty:
                 continue
-            if isinstance(event, _StopRequest):
-                self._requests.append(event.number)
+            if isinstance(event, signal.Signals):
+                self._requests.append(event)
             elif isinstance(event, RankGone):
                 self._alive.discard(event.index)
             else:
