@@ -242,6 +242,8 @@ class FitLoop:
         if plan.feed.is_over and not position.epoch_steps:
             self._step = None
             return  # the data had ended before the epoch began
+        if self._updates is not None:
+            self._updates.warn_of_idle()
         rows = position.samples - self._samples_before
         if plan.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, shortened
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, shortened, warn
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
 from cyxtrain.optim.closure import Closure
 from cyxtrain.optim.factors import Number, as_double, quotient, times
@@ -59,6 +59,7 @@ class Updates:
         self._names, self._device = [*state.rates], plan.data.placement.device
         self.parts: dict[str, _Part] = {}
         self.made = False
+        self._idle = set(self._names)
         self._signals: Sequence[float] = [0.0] * NUM_SIGNALS
         self._received: list[float] | None = None
         for name in self._names if self._call.optimizes else ():
@@ -101,6 +102,7 @@ class Updates:
         """End a step that has made updates: update the loss scale, and step the schedules."""
         verdicts = [each for own in self._verdicts.values() for each in own]
         verdict = self._guard.end_updates(verdicts)
+        self._idle -= self._verdicts.keys()
         skipped = self._skipped + 1 if Verdict.SKIPPED in verdicts else 0
         self._state.position.restore({"skipped": skipped})
         for name, rates in self._state.rates.items():
@@ -109,6 +111,15 @@ class Updates:
                 rates.step()
         self._ddp.forget()
         return verdict
+
+    def warn_of_idle(self) -> None:
+        """Warn once of optimizers that no update of the fit has used yet, if others were used."""
+        if 0 < len(self._idle) < len(self._names) and runtime.is_master():
+            warn(
+                f"train_step has not called self.optimize(..., {min(self._idle)!r}) in this epoch: the parameters "
+                f"of {', '.join(map(repr, sorted(self._idle)))} do not change."
+            )
+            self._idle.clear()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

@@ -187,9 +187,11 @@ def _validation(validation: Any, settings: DistributedTrainingConfig) -> dict[st
         return {"": (validation, None, None)}
     named = all(isinstance(name, str) and name for name in validation)
     if not validation or not named or not all(are_sets):
+        no_sets = [repr(name) for name, is_set in zip(validation, are_sets, strict=True) if not is_set]
+        what = f"{', '.join(no_sets)} with no y" if no_sets else ", ".join(map(repr, validation)) or "no set"
         raise ConfigError(
-            f"validation_data has {', '.join(map(repr, validation)) or 'no set'}: give each set of validation data a "
-            'name, as in {"near": (X_val, y_val), "far": loader}; or give the arrays of a single set.'
+            f"validation_data has {what}: give each set its y and a name, as in "
+            '{"near": (X_val, y_val), "far": loader}; or give the arrays of a single set.'
         )
     return {name: _validation_set(f"validation_data[{name!r}]", each) for name, each in validation.items()}
 

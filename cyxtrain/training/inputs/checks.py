@@ -56,8 +56,8 @@ def _check_owners(trained: nn.Module, optimizers: Mapping[str, torch.optim.Optim
     left = params_without_optimizer(trained, optimizers.values())
     if left and optimizers.keys() != {ONLY}:
         raise ConfigError(
-            f"{shortened(left)} in no optimizer of {', '.join(map(repr, optimizers))}: add the parameters to one of "
-            "them, or freeze them with requires_grad_(False)."
+            f"none of the optimizers {', '.join(map(repr, optimizers))} has {shortened(left)}: add the parameters to "
+            "one of them, or freeze them with requires_grad_(False)."
         )
 
 

@@ -312,8 +312,9 @@ def _check_best(plan: FitPlan) -> None:
     if best in plan.measured:
         if best.removeprefix("val_") not in plan.larger_is_better:
             raise ConfigError(
-                f"keep_best={best!r}: it is unknown whether larger is better. Set it, as in "
-                "my_function.higher_is_better = True."
+                f"keep_best={best!r}: it is unknown whether larger is better. For a function in metrics, set "
+                "my_function.higher_is_better = True; for a number of a step, record it by trainer.log(name, value, "
+                "larger_is_better=True) under another name."
             )
         return
     if best.removeprefix("val_") in plan.measured:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cyxtrain.config.settings import require, unknown_name
+from cyxtrain.config.settings import require, takes, unknown_name
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import as_given, batch_parts
 from cyxtrain.data.batches.rows import Rows
@@ -141,7 +141,7 @@ class TrainerSteps:
     def __init__(self, train_step: StepLike, test_step: StepLike, predict_step: StepLike) -> None:
         self._given_steps = {TRAIN: train_step, TEST: test_step, PREDICT: predict_step}
         for name, step in self._given_steps.items():
-            is_step = step is None or callable(step)
+            is_step = step is None or (callable(step) and takes(step, 2))
             require(is_step, f"{name} must be a function of (trainer, batch), got {brief(step)}.")
         self._running_steps: list[BuiltIn] = []
 

@@ -196,6 +196,15 @@ def resumed_gan(path: Path) -> list[dict[str, Any]]:
     return outcomes
 
 
+def test_an_optimizer_that_no_step_uses_is_warned_of_once():
+    def step(trainer: cx.DistributedTrainer, batch: Any) -> None:
+        trainer.optimize(trainer.model["d"](batch[0]).square().mean(), "d")
+
+    with one_process(), pytest.warns(UserWarning, match="the parameters of 'g' do not change") as warned:
+        make_gan(step).fit(make_data(), epochs=2, **SETTINGS)
+    assert len([each for each in warned if "do not change" in str(each.message)]) == 1
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_fit_of_two_optimizers_resumes_bit_for_bit(world_size, tmp_path):
     for whole, resumed in everywhere(world_size, resumed_gan, tmp_path / "middle.ckpt"):
@@ -486,7 +495,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "2.weight is in the optimizers 'g' and 'd'": trainer(
             lambda m: {"g": torch.optim.SGD(m.parameters(), 0.1), "d": torch.optim.SGD(m["d"][2].parameters(), 0.1)}
         ),
-        "d.0.bias, d.2.weight, d.2.bias in no optimizer of 'g', 'd'": trainer(
+        "none of the optimizers 'g', 'd' has d.0.bias, d.2.weight, d.2.bias": trainer(
             lambda m: {"g": torch.optim.SGD(m["g"].parameters(), 0.1), "d": torch.optim.SGD([m["d"][0].weight], 0.1)}
         ),
         "optimizers must be a dictionary of torch.optim optimizers by name": trainer(lambda m: {"g": "adam"}),

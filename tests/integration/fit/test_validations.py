@@ -308,9 +308,9 @@ def test_a_mapping_of_arrays_is_one_set_with_named_inputs():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"validation_data": {"near": VALID, "far": FAR[0]}}, "give each set of validation data a name"),
+        ({"validation_data": {"near": VALID, "far": FAR[0]}}, "'far' with no y: give each set its y"),
         ({"validation_data": {}}, "validation_data has no set"),
-        ({"validation_data": {1: VALID}}, "give each set of validation data a name"),
+        ({"validation_data": {1: VALID}}, "validation_data has 1: give each set its y and a name"),
         ({"validation_data": {"near": (1, 2, 3, 4)}}, r"validation_data\['near'\] must be \(X_val, y_val\)"),
         ({"validation_data": {"a": VALID, "far": (FAR[0][:, :2], FAR[1])}}, "validation data 'far': "),
         ({"validation_data": {"a": VALID}, "keep_best": "val_b_loss"}, "keep_best='val_b_loss': no such metric"),
