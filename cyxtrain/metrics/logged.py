@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cyxtrain.config.settings import require, require_choice
 from cyxtrain.errors import ConfigError, brief, on_all_ranks
+from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.world import runtime
 
 GRAD_NORM = "grad_norm"
@@ -99,14 +100,31 @@ class LoggedNumbers:
             raise ConfigError(f"log({name!r}): weight must be a finite number of at least 0, got {counts}.")
         self._add(name, {"mean": [number * counts, counts], "last": [self.place, number]}.get(reduce, [number]))
 
-    def add_norm(self, norm: Tensor, *, may_be_skipped: bool) -> None:
-        """Add the norm of a step's averaged gradients; only a finite one if it is not known yet whether it is taken."""
-        self._reduces[GRAD_NORM] = _ALIKE
-        number = _as_number(GRAD_NORM, "value", norm)
-        if may_be_skipped and isinstance(number, Tensor):
-            self._add(GRAD_NORM, [torch.nan_to_num(number, 0.0, 0.0, 0.0), number.isfinite().double()])
-        else:
-            self._add(GRAD_NORM, [number, 1.0])
+    def add_parts(self, parts: Mapping[str, BatchLoss], known: Sequence[str]) -> None:
+        """Add what a model or a step returned of a batch under names that are not `known` from the dry run."""
+        if self._apart is not None:
+            self._apart.add_parts(parts, known)
+            return
+        for name, part in parts.items():
+            if name not in known:
+                if name not in self._reduces:
+                    self._check_name(name, None)
+                reduce = self._reduces.setdefault(name, "mean")
+                if reduce != "mean":
+                    raise _changed(name, reduce, "mean")
+                total = _as_number(name, "value", part.value.double() * part.terms)
+                self._add(name, [total, _as_number(name, "weight", part.weight)])
+
+    def add_norms(self, norms: Mapping[str, Tensor], *, may_be_skipped: bool) -> None:
+        """Add norms of averaged gradients by optimizer; only finite ones if it is not known whether the step counts."""
+        for owner, norm in norms.items():
+            name = f"{GRAD_NORM}_{owner}" if owner else GRAD_NORM
+            self._reduces[name] = _ALIKE
+            number = _as_number(name, "value", norm)
+            if may_be_skipped and isinstance(number, Tensor):
+                self._add(name, [torch.nan_to_num(number, 0.0, 0.0, 0.0), number.isfinite().double()])
+            else:
+                self._add(name, [number, 1.0])
 
     def _add(self, name: str, sums: list[_Number]) -> None:
         before, reduce = self._sums.get(name), self._reduces[name]
@@ -116,7 +134,7 @@ class LoggedNumbers:
     def _check_name(self, name: Any, larger_is_better: bool | None) -> None:
         require(isinstance(name, str) and bool(name), f"log takes a name, got {brief(name)}.")
         own = name.removeprefix("val_")
-        if own in self.reserved or own == GRAD_NORM or own.startswith("learning_rate"):
+        if own in self.reserved or own.startswith((GRAD_NORM, "learning_rate")):
             raise ConfigError(f"log({name!r}): fit records a number of this name itself. Choose another name.")
         if name in self.best_names and larger_is_better is None:
             raise ConfigError(

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -275,6 +275,11 @@ class Loss:
             )
         self.shown = tuple(scalars)
 
+    def join_names(self, names_by_rank: Sequence[Sequence[str]]) -> None:
+        """Take the numbers of all ranks' dry runs for `shown`, in one order: what they return may depend on rows."""
+        if self.function is None and not self.weightings:
+            self.shown = tuple(dict.fromkeys(name for names in names_by_rank for name in names))
+
     def use_num_items(self, rule: ItemRule) -> None:
         """Take the model's loss for the sum of its terms, divided by what a rule counts."""
         self.items, self.uses_num_items, self.weighting = rule, True, Weighting.TERMS
@@ -362,13 +367,19 @@ class Loss:
         """Return the loss and the other scalars that a model computed."""
         rows = batch.rows
         own, scalars = loss_in_output(output)
-        parts = {name: batch_loss_of(scalars[name], rows) for name in self.shown if name in scalars}
-        if len(parts) < len(self.shown):  # a number that this batch does not have
-            parts = {**self.without_rows().parts, **parts}
+        # Zeros for a number that this batch does not have; one that the dry run did not have is in `parts` alone.
+        parts = dict(self.without_rows().parts) if any(name not in scalars for name in self.shown) else {}
+        parts |= {name: batch_loss_of(value, rows) for name, value in scalars.items()}
         if own is None:
             missing = [name for name in (self.weightings or scalars) if name not in scalars]
             if missing or not scalars:
                 raise ConfigError(NO_LOSS)
+            later = [name for name in scalars if self.weightings and name not in self.weightings]
+            if later:
+                raise ConfigError(
+                    f"the model returned the loss {later[0]!r}, which it did not return in the dry run: return all "
+                    "losses for every batch, as (sum, weight) with weight 0 where nothing counts."
+                )
             if not self.weightings:  # the first result
                 self._inspect_model_losses(output)
                 return self._own(output, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.optim.optimizers import parameters_of
 from cyxtrain.parallel.finite import values_of
 
-# changes the gradients of parameters in place; returns their norm before, if it computes that
-Clip = Callable[[Sequence[nn.Parameter]], Tensor | None]
+# changes the gradients of parameters in place; returns their norms before, if it computes them, by optimizer name ("":
+# of all)
+Clip = Callable[[Sequence[nn.Parameter]], Mapping[str, Tensor]]
 
 _LEAST_NORM = 1e-3
 
@@ -26,26 +26,22 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
     if name is None:
         return None
     (function, argument), limits = _CLIPS[name], getattr(config, name)
-    if not isinstance(limits, Mapping):
-        return _on_values(partial(function, **{argument: limits}))
-    own = {name: limit for name, limit in limits.items() if name in optimizers}
-    clips = [(_on_values(partial(function, **{argument: own[name]})), optimizers[name]) for name in own]
 
-    def clip_each(_: Sequence[nn.Parameter]) -> Tensor | None:
-        for clip, optimizer in clips:
-            clip(parameters_of(optimizer))
-        return None
+    def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor | None:
+        values = [_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters]
+        norm: Tensor | None = function(values, **{argument: limit})
+        return norm
 
-    return clip_each
+    def clip_all(parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
+        norm = clip(parameters, limits)
+        return {} if norm is None else {"": norm}
 
+    def clip_each(_: Sequence[nn.Parameter]) -> dict[str, Tensor]:
+        own = {name: limit for name, limit in limits.items() if name in optimizers}
+        norms = {name: clip(parameters_of(optimizers[name]), limit) for name, limit in own.items()}
+        return {name: norm for name, norm in norms.items() if norm is not None}
 
-def _on_values(clip: Clip) -> Clip:
-    """Return a function that also clips the values of sparse gradients."""
-
-    def clip_values(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        return clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
-
-    return clip_values
+    return clip_each if isinstance(limits, Mapping) else clip_all
 
 
 def _used_rows(parameter: nn.Parameter) -> nn.Parameter:

@@ -133,6 +133,7 @@ def evaluate_rows(
             found, output = loss(output, batch), loss.measured_part(output)
             totals.add(number, found, correct_of(output, batch.answers, loss))
             totals.metrics.add(output, batch.answers, batch.rows)
+            logged.add_parts(found.parts, loss.shown)
             for each, kept in whole:
                 kept.add(each.kept(output, batch.answers, loss), batch)
         run.end_batch(batch, totals.lazy_values, totals.cheap_values)

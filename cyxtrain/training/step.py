@@ -117,6 +117,8 @@ class TrainingStep:
             for result in results:
                 self.totals.add(0, result.loss, result.answers)
                 self.totals.metrics.add(*result.measured)
+                if len(result.loss.parts) > len(self._loss.shown):
+                    self._logged.add_parts(result.loss.parts, self._loss.shown)
 
     def begin(self) -> None:
         """Zero the gradients, and copy what a forward changes."""
@@ -166,6 +168,8 @@ class TrainingStep:
         """
         if self._own_updates is not None and self._own_updates.made:
             self.clock.communicated(self.clock.forward, self._own_updates.seconds_communicated())
+            for norms in self._own_updates.norms:
+                self._logged.add_norms(norms, may_be_skipped=False)
             return self._own_updates.finish()
         if self._normalizes_after_backward:
             self._divide_by_weight(sum(result.loss.weight for result in results), share)
@@ -176,8 +180,9 @@ class TrainingStep:
             if steps:
                 if self._before_update is not None:
                     self._before_update(share.number)
-                if self._clip is not None and (norm := self._clip(self._parameters)) is not None:
-                    self._logged.add_norm(norm, may_be_skipped=self.guard.defers_verdicts)
+                if self._clip is not None:
+                    norms = self._clip(self._parameters)
+                    self._logged.add_norms(norms, may_be_skipped=self.guard.defers_verdicts)
                 for step in steps:
                     step()
                 for rates in self._rates:

@@ -451,7 +451,11 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         source = open_rows(data, batch_size, self.config, distributed=distributed)
         with self._logging():
             check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
-            return agree_on(check)[0] if distributed else check()[0]
+            if not distributed:
+                return check()[0]
+            rows, facts_by_rank = agree_on(check)
+            rows.loss.join_names([facts["_shown"] for facts in facts_by_rank])
+            return rows
 
     def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
         """Print the model's layers and their numbers of parameters, on rank 0; return the text.

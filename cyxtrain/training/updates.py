@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from cyxtrain.optim.clipping import make_clip, multiply_gradients
 from cyxtrain.optim.closure import Closure
 from cyxtrain.optim.factors import Number, as_double, quotient, times
 from cyxtrain.optim.optimizer_step import OptimizerStep
-from cyxtrain.optim.optimizers import described_name, parameters_of
+from cyxtrain.optim.optimizers import ONLY, described_name, parameters_of
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
@@ -50,6 +50,7 @@ class Updates:
     Attributes:
         made: Whether the running step, as far as it is known, has made any.
         parts: What has been or will be optimized, by the optimizer's name.
+        norms: Of the gradients that the updates of the running step have clipped.
     """
 
     def __init__(self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> None:
@@ -76,6 +77,7 @@ class Updates:
         self._share, self._guard, self._multiplier = share, guard, multiplier
         self.made, self._rows, self._is_last = False, 0, True
         self._verdicts: dict[str, list[Verdict]] = {}
+        self.norms: list[Mapping[str, Tensor]] = []
         self._skipped = self._state.position.skipped
         self._leader = _leader(share, asks=self._call.optimizes)
 
@@ -199,7 +201,8 @@ class Updates:
                 if (before := self._state.callbacks.before_optimizer_step) is not None:
                     before(self._share.number)
                 if part.clip is not None:
-                    part.clip(part.owned.trained)
+                    own_name = "" if part.name == ONLY else part.name
+                    self.norms += [{own_name: norm} for norm in part.clip(part.owned.trained).values()]
                 if evaluate is None:
                     part.step()
                 else:

@@ -201,7 +201,8 @@ def fit(
     state = trainer.optimizer.state_dict()["state"]
     return {
         "error": error,
-        "warnings": [str(each.message) for each in caught],
+        # The first fit on a device of a new kind warns of it.
+        "warnings": [str(each.message) for each in caught if "never been tested" not in str(each.message)],
         "parameters": digest(net.parameters()),
         "buffers": digest(net.buffers()),
         "state": [len(state), digest(each for own in state.values() for each in own.values() if torch.is_tensor(each))],

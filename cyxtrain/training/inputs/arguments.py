@@ -84,13 +84,8 @@ def parse_fit(
         validation_data = (arrays[2], arrays[3])
     right = class_weight is None or isinstance(class_weight, Mapping)
     require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
-    checked = _from_initial(initial_epoch, _settings(config, settings))
-    path = _path(resume)
-    if validation_groups is not None:
-        needs = "validation_groups needs validation_split, such as 0.1: set both."
-        require(bool(checked.validation_split), needs)
-        twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
-        require(not checked.validation_stratify, twice)
+    checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
+    _check_groups(validation_groups, checked)
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
@@ -104,6 +99,15 @@ def parse_fit(
         groups=validation_groups,
         group_by_length=lengths,
     )
+
+
+def _check_groups(groups: Any, config: DistributedTrainingConfig) -> None:
+    """Refuse settings that exclude validation_groups."""
+    if groups is None:
+        return
+    require(bool(config.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
+    twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
+    require(not config.validation_stratify, twice)
 
 
 def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any, Any]:

@@ -30,7 +30,7 @@ from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnSteps, StepCall, step_for
+from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
@@ -127,11 +127,7 @@ def check_data(
     with memory_explained(trains=trains_on is not None):
         placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())
-    precision = Precision(config.precision, placement.device)
-    if own is None:
-        call = ModelCall(model, precision, inputs, targets, loss)
-    else:
-        call = StepCall(own, BuiltIn(model, used, precision), source.target_name, placement.device)
+    call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
     asked, measures, output = {} if predicting else trainer.metrics, Metrics(), None
     dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
@@ -151,6 +147,16 @@ def check_data(
         output=output,
         rows_second=dry_run.rows_second,
     )
+
+
+def _make_call(
+    model: nn.Module, loss: Loss, own: OwnStep | None, source: Source, precision: Precision, device: torch.device
+) -> ModelCall:
+    """Return what calls the model, or a step of the user's own."""
+    if own is None or loss.used is None:
+        inputs, targets, _ = source.example
+        return ModelCall(model, precision, inputs, targets, loss)
+    return StepCall(own, BuiltIn(model, loss.used, precision), source.target_name, device)
 
 
 def check_rows(
@@ -186,6 +192,7 @@ def check_rows(
         "steps": steps,
         "whether output_dir is given": output_dir is not None,
         "pad_value": str(pad_value),
+        "_shown": rows.loss.shown,
         "the metrics": [*trainer.metrics],
         **source.facts("the given"),
         **value_facts(trained_with(trainer.model, rows.loss)),

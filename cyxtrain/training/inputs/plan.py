@@ -18,6 +18,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import nearest
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import Feed, Place
+from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
@@ -83,6 +84,8 @@ class FitPlan:
     def merged_with(self, facts_by_rank: Sequence[dict[str, Any]]) -> FitPlan:
         """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
         check_devices(facts_by_rank, self.data.placement.device)
+        for number, rows in enumerate((self.data, *self.validation.values())):
+            rows.loss.join_names([facts["_shown"][number] for facts in facts_by_rank])
         return replace(
             self,
             ends_on_nan=any(facts["_ends_on_nan"] for facts in facts_by_rank),
@@ -259,16 +262,8 @@ def plan_fit(
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_sources = opened
     feed = source.feed(config, rank, world_size)
-    first = feed.first_rows(epoch)  # rank 0's; None: each rank has its own
-    first = source.first(feed.rows_at_once) if first is None else first
-    data = check_data(source, config.batch_size, config, trainer, trains_on=first)
-    if data.call.alone and feed.micro_batches > 1:
-        raise ConfigError(accumulation_excludes(data.call.alone))
-    validation = {}
-    for name, each in validation_sources.items():
-        with naming_validation(f"validation {name}".rstrip()):
-            size = each.batch_size or config.validation_batch_size or config.batch_size
-            validation[name] = check_data(each, size, config, trainer)
+    data = _check_training_set(source, feed, config, trainer, epoch)
+    validation = {name: _check_validation_set(name, each, config, trainer) for name, each in validation_sources.items()}
     named = by_name(opened)
     not_finite = {name: each.not_finite(rank, world_size) for name, each in named.items()}
     facts = {
@@ -283,6 +278,7 @@ def plan_fit(
         "the metrics": [*trainer.metrics],
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
+        "_shown": [rows.loss.shown for rows in (data, *validation.values())],
         "_attempt": process_env.launched_run()[1],
     }
     display = make_display(config.verbose and rank == 0)
@@ -294,9 +290,26 @@ def plan_fit(
     plan = replace(plan, may_log=callbacks.may_log or trainer.logged.has_any)
     _check_best(plan)
     _check_validation(plan)
-    if config.log_every_n_batches and runtime.is_master():
-        warn("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
     return plan, facts
+
+
+def _check_training_set(
+    source: Source, feed: Feed, config: DistributedTrainingConfig, trainer: TrainerArguments, epoch: int
+) -> CheckedData:
+    first = feed.first_rows(epoch)  # rank 0's; None: each rank has its own
+    first = source.first(feed.rows_at_once) if first is None else first
+    data = check_data(source, config.batch_size, config, trainer, trains_on=first)
+    if data.call.alone and feed.micro_batches > 1:
+        raise ConfigError(accumulation_excludes(data.call.alone))
+    return data
+
+
+def _check_validation_set(
+    name: str, source: Source, config: DistributedTrainingConfig, trainer: TrainerArguments
+) -> CheckedData:
+    with naming_validation(f"validation {name}".rstrip()):
+        size = source.batch_size or config.validation_batch_size or config.batch_size
+        return check_data(source, size, config, trainer)
 
 
 def _is_on_accelerator(trained: nn.Module) -> bool:
@@ -326,6 +339,8 @@ def _check_best(plan: FitPlan) -> None:
 def _check_validation(plan: FitPlan) -> None:
     """Refuse validations that cannot be: without data, or at a fraction of an epoch of unknown length."""
     config = plan.config
+    if config.log_every_n_batches and runtime.is_master():
+        warn("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
     if config.validates_within_epochs and not plan.validation:
         name = "validation_freq" if isinstance(config.validation_freq, float) else "validate_every_n_steps"
         name = name if getattr(config, name) else "validate_every_n_minutes"

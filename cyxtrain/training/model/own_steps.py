@@ -18,6 +18,7 @@ from cyxtrain.config.settings import require, takes, unknown_name
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import as_given, batch_parts
 from cyxtrain.data.batches.rows import Rows
+from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, brief
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
@@ -31,7 +32,6 @@ StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
 
 TRAIN, TEST, PREDICT = ("train_step", "test_step", "predict_step")
-
 
 Update = Callable[[Any, str, bool], Tensor]
 """Updates the parameters of the optimizer of that name by a loss; returns the loss, detached."""
@@ -279,7 +279,7 @@ class StepCall(ModelCall):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return what the step returns; `model`: not wrapped, or what wraps the step."""
-        call = model
+        call: Callable[[Any], Any] = partial(self._watched, model)
         if isinstance(model, nn.Module):
             call = partial(self._tried, model) if torch.is_grad_enabled() else self._run
         given = as_given(Rows(batch.inputs, batch.targets, batch.weights), self._batch_name)
@@ -317,22 +317,34 @@ class StepCall(ModelCall):
             )
         return result if built_in.weight is None else _weighted(result, built_in.weight)
 
+    def _refuse(self, call: str) -> None:
+        raise ConfigError(
+            f"{self._own.name} called {call}: return the loss, and fit does backward, averages the gradients over the "
+            "ranks, and steps; or call self.optimize(loss). For gradients that the loss is made of, call "
+            "torch.autograd.grad."
+        )
+
+    def _watched(self, call: Callable[[Any], Any], given: Any) -> Any:
+        """Run the step in training; refuse a backward that it does not do in the dry run."""
+        before = self._gradients()
+        result = call(given)
+        if not self.running.losses and self._gradients() != before:
+            self._refuse("backward()")
+        return result
+
+    def _gradients(self) -> list[int]:
+        found = [parameter.grad for parameter in self._own.trainer.model.parameters()]
+        return [*map(id, found), *torch_compat.versions_of([each for each in found if each is not None])]
+
     def _tried(self, model: nn.Module, given: Any) -> Any:
         """Run the step in the dry run; refuse what `fit` does itself."""
-        name, before = self._own.name, [parameter.grad for parameter in model.parameters()]
-
-        def refuse(call: str) -> None:
-            raise ConfigError(
-                f"{name} called {call}: return the loss, and fit does backward, averages the gradients over the ranks, "
-                "and steps; or call self.optimize(loss). For gradients that the loss is made of, call "
-                "torch.autograd.grad."
-            )
+        before = [parameter.grad for parameter in model.parameters()]
 
         def update(loss: Any, name: str, retain_graph: bool) -> Tensor:
             self.alone = self.alone or what_needs_all_rows(len(self.running.losses) + 1, loss)
             return try_update(self._own.trainer.optimizers[name], loss, name, retain_graph=retain_graph)
 
-        hook = register_optimizer_step_pre_hook(lambda *_: refuse("an optimizer's step()"))
+        hook = register_optimizer_step_pre_hook(lambda *_: self._refuse("an optimizer's step()"))
         self.running.update = update
         try:
             return self._run(given)
@@ -340,7 +352,7 @@ class StepCall(ModelCall):
             self.running.update = None
             hook.remove()
             if any(each.grad is not old for each, old in zip(model.parameters(), before, strict=True)):
-                refuse("backward()")  # also if the step then failed
+                self._refuse("backward()")  # also if the step then failed
 
 
 def _weighted(result: Any, weight: Tensor | float) -> Any:

@@ -121,19 +121,11 @@ def start_or_resume(
 def _begin_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
 ) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
-    is_named = plan.resume not in (None, AUTO)
-    found = find_checkpoint(plan, state)
+    found, is_named = find_checkpoint(plan, state), plan.resume not in (None, AUTO)
     data = plan.digests()
     if found is None:
         plan = with_batch_norm_checked(state, plan)
-        for rates in state.rates.values():
-            scheduled = plan.scheduled(rates)
-            _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
-        if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
-            warn(
-                f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning "
-                "rate will not reach its value."
-            )
+        _check_schedules(plan, state)
         lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
         state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
         return plan, None, _describe_start(plan, state)
@@ -166,6 +158,18 @@ def _begin_or_resume(
     _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
+
+
+def _check_schedules(plan: FitPlan, state: TrainingState) -> None:
+    """Warn of schedules and warm-ups that a fit, from its beginning, does not complete."""
+    for rates in state.rates.values():
+        scheduled = plan.scheduled(rates)
+        _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
+    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
+        warn(
+            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
+            "will not reach its value."
+        )
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:

@@ -122,7 +122,7 @@ def test_labels_among_the_inputs_of_a_model_with_its_own_loss_are_what_a_loader_
         alone = measured_in_x()
     for found in (alone, *run_world(2, measured_in_x)):
         for names, accuracy, mean, expected in found:
-            assert names == ["loss", "accuracy", "exact"]
+            assert names == ["loss", "accuracy", "exact", "learning_rate"]
             assert accuracy == pytest.approx(expected, abs=1e-12)
             assert mean > 0
 

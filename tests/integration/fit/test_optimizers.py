@@ -196,6 +196,26 @@ def resumed_gan(path: Path) -> list[dict[str, Any]]:
     return outcomes
 
 
+def clipped() -> dict[str, list[float]]:
+    found = {}
+    for name, limit in (("one", 0.01), ("each", {"g": 0.01})):
+        history = make_gan().fit(make_data(), epochs=2, clip_norm=limit, **SETTINGS).history
+        found |= {f"{name} {key}": numbers for key, numbers in history.items() if "grad_norm" in key}
+    return found
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_the_history_has_the_norms_of_each_optimizers_gradients(world_size):
+    with one_process():
+        expected = clipped()
+    assert [*expected] == ["one grad_norm_d", "one grad_norm_g", "each grad_norm_g"]
+    assert all(norm > 0.01 for norms in expected.values() for norm in norms)
+    for found in everywhere(world_size, clipped):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
+
+
 def test_an_optimizer_that_no_step_uses_is_warned_of_once():
     def step(trainer: cx.DistributedTrainer, batch: Any) -> None:
         trainer.optimize(trainer.model["d"](batch[0]).square().mean(), "d")

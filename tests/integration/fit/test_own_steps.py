@@ -282,6 +282,63 @@ def test_a_forward_may_be_the_model_s_own_attribute():
         assert trainer.predict(inputs).shape == (ROWS, CLASSES)
 
 
+def counting_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    """Returns numbers of which names and order depend on the rank, the rows and the step."""
+    inputs, targets = batch
+    losses = functional.cross_entropy(trainer.model(inputs), targets, reduction="none")
+    named = {"one": 1.0, "two": 2.0}
+    found: dict[str, Any] = dict(reversed(named.items())) if trainer.get_rank() else named
+    for label in targets.unique().tolist():
+        own = targets == label
+        found[f"class_{label}"] = (losses[own].sum(), own.sum())
+    if trainer.step >= 2:
+        found["late"] = 3.0
+    return {"loss": losses.mean(), **found}
+
+
+def counted() -> list[dict[str, Any]]:
+    inputs, targets = data()
+    order = targets.argsort(stable=True)  # most batches lack a class
+    inputs, targets = inputs[order], targets[order]
+    model = make_model("float64")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(model, None, optimizer, train_step=counting_step, test_step=counting_step)
+    settings: dict[str, Any] = {"epochs": 2, "effective_batch_size": 8, "shuffle": False, "verbose": False}
+    history = trainer.fit(inputs, targets, validation_data=(inputs, targets), **settings).history
+    return [dict(history), dict(trainer.evaluate(inputs, targets, batch_size=3))]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_numbers_of_a_step_are_known_by_name_also_if_they_come_late_or_on_one_rank(world_size):
+    with one_process():
+        expected, evaluated = counted()
+    names = {f"class_{label}" for label in data()[1].unique().tolist()} | {"one", "two", "late"}
+    assert {*names, *(f"val_{name}" for name in names)} <= expected.keys()
+    assert names <= evaluated.keys()
+    assert [expected[name][-1] for name in ("one", "val_two", "late")] == [1.0, 2.0, 3.0]
+    for history, evaluation in everywhere(world_size, counted):
+        assert history.keys() == expected.keys()
+        assert evaluation.keys() == evaluated.keys()
+        for name in expected:
+            np.testing.assert_allclose(history[name], expected[name], rtol=1e-9, err_msg=name)
+        for name in evaluated:
+            np.testing.assert_allclose(evaluation[name], evaluated[name], rtol=1e-9, err_msg=name)
+
+
+def later_backward(trainer: Trainer, batch: Any) -> Tensor:
+    loss = functional.cross_entropy(trainer.model(batch[0]), batch[1])
+    if trainer.step >= 2:
+        loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_backward_that_the_dry_run_does_not_meet_is_refused_too(accumulation_steps):
+    model, settings = make_model("float64"), {**SETTINGS, "accumulation_steps": accumulation_steps}
+    with one_process(), pytest.raises(cx.ConfigError, match=r"train_step called backward\(\)"):
+        Trainer(model, None, "sgd", train_step=later_backward).fit(*data(), **settings)
+
+
 class Teaching(Trainer):
     """Holds a teacher and a counter besides the model."""
 
