@@ -15,7 +15,7 @@ from cyxtrain.data.feed import Place
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.data.sources.open import open_source, yields_batches
 from cyxtrain.data.sources.source import Source
-from cyxtrain.metrics.logged import LoggedNumbers
+from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.modes import put_into_training
@@ -136,7 +136,7 @@ def _step(
         put_into_training(state.model, *data.loss.modules)
         guard = FiniteGuard(ddp, config.on_nonfinite, state.position, device, state.loss_scale)
         updates = make_updates(state, plan, ddp)
-        step = TrainingStep(ddp, state, data, guard, updates=updates)
+        step = TrainingStep(ddp, state, data, guard, logged, updates)
         shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
         with contextlib.closing(shares), updates or contextlib.nullcontext():  # type: ignore[type-var]
             share = next(shares)
@@ -144,7 +144,8 @@ def _step(
             step(share)
         ddp.sync_buffers()
         state.position.count_step()
-        return {**step.totals.over_ranks(runtime.cpu_group()), **logged.over_ranks()}
+        numbers = {name: each for name, each in logged.over_ranks().items() if not name.startswith(GRAD_NORM)}
+        return {**step.totals.over_ranks(runtime.cpu_group()), **numbers}
 
 
 def _rows_of(call: str, x: Any) -> int:

@@ -173,6 +173,23 @@ def backward_between_calls() -> Any:
     return flat(trainer.model.parameters())
 
 
+def late_number(trainer: cx.DistributedTrainer, batch: Any) -> dict[str, Any]:
+    loss = nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
+    return {"loss": loss, **({"late": 3.0} if trainer.step > 1 else {})}
+
+
+def measured_late() -> list[Any]:
+    trainer, (inputs, targets) = trainer_of(make_model("float64"), train_step=late_number), data()
+    trainer.fit(inputs[:8], targets[:8], epochs=1, effective_batch_size=8, clip_norm=1.0, verbose=False)
+    return [[*trainer.train_on_batch(inputs[:8], targets[:8], return_dict=True)] for _ in range(2)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_number_that_comes_with_a_later_batch_is_returned(world_size):
+    for found in everywhere(world_size, measured_late):
+        assert found == [["loss"], ["loss", "late"]]
+
+
 def test_a_backward_between_two_calls_is_the_rank_s_own():
     with one_process():
         expected = backward_between_calls()
