@@ -34,7 +34,7 @@ class WholeSet:
     Args:
         function: Of (outputs, targets): NumPy arrays of all rows, in the order of the data and in the structure that
             `predict` returns; lists of arrays if rows differ in shape. A function of one argument gets Hugging Face's
-            `predictions` and `label_ids`. It returns a number, or numbers by name, which take the place of its own.
+            `predictions` and `label_ids`. It returns a number, or numbers by name, which replace its own.
         higher_is_better: For `keep_best` and early stopping; None: the function's attribute of this name, if any.
         preprocess: Function of a batch's (output, target) that returns what to gather instead of the output, such as
             its largest class, to save memory on rank 0.

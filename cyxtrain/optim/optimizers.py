@@ -111,7 +111,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
 def make_optimizers(
     optimizer: OptimizerLike, optimizers: Mapping[str, torch.optim.Optimizer] | None, model: nn.Module
 ) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers of a trainer by name: one, or those given by name, each of its own parameters."""
+    """Return the optimizers of a trainer by name: one, or those given by name, each with its own parameters."""
     if optimizers is None:
         return {ONLY: make_optimizer(optimizer, model)}
     if optimizer != "adam":

@@ -136,7 +136,7 @@ class TrainingHistory:
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return one line per epoch under a header, and write it to `path` if given.
 
-        Validations within an epoch have lines of their own before the epoch's, and all a column "step".
+        Validations within an epoch have separate lines before the epoch's, and all a column "step".
         Finite numbers are restored bit for bit; a number that an epoch does not have is an empty cell.
         """
         table = io.StringIO()

@@ -76,7 +76,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
             added, and the history has each; None is no loss.
         optimizer: From torch.optim, a factory, or a name.
-        optimizers: Instead of `optimizer`, several by name, each built of its own parameters.
+        optimizers: Instead of `optimizer`, several by name, each built with its own parameters.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
             returns; 1 for others. A number if loss_fn is one loss.
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as

@@ -1,6 +1,6 @@
 """Updates that a step of the user's own makes by `self.optimize`, each with one optimizer.
 
-Each optimizer's parameters are wrapped as a module of their own: their gradients have their own buckets, and are
+Each optimizer's parameters are wrapped as a separate module: their gradients have their own buckets, and are
 averaged while `backward(inputs=...)` runs. The wrapper of the whole model runs the step as its forward, which shares
 the buffers; it averages the gradients of a loss that the step returns instead.
 

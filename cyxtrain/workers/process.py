@@ -33,7 +33,7 @@ class RankSpec:
     """All of its environment; nothing is inherited."""
     shares_terminal: bool = False
     """Give it our own stdin and stdout: no labels, and progress bars work. Its stderr is copied as it is, without
-    tracebacks of Ctrl-C, from a terminal of its own if ours is one."""
+    tracebacks of Ctrl-C, from a separate terminal if ours is one."""
     inherits: tuple[int, ...] = ()
     """File descriptors (handles on Windows) that it gets under the same numbers."""
     shows_bar: bool = False
@@ -152,7 +152,7 @@ class RankProcess:
 
 
 def _spawn(spec: RankSpec) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
-    """Start the process; return it, and what its stderr writes if that is a terminal of its own."""
+    """Start the process; return it, and what its stderr writes if that is a separate terminal."""
     pipe = None if spec.shares_terminal else subprocess.PIPE
     stderr: int | None = subprocess.PIPE
     copied: IO[bytes] | None = None

@@ -35,7 +35,7 @@ from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 
-_OWN_ROWS = "and each has its own: let each predict to a folder of its own, with distributed=False."
+_OWN_ROWS = "and each has its own: let each predict to a separate folder, with distributed=False."
 # What a function returns keeps the class of a loss out.
 LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[str, Any] | None
 

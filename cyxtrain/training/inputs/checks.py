@@ -51,7 +51,7 @@ def _check_owners(trained: nn.Module, optimizers: Mapping[str, torch.optim.Optim
             if owners.setdefault(parameter, own) != own:
                 raise ConfigError(
                     f"{names.get(parameter, 'a parameter')} is in the optimizers {owners[parameter]!r} and {own!r}: "
-                    "build each of its own parameters."
+                    "build each with its own parameters."
                 )
     left = params_without_optimizer(trained, optimizers.values())
     if left and optimizers.keys() != {ONLY}:
