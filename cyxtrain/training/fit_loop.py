@@ -115,6 +115,8 @@ class FitLoop:
                     self._train_one_step(step, share)
                     if self._state.position.stopped:
                         break
+                else:
+                    self._keep_before_end(step)
             self._end_steps(step)
         self._end_epoch(step)
 
@@ -224,6 +226,13 @@ class FitLoop:
             except BaseException:
                 step.guard.abort()
                 raise
+
+    def _keep_before_end(self, step: TrainingStep) -> None:
+        """Keep the state, if a longer fit would continue from it in another way than from that after the epoch."""
+        if self._plan.ends_early(self._state.position):
+            self._wait_for_verdict()
+            self._manager.gather(step.totals)
+            self._state.keep_before_end()
 
     def _end_steps(self, step: TrainingStep) -> None:
         """Record where in the data the epoch ended; apply requests that arrived with its last step."""

@@ -171,6 +171,13 @@ class FitPlan:
         is_last = epoch >= position.first_epoch + self.config.epochs or self._is_stopped(position)
         return bool(self.validation) and self.config.validates_after(epoch, is_last=is_last)
 
+    def ends_early(self, position: Position) -> bool:
+        """Return whether the running epoch ends or is validated here only because the fit is not longer."""
+        epoch, steps = position.epoch + 1, self.steps_per_epoch or position.epoch_steps
+        is_last = epoch >= position.first_epoch + self.config.epochs and position.epoch_steps == steps
+        by_itself, after = (self.config.validates_after(epoch, is_last=each) for each in (False, is_last))
+        return self.steps_left(position) == 0 or (bool(self.validation) and after and not by_itself)
+
     @property
     def warmup_steps(self) -> int:
         """Steps of the warm-up; raises ConfigError for a fraction of a fit of unknown length."""

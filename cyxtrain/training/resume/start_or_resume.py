@@ -129,7 +129,8 @@ def _begin_or_resume(
         lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
         state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
         return plan, None, _describe_start(plan, state)
-    (checkpoint, name), source = found, f"checkpoint {found[1]}"
+    name, source = found[1], f"checkpoint {found[1]}"
+    checkpoint = _reopened(found[0], source, plan)
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
@@ -158,6 +159,18 @@ def _begin_or_resume(
     _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
+
+
+def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
+    """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer."""
+    if before := checkpoint.others.get("before_end"):
+        with taking_over(source):
+            earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
+            check_content(earlier, source)
+            position = Position.from_json(earlier.position, source)
+        if not (checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position)):
+            return earlier
+    return checkpoint
 
 
 def _check_schedules(plan: FitPlan, state: TrainingState) -> None:
