@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.progress.display import Display, make_display, numbers
+from cyxtrain.progress.display import Display, around_validation, make_display, numbers
 from cyxtrain.world import runtime
 
 
@@ -35,7 +35,9 @@ class ProgressBar(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Replace the bar with the epoch's metrics."""
-        self._display.end_epoch(numbers(logs or {}))
+        logs = logs or {}
+        trained, validated = ({n: v for n, v in logs.items() if n.startswith("val_") is each} for each in (False, True))
+        self._display.end_epoch(around_validation(numbers(trained), validated, self.params["sets"]))
 
     def close(self) -> None:
         """Remove the bar."""

@@ -20,7 +20,7 @@ from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.optim.learning_rates import LEARNING_RATE, rates_by_name, rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
-from cyxtrain.progress.display import numbers, pace
+from cyxtrain.progress.display import around_validation, numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch, record_numbers, record_validation, validation_of
 from cyxtrain.progress.profiling import Profile
@@ -35,7 +35,7 @@ from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
-from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
+from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, place_in_words, stop_if_requested
 from cyxtrain.training.trained import params_without_optimizer, warn_of_params_without_optimizer
 from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
@@ -258,16 +258,18 @@ class FitLoop:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
+        is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
+        where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
         own = rates_by_name(self._state.rates) | self._logged.over_ranks()
         self._step = None
         self._state.end_epoch()
         self._publish_times(step)
-        self._record(measured, own, seconds, step.clock.steps, rows, note)
+        self._record(measured, own, seconds, step.clock.steps, rows, note, is_validated=is_validated)
         if is_validated:
             self._call("on_validation_end", position.epoch - 1, self._validation)
         received = self._together(partial(self._call_epoch_end, position.epoch - 1))
         self._apply_end(received)
-        self._explain_end()
+        self._explain_end(where)
         self._manager.after_epoch()
         stop_if_requested(received)
 
@@ -280,7 +282,7 @@ class FitLoop:
             if not self._validate():
                 return
         plan, position = self._plan, self._state.position
-        plan.display.line(f"step {position.step:,}  {numbers(plan.shown(self._validation))}")
+        plan.display.line(around_validation(f"step {position.step:,}", self._validation, [*plan.validation]))
         received = self._call("on_validation_end", position.epoch, self._validation)
         self._apply_end(received)
         self._manager.after_validation(step.totals)
@@ -393,14 +395,14 @@ class FitLoop:
         if any(received) and received[StopRequest.COMPLETE] > 0:
             self._state.position.stop()
 
-    def _explain_end(self) -> None:
-        """Keep and show why a callback ends the fit with this epoch. All ranks call it."""
+    def _explain_end(self, where: str) -> None:
+        """Keep and show why a callback ends the fit with this epoch, and `where`. All ranks call it."""
         position = self._state.position
         reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
         if any(reasons):
             self._state.keep_stop_reason(next(filter(None, reasons)))
-            where = f"after epoch {position.epoch} of {self._last_epoch}"
-            self._plan.display.header([("stopped", f"{where}: {self._state.stop_reason}")])
+            where = f"{where} of {self._last_epoch}: {self._state.stop_reason}"
+            self._plan.display.header([("stopped", where)])
 
     def _apply(self, received: Sequence[float], step: TrainingStep) -> None:
         """Save, or stop, if any rank requests it."""
@@ -474,6 +476,8 @@ class FitLoop:
         steps: int,
         rows: int,
         note: str,
+        *,
+        is_validated: bool,
     ) -> None:
         """Add an epoch to the history. Times are rank 0's, so that the history is the same on every rank."""
         times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
@@ -482,7 +486,7 @@ class FitLoop:
         plan, history = self._plan, self._state.history
         validated = validation_of(history, epoch=self._state.position.epoch)
         printed = {name: value for name, value in own.items() if not name.startswith(_NOT_PRINTED)}
-        text = "  ".join(filter(None, map(numbers, (measured, printed, plan.shown(validated)))))
+        text = "  ".join(filter(None, map(numbers, (measured, printed))))
         record_epoch(history, self._state.position.epoch, measured | validated | own)
         self._training_seconds += epoch_seconds
         self._trained_rows += rows
@@ -491,8 +495,9 @@ class FitLoop:
         flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
         self._state.set_device_usage(usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)
-        parts = (text, pace(epoch_seconds, steps, rows), *usage, note)
-        plan.display.end_epoch("  ".join(filter(None, parts)))
+        more = "  ".join(filter(None, (pace(epoch_seconds, steps, rows), *usage, note)))
+        shown = validated if is_validated else {}  # those within the epoch have their own lines
+        plan.display.end_epoch(around_validation(text, shown, [*plan.validation], more))
 
 
 @contextlib.contextmanager

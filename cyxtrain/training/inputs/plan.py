@@ -103,6 +103,7 @@ class FitPlan:
             "warmup_steps": self.warmup_steps,
             "verbose": self.config.verbose,
             "validation": bool(self.validation),
+            "sets": [*self.validation],
             "metrics": self.measured,
             "larger_is_better": self.larger_is_better,
             "may_log": self.may_log,
@@ -115,12 +116,6 @@ class FitPlan:
         first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
         named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
         return self.data.measured + first + named
-
-    def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers of a validation without those that the first of several sets has twice."""
-        first = next(iter(self.validation), "")
-        twice = {name for name in validated if first and name.replace("val_", f"val_{first}_", 1) in validated}
-        return {name: value for name, value in validated.items() if name not in twice}
 
     @property
     def larger_is_better(self) -> dict[str, bool]:

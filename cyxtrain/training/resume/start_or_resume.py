@@ -129,8 +129,7 @@ def _begin_or_resume(
         lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
         state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
         return plan, None, _describe_start(plan, state)
-    name, source = found[1], f"checkpoint {found[1]}"
-    checkpoint = _reopened(found[0], source, plan)
+    checkpoint, name, source = _reopened(found, plan)
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
@@ -161,16 +160,17 @@ def _begin_or_resume(
     return plan, (checkpoint, source), header_lines
 
 
-def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
-    """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer."""
+def _reopened(found: Checkpoint, plan: FitPlan) -> tuple[CheckpointState, str, str]:
+    """Return a checkpoint, before its last epoch ended if this fit is longer; its name, and that for messages."""
+    checkpoint, name, source = *found, f"checkpoint {found[1]}"
     if before := checkpoint.others.get("before_end"):
         with taking_over(source):
             earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
             check_content(earlier, source)
             position = Position.from_json(earlier.position, source)
         if not (checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position)):
-            return earlier
-    return checkpoint
+            return earlier, name, source
+    return checkpoint, name, source
 
 
 def _check_schedules(plan: FitPlan, state: TrainingState) -> None:
