@@ -18,16 +18,7 @@ from cyxtrain.ring.wire.payload import check_target, flat_view_of, replace, writ
 _TENSORS = {Tensor}
 _One = TypeVar("_One")
 _Other = TypeVar("_Other")
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: Reduction.SUM,
-    dist.ReduceOp.AVG: Reduction.AVG,
-    dist.ReduceOp.PRODUCT: Reduction.PRODUCT,
-    dist.ReduceOp.MIN: Reduction.MIN,
-    dist.ReduceOp.MAX: Reduction.MAX,
-    dist.ReduceOp.BAND: Reduction.BAND,
-    dist.ReduceOp.BOR: Reduction.BOR,
-    dist.ReduceOp.BXOR: Reduction.BXOR,
-}
+_REDUCTIONS = {getattr(dist.ReduceOp, each.name): each for each in Reduction if each}
 
 
 def reduction_of(opts: Any) -> Reduction:

@@ -18,13 +18,7 @@ _log = logging.getLogger("cyxtrain.ring")
 
 
 def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:
-    """Return whether collectives run in their own thread; the same on every rank.
-
-    Args:
-        wanted: CYXTRAIN_COMMUNICATION: "auto", "inline" or "thread".
-        machines: By rank.
-        room: By rank, its `room_for_ranks`.
-    """
+    """Return whether collectives run in their own thread, the same on every rank; `room` is `RankRecord.room`."""
     if wanted != "auto":
         return wanted == "thread"
     return len(set(machines)) > 1 or min(room) >= len(machines)

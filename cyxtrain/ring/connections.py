@@ -23,14 +23,9 @@ from cyxtrain.ring.wire.peer_read import PeerMemory
 
 
 class Connections:
-    """Links, mailbox, monitor and executor of a group of several ranks.
+    """Links, mailbox, monitor and executor of a group of several ranks; it owns the `result` of the rendezvous.
 
-    Args:
-        result: The connections; owned from now on.
-        rank: This rank.
-        global_ranks: By rank, its rank in the world, for errors.
-        options: Settings of the ring.
-        describe: Returns what this rank is doing.
+    `describe` returns what this rank is doing.
     """
 
     def __init__(

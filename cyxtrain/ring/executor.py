@@ -28,11 +28,11 @@ from cyxtrain.ring.wire.frames import (
     FrameError,
     Numbered,
     Operation,
-    at_operation,
     damaged,
     decode_header,
     expected_header,
     header,
+    in_call,
     is_damaged,
     mismatch,
 )
@@ -83,11 +83,7 @@ class _Call(NamedTuple):
 
 
 class Executor:
-    """Runs schedules over the links of one rank to all others.
-
-    Attributes:
-        spin_before_blocking: Whether to poll first; not while another thread needs the GIL.
-    """
+    """Runs schedules over the links of one rank to all others."""
 
     def __init__(self, links: dict[int, Link], mailbox: Mailbox, monitor: PeerMonitor) -> None:
         self._checksums = next(iter(links.values())).checksums
@@ -97,7 +93,7 @@ class Executor:
         self._monitor = monitor
         self._poller = Poller()
         self._receive_buffer = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))
-        self.spin_before_blocking = True
+        self.spin_before_blocking = True  # not while another thread needs the GIL
         self._peers_read_memory = any(link.advertises for link in links.values())
         self._pages = LargePages()
         self._acks_expected: set[int] = set()
@@ -164,7 +160,7 @@ class Executor:
         elif isinstance(error, CorruptData):
             error = damaged(error.rank, self._rank, operation.describe())
         if isinstance(error, CyxtrainError):
-            return at_operation(self._monitor.fail(error), operation)
+            return in_call(self._monitor.fail(error), operation.describe())
         # Such as Ctrl-C: the streams are out of step, so no later result could be right.
         reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
         self._monitor.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))

@@ -30,7 +30,7 @@ from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory
 from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.shared_memory.reduce import StagedReductions
-from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, at_operation, dtype_code, in_call
+from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, dtype_code, in_call
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.payload import check_target, check_tensor, copy_back, flat_copy_of, flat_view_of, overlap, write
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
@@ -43,21 +43,8 @@ class Group:
     """One rank of a group: collectives on tensors, numbering, error handling and shutdown.
 
     All ranks call a collective in the same order, with the same shapes, dtypes and reductions. It runs in the calling
-    thread. The first error is final: every later call raises it again.
-
-    Args:
-        store: Shared by all ranks, with its own keys for this group.
-        rank: This rank.
-        world_size: Number of ranks; one binds no port and starts no thread.
-        timeout: Of each collective.
-        join_timeout: Of joining.
-        generation: Frames of another generation are refused.
-        global_ranks: By rank, its rank in the world, for errors; None: the same.
-        options: Settings of the ring; None: the defaults.
-        registry: The other groups of the same world; None: there are none.
-
-    Raises:
-        RendezvousError: The ranks did not find each other.
+    thread. The first error is final: every later call raises it again. A world of one binds no port and starts no
+    thread. The arguments are those of `RingProcessGroup`.
     """
 
     def __init__(
@@ -178,12 +165,7 @@ class Group:
     ) -> None:
         """Reduce the flat `source`; each rank gets its part, bitwise identical to `all_reduce`.
 
-        Args:
-            output: Receives this rank's part.
-            source: The parts of all ranks.
-            reduction: How elements are combined.
-            timeout: None: the group's.
-            sizes: Of the parts, by rank; None: all are as long as the output.
+        `sizes` are those of the parts, by rank; None: all are as long as the output.
         """
         if sizes is not None and len(set(sizes)) > 1:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
@@ -339,7 +321,7 @@ class Group:
         try:
             (mailbox.post_receive if receiving else mailbox.post_send)(message)
         except CyxtrainError as error:
-            failure = at_operation(error, operation)
+            failure = in_call(error, operation.describe())
         if failure is not None:
             raise failure  # here, so that its context is the exception that the caller is handling
         return mailbox, message
@@ -376,7 +358,7 @@ class Group:
         """Raise the group's error, if it has failed: a later result could only be wrong."""
         if self._monitor is not None and self._monitor.failure is not None:
             self._monitor.is_raised = True
-            raise at_operation(self._monitor.failure, operation)
+            raise in_call(self._monitor.failure, operation.describe())
 
     @property
     def raised_failure(self) -> CyxtrainError | None:

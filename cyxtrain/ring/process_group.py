@@ -38,7 +38,7 @@ from cyxtrain.ring.gradient_buffer import SharedGradientBuffer, make_gradient_bu
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.messages import ANY_SOURCE
 from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, write
-from cyxtrain.ring.work import MessageWork, collective, nothing, second
+from cyxtrain.ring.work import MessageWork, collective
 
 
 class RingOperations:
@@ -82,7 +82,7 @@ class RingOperations:
             self._group.broadcast(tensor, opts.rootRank, timeout_of(opts))
         return given
 
-    @collective("all_gather", tensors=2, inputs=second)
+    @collective("all_gather", tensors=2)
     def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to all, into lists; the work's result has a row per rank, as NCCL's."""
         result = []
@@ -94,13 +94,13 @@ class RingOperations:
             result.append(gathered.view(self.size(), *tensor.shape))
         return result
 
-    @collective("all_gather", tensors=2, inputs=second)
+    @collective("all_gather", tensors=2)
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Copy the tensor of every rank to all, into one tensor."""
         self._gather_into(output, tensor, opts)
         return [output]
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Reduce a list of tensors, and leaves to each rank its own; they may differ in size."""
         given = as_list(outputs, "reduce_scatter")
@@ -112,13 +112,13 @@ class RingOperations:
             self._group.reduce_scatter(output, joined(tensors), reduction_of(opts), timeout_of(opts), sizes)
         return given
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Reduce a tensor, and leaves to each rank its own part."""
         self._scatter_reduced(output, tensor, opts)
         return [output]
 
-    @collective("gather", tensors=2, short=("root", "timeout"), inputs=second)
+    @collective("gather", tensors=2, short=("root", "timeout"))
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to one, into a list of tensors."""
         (tensor,) = as_list(inputs, "gather", count=1)
@@ -131,7 +131,7 @@ class RingOperations:
         unpack(gathered, outputs)
         return outputs
 
-    @collective("scatter", tensors=2, short=("root", "timeout"), inputs=second)
+    @collective("scatter", tensors=2, short=("root", "timeout"))
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy to each rank its tensor of a list on one rank."""
         (output,) = as_list(outputs, "scatter", count=1)
@@ -143,7 +143,7 @@ class RingOperations:
         self._group.scatter(output, flat, opts.rootRank, timeout_of(opts))
         return [output]
 
-    @collective("all_to_all", tensors=4, inputs=second)
+    @collective("all_to_all", tensors=4)
     def all_to_all_single(
         self,
         output: Tensor,
@@ -162,7 +162,7 @@ class RingOperations:
         copy_back(target, output)
         return [output]
 
-    @collective("all_to_all", tensors=2, inputs=second)
+    @collective("all_to_all", tensors=2)
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Send a tensor to each rank, and receives one from each."""
         check_dtypes([*outputs, *inputs], "all_to_all")
@@ -178,7 +178,7 @@ class RingOperations:
             write(target[slice(*span)], output)
         return outputs
 
-    @collective("barrier", tensors=0, inputs=nothing)
+    @collective("barrier", tensors=0)
     def barrier(self, opts: Any) -> Any:
         """Return when all ranks have called it."""
         self._group.barrier(timeout_of(opts))
@@ -216,14 +216,14 @@ class RingOperations:
             check_length(outputs, len(inputs), "all_gather", "input")
         return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
-    @collective("all_gather", tensors=2, inputs=second)
+    @collective("all_gather", tensors=2)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Do `all_gather_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "all_gather"):
             self._gather_into(output, tensor, opts)
         return outputs
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Do `reduce_scatter_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "reduce_scatter"):

@@ -35,14 +35,8 @@ _KEPT_BYTES = 4096
 
 def _small(result: Any) -> Any:
     """Return a small result; None for others."""
-    return result if result is None or _bytes_of(result) <= _KEPT_BYTES else None
-
-
-def _bytes_of(result: Any) -> int:
-    size = 0
-    for part in result:
-        size += part.numel() * part.element_size() if isinstance(part, Tensor) else _bytes_of(part)
-    return size
+    size = 0 if result is None else sum(tensor.numel() * tensor.element_size() for tensor in _flat(result))
+    return result if size <= _KEPT_BYTES else None
 
 
 class DoneWork(Work):
@@ -201,8 +195,7 @@ class MessageWork(Work):
             raise RuntimeError("the source of a recv is known when it has arrived: wait() first.")
         return self._message.peer
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future with the tensor, after waiting."""
@@ -243,28 +236,18 @@ class HasGroup(Protocol):
     _group: Group
 
 
-def first(_: HasGroup, tensors: Any, *others: Any) -> Any:
-    """Return a collective's first argument."""
-    return tensors
-
-
-def nothing(_: HasGroup) -> list[Tensor]:
-    """Return no tensor: a barrier's inputs."""
-    return []
-
-
-def second(_: HasGroup, outputs: Any, inputs: Any, *others: Any) -> Any:
-    """Return a collective's second argument."""
-    return inputs
+def _inputs(_: HasGroup, *tensors: Any) -> Any:
+    """Return a collective's second argument; the first of one, and nothing of a barrier."""
+    return tensors[:2][-1:]
 
 
 def collective(
-    name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = first
+    name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = _inputs
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn a method that does a collective and returns its result into one that returns PyTorch's work.
 
     Args:
-        name: Of the collective; a profiler shows it with "ring:" before.
+        name: A profiler shows it with "ring:" before.
         tensors: Number of arguments that are tensors or lists of them. Another one, `opts`, is PyTorch's options.
         short: Arguments of PyTorch's short form instead of options, in order: "op", "root", "timeout".
         inputs: Returns the input tensors, from the object and these arguments.
@@ -277,7 +260,7 @@ def collective(
             opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
                 opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
-            end = _no_profiler
+            end = None
             if is_profiling():
                 end = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
             thread = self._group.collective_thread(asynchronous=opts.asyncOp)
@@ -294,33 +277,25 @@ def collective(
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
                 raise
             finally:
-                if end is not _no_profiler:
+                if end is not None:
                     end()
-            return KeptDoneWork(result) if opts.asyncOp and _is_kept(opts) else DoneWork(result)
+            # C++ may hold the work of a call; not of the package's own calls.
+            return KeptDoneWork(result) if opts.asyncOp and type(opts) is not CallOptions else DoneWork(result)
 
         return ask
 
     return decorate
 
 
-def _no_profiler() -> None:
-    """Do nothing: no profiler runs."""
-
-
-def _is_kept(opts: Any) -> bool:
-    """Return whether C++ may hold the work of a call: not of the package's own calls."""
-    return opts.asyncOp and type(opts) is not CallOptions
-
-
 def _post(
-    thread: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
+    thread: CollectiveThread, call: Callable[[], Any], end: Callable[[], None] | None, opts: Any
 ) -> DoneWork | PostedWork:
     """Make a call in another thread, and call `end` when it is done."""
     pending = thread.post(beside(call))
-    if end is not _no_profiler:
+    if end is not None:
         pending.when_done(end)
     if opts.asyncOp:
-        return KeptPostedWork(pending, thread) if _is_kept(opts) else PostedWork(pending, thread)
+        return PostedWork(pending, thread) if type(opts) is CallOptions else KeptPostedWork(pending, thread)
     pending.wait()
     return DoneWork(pending.outcome())
 

@@ -48,18 +48,11 @@ _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 
 
 class PeerMonitor:
-    """Detects, records and broadcasts the first failure of a group.
+    """Detects, records and broadcasts the first failure of a group; owns its control connections, by rank.
 
-    Args:
-        controls: The control connection to each other rank; owned from now on.
-        selector: Waits for acceptor and control connections; `SelectorKey.data` is the callback.
-        heartbeat_timeout_seconds: The minimum over all ranks.
-        stop_links: Wakes every thread that waits on a link of the group; called once, when the group ends.
-        describe: Returns what this rank is doing, for a waiting peer.
-
-    Attributes:
-        failed_at: When the group failed, in seconds of `time.monotonic`.
-        is_raised: Whether a call of this rank's program has raised the failure.
+    `selector` waits for acceptor and control connections; `SelectorKey.data` is the callback.
+    `heartbeat_timeout_seconds` is the minimum over all ranks. `stop_links` wakes every thread that waits on a link of
+    the group; it is called once, when the group ends. `describe` returns what this rank is doing, for a waiting peer.
     """
 
     def __init__(
@@ -75,8 +68,8 @@ class PeerMonitor:
         checksums: Checksums,
     ) -> None:
         self.rank = rank
-        self.failed_at = 0.0
-        self.is_raised = False
+        self.failed_at = 0.0  # in seconds of `time.monotonic`
+        self.is_raised = False  # whether a call of this rank's program has raised the failure
         self._controls = controls
         self._heartbeat = heartbeat
         self._acceptor = acceptor

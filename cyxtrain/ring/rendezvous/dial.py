@@ -32,11 +32,7 @@ _NOTIFY_SECONDS = 1.0
 
 
 class ClosedError(Exception):
-    """The other side closed the connection.
-
-    Attributes:
-        proven: Whether it had our proof by then.
-    """
+    """The other side closed the connection; `proven`: it had our proof by then."""
 
     def __init__(self, proven: bool) -> None:
         super().__init__("it closed the connection")
@@ -46,12 +42,9 @@ class ClosedError(Exception):
 def dial(
     record: RankRecord, peer: int, who: str, hello: Hello, key: bytes, membership: Membership, *, unix: bool = False
 ) -> socket.socket:
-    """Connect to a rank.
+    """Connect to a rank, first at its Unix socket if `unix`; `peer` and `who` are for errors.
 
-    `peer` and `who` are for errors. `unix`: try the Unix socket first.
-
-    Raises:
-        RendezvousError: It cannot be reached, or refuses us.
+    Raises RendezvousError if it cannot be reached, or refuses us.
     """
     rejected = 0
     while True:
@@ -111,9 +104,7 @@ def unix_address(name: str) -> str:
 def dial_once(
     address: tuple[int, Any], hello: Hello, key: bytes, deadline: Deadline, poll: Callable[[], None]
 ) -> socket.socket:
-    """Connect and authenticate, in one try.
-
-    `address` is that of `socket_address`; `poll` is called again and again while this waits.
+    """Connect and authenticate, in one try, at an address of `socket_address`; call `poll` again and again meanwhile.
 
     Raises:
         RefusedError: The other side knows the secret and refuses us.

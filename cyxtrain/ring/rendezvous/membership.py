@@ -34,25 +34,18 @@ def no_peer_failure(seconds: float) -> None:
 
 
 class RankTakenError(RendezvousError):
-    """Another process is this rank.
+    """Another process is this rank."""
 
-    Attributes:
-        holder: Its record, if it has written one.
-        first: The record of its rank 0.
-    """
-
-    holder: RankRecord | None = None
-    first: RankRecord | None = None
+    holder: RankRecord | None = None  # its record, if it has written one
+    first: RankRecord | None = None  # the record of its rank 0
 
 
 class Membership:
     """One rank's view of a group that forms; groups may form at the same store again and again.
 
-    Args:
-        store: Shared by all ranks, with its own keys for this group.
-        global_ranks: By rank, what errors call it: its rank in the world.
-        options: The secret, the name of the group, and whether a launcher has restarted this rank. If another process
-            is this rank then, it is the previous one, and the store may be that of the previous rank 0: both end soon.
+    Of the `options` it takes the secret, the name of the group, and whether a launcher has restarted this rank. If
+    another process is this rank then, it is the previous one, and the store may be that of the previous rank 0: both
+    end soon.
     """
 
     def __init__(
@@ -104,9 +97,7 @@ class Membership:
     def claim(self) -> None:
         """Claim this rank: from now on the others can be told of a failure.
 
-        Raises:
-            RankTakenError: Another process is this rank.
-            StoreLostError: The store has gone.
+        Raises RankTakenError if another process is this rank, and StoreLostError.
         """
         key, token = f"claims/{self._rank}", self._own.token
         while not self._life:
@@ -141,8 +132,7 @@ class Membership:
     def await_all(self) -> list[RankRecord]:
         """Wait until all ranks have registered; return their records, by rank.
 
-        Raises:
-            RendezvousError: Ranks are missing at the deadline, or are incompatible; or one of them has failed.
+        Raises RendezvousError if ranks are missing at the deadline or incompatible, or one of them has failed.
         """
 
         def all_have_registered() -> bool:
@@ -159,9 +149,7 @@ class Membership:
     def check(self) -> None:
         """Raise the error because of which joining has failed, if it has.
 
-        Raises:
-            RendezvousError: Another rank has reported why it failed, or its process has ended.
-            PeerLostError, PeerSilentError: Another group of this world has lost a rank.
+        Another rank has reported it, or its process has ended, or another group of this world has lost a rank.
         """
         with self._store_of_rank_0():
             verdict = self.store.get(self._key("verdict"))
@@ -178,8 +166,7 @@ class Membership:
     def report_failure(self, error: CyxtrainError) -> bool:
         """Report why this rank cannot join; the first report counts.
 
-        Returns:
-            Whether joining has failed; False: all had connected before, and a rank may end.
+        Return whether joining has failed; False: all had connected before, and a rank may end.
         """
         if self._has_reported:
             return True
@@ -203,8 +190,7 @@ class Membership:
     def all_connected(self) -> bool:
         """Return whether all ranks are connected to all others: every rank gets the same answer in the end.
 
-        Raises:
-            RendezvousError: A rank has failed before all were connected.
+        Raises RendezvousError if a rank has failed before.
         """
         with self._store_of_rank_0():
             # A rank that has read it may have left, and cannot write again what another program deletes.
@@ -327,10 +313,9 @@ class Membership:
 
 
 def await_all_ranks(store: Store, rank: int, world_size: int, deadline: Deadline, options: RingOptions) -> None:
-    """Wait until all ranks of a world are there; for backends whose own errors do not name the missing ranks.
+    """Wait until all ranks of a world are there; raise RendezvousError with those that are missing at the deadline.
 
-    Raises:
-        RendezvousError: With the ranks that are missing at the deadline.
+    For backends whose own errors do not name them.
     """
     membership = Membership(store, rank, range(world_size), deadline, options)
     with membership.joining():

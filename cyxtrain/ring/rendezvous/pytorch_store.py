@@ -32,9 +32,7 @@ _KEY = "pytorch/store"
 def share_tcp_store(store: Store, rank: int, world_size: int, deadline: Deadline) -> Store:
     """Return a store of PyTorch that all ranks share, for threads of C++. All ranks call it.
 
-    Once all are connected nobody else gets in.
-
-    If `store`, that of the run, is one of PyTorch already, it is returned.
+    It is `store`, that of the run, if that is one of PyTorch. Once all are connected nobody else gets in.
     """
     ours = root_of(store)
     if not isinstance(ours, KeyValueStore):
@@ -78,8 +76,7 @@ def close_to_newcomers(listener: socket.socket) -> None:
 def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
     """Connect to a store of PyTorch, which may open later.
 
-    Raises:
-        RendezvousError: The true cause, and how often it was tried.
+    Raises RendezvousError with the true cause, and how often it was tried.
     """
     deadline = Deadline(timeout_seconds)
     while True:

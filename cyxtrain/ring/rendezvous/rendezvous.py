@@ -95,9 +95,7 @@ def rendezvous(
     generation: int = 0,
     peer_failure: PeerFailure = no_peer_failure,
 ) -> RendezvousResult:
-    """Connect this rank with all others.
-
-    Ranks may rendezvous repeatedly through the same store. Errors use `global_ranks`.
+    """Connect this rank with all others; ranks may do so repeatedly through the same store. Errors use `global_ranks`.
 
     Raises:
         RendezvousError: Ranks are missing at the deadline (it lists them), a duplicate rank, a rank has ended, ranks
@@ -190,8 +188,7 @@ class _Connector:
     def _await_all_connected(self) -> list[int]:
         """Wait until all ranks are connected, so that all of them get the cause if one fails first.
 
-        Returns:
-            The ranks whose memory this one can read.
+        Return the ranks whose memory this one can read.
         """
         readable: list[int] = []
         membership = self._membership
@@ -214,8 +211,7 @@ class _Connector:
     def _find_readable(self) -> list[int]:
         """Return the ranks whose memory this one can read.
 
-        Raises:
-            RendezvousError: CYXTRAIN_TRANSPORT=cma, and the kernel does not allow it.
+        Raises RendezvousError if CYXTRAIN_TRANSPORT=cma, and the kernel does not allow it.
         """
         table, own = self._result.table, self._result.table[self._rank]
         readable = []

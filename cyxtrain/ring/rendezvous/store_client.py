@@ -35,29 +35,22 @@ class StoreLostError(RendezvousError):
 
 
 class StoreClient:
-    """The keys of one group.
+    """The keys of one `group`, distinct from those of others of the same run; `who` is for errors: "rank 3".
 
-    Args:
-        who: For errors, this rank: "rank 3".
-        secret: Of the run; None: values carry no proof.
-        group: What tells this group from others of the same run.
-
-    Attributes:
-        lost: Whether the store has ended, or does not answer.
-        forged: Keys that a program without the secret has written.
+    Without a `secret`, values carry no proof.
     """
 
     def __init__(
         self, store: Store, who: str, deadline: Deadline, secret: bytes | None = None, group: str = ""
     ) -> None:
-        self.lost = False
+        self.lost = False  # whether the store has ended, or does not answer
         self._store: Any = store  # its stubs know only str, and values are bytes
         self._root = root_of(store)
         self._who = who
         self._deadline = deadline
         self._secret = secret
         self._group = group
-        self.forged: set[str] = set()
+        self.forged: set[str] = set()  # keys that a program without the secret has written
 
     def has(self, *keys: str) -> bool:
         """Return whether all of these keys have a value of a member."""
@@ -144,9 +137,7 @@ class StoreClient:
     def _call(self, call: Callable[[], _Answer]) -> _Answer:
         """Call the store.
 
-        Raises:
-            StoreLostError: It has ended.
-            RendezvousError: It does not answer before the deadline.
+        Raises StoreLostError if it has ended, and RendezvousError if it does not answer before the deadline.
         """
         seconds = self._deadline.left() + _GRACE_SECONDS
         if isinstance(self._root, KeyValueStore):

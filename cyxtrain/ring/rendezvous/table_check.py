@@ -34,9 +34,7 @@ def compare_tables(
     """Compare the table of records with all other ranks, and exchange whose memory each can read. All ranks call it.
 
     If two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
-    about 1 KiB each way between each two ranks.
-
-    Nothing has been sent on the sockets yet. `readable` are the ranks whose memory this one can read.
+    about 1 KiB each way between each two ranks. Nothing has been sent on the sockets yet.
 
     Returns:
         (by rank, whose memory it can read; whether Unix sockets connect all ranks).

@@ -52,15 +52,9 @@ class ReadReduce(NamedTuple):
 
 
 class Multicast(NamedTuple):
-    """Send the same few bytes to several ranks, then receive a few from each of several.
+    """Send the same few bytes to several ranks, then receive a few, each in its span, from each of several.
 
     The bytes fit into socket buffers, so that no send waits for another rank.
-
-    Attributes:
-        to: Ranks to send to.
-        send: Span to send.
-        sources: Ranks to receive from.
-        receive: Span for each of those.
     """
 
     to: tuple[int, ...]

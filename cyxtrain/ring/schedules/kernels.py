@@ -86,9 +86,7 @@ _OPERATORS: dict[Reduction, Callable[..., Any]] = {
     Reduction.BXOR: torch.bitwise_xor,
 }
 _UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {
-    torch.uint16: np.uint16,
-    torch.uint32: np.uint32,
-    torch.uint64: np.uint64,
+    getattr(torch, name): getattr(np, name) for name in ("uint16", "uint32", "uint64")
 }
 _NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
     Reduction.SUM: np.add,
@@ -101,10 +99,7 @@ _NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
     Reduction.BXOR: np.bitwise_xor,
 }
 _QUICK: dict[torch.dtype, type[np.number[Any]]] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
+    getattr(torch, name): getattr(np, name) for name in ("float32", "float64", "int32", "int64")
 }
 """Dtypes that NumPy adds with the same result, and small arrays in a third of the time."""
 _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -119,17 +114,11 @@ def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[A
 
 
 class Calculation(NamedTuple):
-    """How a dtype is combined.
+    """How a dtype is combined."""
 
-    Attributes:
-        operator: Combines two arrays of elements into `out`.
-        view: Returns memory as such an array, from a flat tensor and its bytes.
-        parts: Elements of the array per element of the tensor.
-    """
-
-    operator: Callable[..., Any]
-    view: Callable[[Tensor, memoryview], Any]
-    parts: int = 1
+    operator: Callable[..., Any]  # combines two arrays of elements into `out`
+    view: Callable[[Tensor, memoryview], Any]  # returns such an array, from a flat tensor and its bytes
+    parts: int = 1  # elements of the array per element of the tensor
 
 
 def _as_tensor(flat: Tensor, memory: memoryview) -> Any:
@@ -192,11 +181,7 @@ class Scratch:
 class Combiner:
     """Combines received elements in a scratch with a flat tensor, in place; refuses unsupported dtypes.
 
-    Args:
-        reduction: How elements are combined.
-        flat: One-dimensional.
-        scratch: Holds the received elements.
-        use_numpy: Whether it adds as PyTorch does: `AlgorithmSelector.sums_identically`.
+    NumPy is used if it adds as PyTorch does: `AlgorithmSelector.sums_identically`.
     """
 
     def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, use_numpy: bool = False) -> None:

@@ -136,14 +136,9 @@ def _stay_in_cache(sock: socket.socket) -> None:
 
 
 class Link:
-    """A connected, non-blocking stream to one peer.
+    """A connected, non-blocking stream to the peer `rank`; the maker of the socket closes it.
 
-    Args:
-        sock: The connected socket; its maker closes it.
-        rank: The peer.
-        memory: The peer's memory, if this process can read it.
-        advertises: Whether the peer can read this process's memory.
-        checksums: Of its frames; None: they carry none.
+    `memory` is the peer's, if this process can read it; `advertises` tells whether the peer can read this one's.
     """
 
     def __init__(
@@ -271,14 +266,7 @@ class Poller:
         deadline: Deadline,
         longest_seconds: float = _LONGEST_POLL_SECONDS,
     ) -> bool:
-        """Wait for readers, writers or time; return whether a link can move.
-
-        Args:
-            readers: To receive from.
-            writers: To send to.
-            deadline: When to give up.
-            longest_seconds: When to return in any case; at most half a second.
-        """
+        """Wait for readers, writers or time, at most half a second; return whether a link can move."""
         seconds = min(deadline.left(), longest_seconds, _LONGEST_POLL_SECONDS)
         until = time.monotonic() + seconds
         if sys.platform == "win32":

@@ -158,9 +158,8 @@ class ShortIncoming:
 class Incoming:
     """A transfer to receive: a header, then the payload, piece by piece, replaced or combined.
 
-    Attributes:
-        advertised: Whether the payload is not sent but read in place.
-        done: Whether all has arrived; of a ReadReduce, the header.
+    If it is `advertised`, the payload is not sent but read in place. It is `done` when all has arrived; of a
+    ReadReduce, the header.
     """
 
     __slots__ = (
