@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import json
 from dataclasses import dataclass
 
 from cyxtrain.doctor.machine_facts import Machine
@@ -98,8 +96,3 @@ class Pair:
             return ""
         found = {result.transport for result in self.results}
         return next((name for name in ("tcp", "unix", "cma") if name in found), "tcp")
-
-
-def to_json(found: PeerResult | Machine | Roster) -> str:
-    """Return it as text for the store."""
-    return json.dumps(dataclasses.asdict(found))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 
-from cyxtrain.doctor.findings import RankInfo, Roster, to_json
+from cyxtrain.doctor.findings import RankInfo, Roster
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import Deadline, RankRecord, StoreClient
@@ -47,8 +47,8 @@ def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine
             "that process is left from an earlier run, end it.",
             rank=rank,
         )
-    store.set(f"machine/{rank}", to_json(machine))
-    store.set(f"record/{rank}", record.to_json())
+    store.write(f"machine/{rank}", machine)
+    store.write(f"record/{rank}", record)
 
 
 def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> Roster:
@@ -61,7 +61,7 @@ def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> R
 
     deadline.poll_until(all_have_registered)
     roster = Roster(sorted(ranks), world_size, secrets.token_hex(32))
-    store.set("roster", to_json(roster))
+    store.write("roster", roster)
     return roster
 
 

@@ -7,7 +7,9 @@ proof that a member wrote it for this key of this group (HMAC-SHA256, RFC 2104),
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
+import json
 import logging
 import threading
 from collections.abc import Callable
@@ -65,6 +67,10 @@ class StoreClient:
     def read(self, kind: type[_Answer], key: str) -> _Answer:
         """Return the dataclass with fields of plain types that a rank has written there as JSON; see `parse_record`."""
         return parse_record(kind, self.get(key) or b"")
+
+    def write(self, key: str, record: Any) -> None:
+        """Set a dataclass for others to `read`."""
+        self.set(key, json.dumps(dataclasses.asdict(record)))
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""
