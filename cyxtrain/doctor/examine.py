@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.doctor import local_checks, pairs, report, store_exchange
-from cyxtrain.doctor.findings import Cause, Pair, PeerResult, Roster
 from cyxtrain.doctor.machine_facts import this_machine
+from cyxtrain.doctor.store_exchange import Cause, Pair, PeerResult, Roster
 from cyxtrain.doctor.terminal import print_report
 from cyxtrain.errors import RendezvousError, counted
 from cyxtrain.ring import Deadline, RankProbe, StoreClient, StoreLostError

@@ -103,7 +103,8 @@ def _exchange(sock: socket.socket, count: int, wanted: int, deadline: Deadline) 
     reply = _receive(sock, _TIMES.size, deadline)
     received = time.time()
     _receive(sock, wanted, deadline, keep=False)
-    return RoundTrip(sent, *_TIMES.unpack(reply), received)
+    arrived, replied = _TIMES.unpack(reply)
+    return RoundTrip(sent, arrived, replied, received)
 
 
 def _bytes_per_second(sock: socket.socket, there: bool, trip_seconds: float, deadline: Deadline) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cyxtrain.doctor import measure
-from cyxtrain.doctor.findings import Cause, PeerResult, RankInfo, Roster
+from cyxtrain.doctor.store_exchange import Cause, PeerResult, RankInfo, Roster
 from cyxtrain.environment.processes import State, state_of
 from cyxtrain.errors import reason_of
 from cyxtrain.ring import Deadline, RankProbe, StoreClient

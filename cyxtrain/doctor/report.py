@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cyxtrain.config import DistributedConfig
-from cyxtrain.doctor.findings import Cause, Pair, PeerResult, RankInfo
+from cyxtrain.doctor.store_exchange import Cause, Pair, PeerResult, RankInfo
 from cyxtrain.doctor.terminal import duration, rate, table
 from cyxtrain.errors import counted, shortened
 

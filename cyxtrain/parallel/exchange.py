@@ -1,6 +1,6 @@
 """How the numbers of a bucket become means over ranks.
 
-By an all_reduce; in shared memory; by a comm hook; in half precision. (As low-rank matrices: `powersgd.py`.)
+By an all_reduce; in shared memory; by a comm hook; in half precision. (As low-rank matrices: `compression.py`.)
 """
 
 from __future__ import annotations

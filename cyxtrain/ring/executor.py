@@ -41,10 +41,9 @@ from cyxtrain.ring.wire.peer_read import LargePages
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     CorruptData,
+    DescriptorTransfer,
     Incoming,
-    IncomingDescriptor,
     Outgoing,
-    OutgoingDescriptor,
     ShortIncoming,
     UnexpectedHeader,
     begin_sending,
@@ -70,7 +69,8 @@ _yield_cpu = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Yields the core: with more ranks than cores another process may be the awaited rank."""
 
 
-_Incoming = Incoming | ShortIncoming | IncomingDescriptor | ExpectedFrame | ProgressCounter
+_Outgoing = Outgoing | DescriptorTransfer
+_Incoming = Incoming | ShortIncoming | DescriptorTransfer | ExpectedFrame | ProgressCounter
 
 
 class _Call(NamedTuple):
@@ -142,9 +142,9 @@ class Executor:
         try:
             if descriptor >= 0:
                 for link in self._links.values():
-                    self._progress(OutgoingDescriptor(link, descriptor), None, operation, deadline)
+                    self._progress(DescriptorTransfer(link, descriptor), None, operation, deadline)
                 return descriptor
-            incoming = IncomingDescriptor(self._links[src])
+            incoming = DescriptorTransfer(self._links[src])
             self._progress(None, incoming, operation, deadline)
             return incoming.descriptor
         except BaseException as error:
@@ -232,7 +232,7 @@ class Executor:
 
     def _progress(
         self,
-        outgoing: Outgoing | OutgoingDescriptor | None,
+        outgoing: _Outgoing | None,
         incoming: _Incoming | None,
         operation: Numbered,
         deadline: Deadline,
@@ -261,7 +261,7 @@ class Executor:
     def _wait(
         self,
         incoming: _Incoming | None,
-        outgoing: Outgoing | OutgoingDescriptor | None,
+        outgoing: _Outgoing | None,
         operation: Numbered,
         deadline: Deadline,
     ) -> None:
@@ -307,7 +307,7 @@ class Executor:
     def _poll(
         self,
         incoming: _Incoming | None,
-        outgoing: Outgoing | OutgoingDescriptor | None,
+        outgoing: _Outgoing | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:

@@ -21,7 +21,7 @@ from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.staging import beside
+from cyxtrain.ring.wire.payload import beside
 
 _RELEASED: collections.deque[Work] = collections.deque(maxlen=4096)
 """Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.

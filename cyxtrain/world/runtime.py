@@ -37,8 +37,15 @@ from cyxtrain.errors import (
 )
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.world import consensus, devices
-from cyxtrain.world.join import Joined, forget_parent, forget_store, join
-from cyxtrain.world.rejoin import check_same, environment_has_changed, is_rank_of_another_world
+from cyxtrain.world.join import (
+    Joined,
+    check_same,
+    environment_has_changed,
+    forget_parent,
+    forget_store,
+    is_rank_of_another_world,
+    join,
+)
 from cyxtrain.world.side_ring import SideRing
 
 _joined: Joined | None = None

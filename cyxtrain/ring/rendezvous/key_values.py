@@ -352,15 +352,6 @@ class KeyValueStore(dist.Store):
         if not Deadline(seconds).poll_until(lambda: self.check(keys)):
             raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f} ms, keys: {', '.join(keys)}")
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for keys, and return their values."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        """Set the values of keys."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def clone(self) -> KeyValueStore:
         """Return this store, which many threads can use."""
         return self

@@ -29,10 +29,6 @@ PeerFailure = Callable[[float], "CyxtrainError | None"]
 """Waits at most so many seconds, and returns the error if another group of this world has lost a rank."""
 
 
-def no_peer_failure(seconds: float) -> None:
-    """Return that no other group has lost a rank: there is none."""
-
-
 class RankTakenError(RendezvousError):
     """Another process is this rank."""
 
@@ -55,7 +51,7 @@ class Membership:
         global_ranks: Sequence[int],
         deadline: Deadline,
         options: RingOptions | None = None,
-        peer_failure: PeerFailure = no_peer_failure,
+        peer_failure: PeerFailure = lambda seconds: None,
         generation: int = 0,
     ) -> None:
         options = options or RingOptions()

@@ -31,7 +31,7 @@ from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.dial import dial, notify_duplicate
 from cyxtrain.ring.rendezvous.handshake import PEER_ROLES, Hello, Role
 from cyxtrain.ring.rendezvous.listen import Listeners, listen
-from cyxtrain.ring.rendezvous.membership import Membership, PeerFailure, RankTakenError, ended, no_peer_failure
+from cyxtrain.ring.rendezvous.membership import Membership, PeerFailure, RankTakenError, ended
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.table_check import compare_tables
 from cyxtrain.ring.wire.checksums import Checksums
@@ -93,7 +93,7 @@ def rendezvous(
     timeout: timedelta,
     options: RingOptions,
     generation: int = 0,
-    peer_failure: PeerFailure = no_peer_failure,
+    peer_failure: PeerFailure = lambda seconds: None,
 ) -> RendezvousResult:
     """Connect this rank with all others; ranks may do so repeatedly through the same store. Errors use `global_ranks`.
 

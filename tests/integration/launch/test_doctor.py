@@ -35,10 +35,10 @@ from worlds import free_port, wait_until
 import cyxtrain as cx
 from cyxtrain.config import DistributedConfig
 from cyxtrain.doctor import examine, local_checks, machine_facts, measure, report, store_exchange, terminal
-from cyxtrain.doctor.findings import Pair, PeerResult, RankInfo, Roster
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.doctor.measure import RoundTrip
 from cyxtrain.doctor.pairs import rounds
+from cyxtrain.doctor.store_exchange import Pair, PeerResult, RankInfo, Roster
 from cyxtrain.environment.processes import Process
 from cyxtrain.ring import Deadline, RankRecord, StoreClient, try_transports
 from cyxtrain.ring.rendezvous import probe

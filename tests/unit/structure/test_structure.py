@@ -74,7 +74,7 @@ INSIDE = {
     "data": ["rng sampler", "order sharding iterator", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange",
-        "bucket powersgd gathering step_report",
+        "bucket gathering step_report",
         "compression sparse_gradients",
         "reducer",
         "wrapper",
