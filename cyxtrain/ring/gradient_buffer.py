@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.ring.collective_arguments import timeout_of
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import make_segment
 from cyxtrain.ring.wire.persistent import Exchange
-from cyxtrain.ring.work import CallOptions, collective
+from cyxtrain.ring.work import CallOptions, collective, timeout_of
 
 
 class SharedGradientBuffer:

@@ -17,26 +17,85 @@ from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
-from cyxtrain.ring.collective_thread import CollectiveThread
-from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.executor import SingleRankExecutor
+from cyxtrain.ring.collective_thread import CollectiveThread, is_worth_it
+from cyxtrain.ring.executor import Executor, SingleRankExecutor
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.rendezvous.rendezvous import rendezvous
+from cyxtrain.ring.monitoring.heartbeat import Heartbeat
+from cyxtrain.ring.monitoring.monitor import PeerMonitor
+from cyxtrain.ring.rendezvous.handshake import Role
+from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult, rendezvous
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Span, even_spans
+from cyxtrain.ring.schedules.algorithms import FEW_RANKS, Span, even_spans
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory_of
 from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
-from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
 from cyxtrain.ring.shared_memory.reduce import StagedReductions
+from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, dtype_code, in_call
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.link import Deadline, Link
 from cyxtrain.ring.wire.payload import check_target, check_tensor, copy_back, flat_copy_of, flat_view_of, overlap, write
+from cyxtrain.ring.wire.peer_read import PeerMemory
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
 
 _LEAVE_SECONDS = 1.0
 """How long `leave` waits for another thread's collective."""
+
+
+class Connections:
+    """Links, mailbox, monitor and executor of a group of several ranks; it owns the `result` of the rendezvous.
+
+    `describe` returns what this rank is doing.
+    """
+
+    def __init__(
+        self,
+        result: RendezvousResult,
+        rank: int,
+        global_ranks: Sequence[int],
+        options: RingOptions,
+        describe: Callable[[], str],
+    ) -> None:
+        self.rendezvous_result = result
+        self.scratch = Scratch(SEGMENT_BYTES)
+        sockets = result.sockets
+        self.selector = _selector(result, rank)
+        machines, room = [entry.machine for entry in result.table], [entry.room for entry in result.table]
+        self.overlaps = is_worth_it(options.communication, machines, room)
+        sums = result.checksums if options.checksums else None
+        self.links = {peer: _link(result, rank, peer, global_ranks[peer], sums) for peer in sockets[Role.COLLECTIVES]}
+        self.message_links = {
+            peer: Link(sock, global_ranks[peer], checksums=sums) for peer, sock in sockets[Role.MESSAGES].items()
+        }
+        controls = {global_ranks[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
+        others = {global_ranks[peer]: result.table[peer].process for peer in self.links}
+        own = result.table[rank].process
+        heartbeat = Heartbeat(own, others, options.heartbeat_timeout_seconds, time.monotonic())
+        links = (*self.links.values(), *self.message_links.values())
+        self.monitor = PeerMonitor(global_ranks[rank], controls, heartbeat, result, links, describe)
+        self.mailbox = Mailbox(self.message_links, self.monitor)
+        self.executor = Executor(self.links, self.mailbox, self.monitor)
+
+    @property
+    def transport(self) -> str:
+        """How collectives reach the other ranks: "cma", "unix", "tcp", or "cma within a machine, tcp between"."""
+        found = {link.transport for link in self.links.values()}
+        near = " and ".join(sorted(found - {"tcp"}))
+        if not near:
+            return "tcp"
+        return f"{near} within a machine, tcp between" if "tcp" in found else near
+
+    def abandon(self) -> None:
+        """Close everything without a goodbye, in a forked child."""
+        self.monitor.abandon()
+        self.rendezvous_result.abandon()
+
+    def close(self, collectives: int) -> None:
+        """Say goodbye, unless the group has failed, and close everything; `collectives`: how many it has done."""
+        self.monitor.leave(collectives)
+        self.mailbox.close()
+        self.rendezvous_result.close()
 
 
 class Group:
@@ -418,3 +477,25 @@ class Group:
             error = reason if isinstance(reason, CyxtrainError) else None
             self._monitor.is_raised = True
             self._monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
+
+
+def _link(result: RendezvousResult, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
+    """Return the link for collectives to a peer."""
+    memory = PeerMemory(result.table[peer].process.pid) if peer in result.readable_by_rank[rank] else None
+    advertises = rank in result.readable_by_rank[peer]
+    return Link(result.sockets[Role.COLLECTIVES][peer], name, memory, advertises=advertises, checksums=checksums)
+
+
+def _selector(result: RendezvousResult, rank: int) -> AlgorithmSelector:
+    machines, readable = [entry.machine for entry in result.table], result.readable_by_rank
+    ranks, cores = range(len(machines)), min(entry.cores for entry in result.table)
+    are_together = len(set(machines)) == 1
+    return AlgorithmSelector(
+        rank,
+        len(machines),
+        ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
+        can_read_peers=all(other in readable[reader] for reader in ranks for other in ranks if other != reader),
+        shares_memory=result.all_unix and len(ranks) <= FEW_RANKS,
+        oversubscribed=are_together and len(ranks) > max(2, cores),
+        core_per_rank=are_together and len(ranks) <= cores,
+    )

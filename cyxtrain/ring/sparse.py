@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
-from cyxtrain.ring.collective_arguments import neighbouring
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.schedules.algorithms import neighbouring
 from cyxtrain.ring.schedules.kernels import Reduction, divide
 from cyxtrain.ring.wire.payload import replace
 

@@ -226,6 +226,12 @@ class CallOptions(NamedTuple):
     rootRank: int = 0  # noqa: N815
 
 
+def timeout_of(opts: Any) -> timedelta | None:
+    """Return a call's own timeout; None for a negative one, which is how PyTorch says none."""
+    timeout = getattr(opts, "timeout", None)
+    return timeout if timeout is not None and timeout > timedelta(0) else None
+
+
 _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """By the name of an argument of PyTorch's short forms, the option that it sets."""
 

@@ -14,14 +14,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts, reported
 from cyxtrain.ring.monitoring.heartbeat import Heartbeat, lost
 from cyxtrain.ring.monitoring.wait_graph import MESSAGES, NOBODY, WaitGraph
-from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.wire.frames import (
     Control,
     DamagedError,
@@ -31,7 +30,7 @@ from cyxtrain.ring.wire.frames import (
     damaged,
     take_control_frame,
 )
-from cyxtrain.ring.wire.link import watch_over
+from cyxtrain.ring.wire.link import Link, watch_over
 
 _log = logging.getLogger("cyxtrain.ring")
 _CAUSE_WAIT_SECONDS = 1.0
@@ -50,9 +49,8 @@ _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 class PeerMonitor:
     """Detects, records and broadcasts the first failure of a group; owns its control connections, by rank.
 
-    `selector` waits for acceptor and control connections; `SelectorKey.data` is the callback.
-    `heartbeat_timeout_seconds` is the minimum over all ranks. `stop_links` wakes every thread that waits on a link of
-    the group; it is called once, when the group ends. `describe` returns what this rank is doing, for a waiting peer.
+    It stops the `links` of the group when that ends, which wakes all threads that wait there. `describe` returns what
+    this rank is doing, for a waiting peer. It must not be in a reference cycle: what a group held is freed with it.
     """
 
     def __init__(
@@ -60,13 +58,15 @@ class PeerMonitor:
         rank: int,
         controls: dict[int, socket.socket],
         heartbeat: Heartbeat,
-        acceptor: Acceptor,
-        selector: selectors.BaseSelector,
-        heartbeat_timeout_seconds: float,
-        stop_links: Callable[[], None],
+        result: RendezvousResult,
+        links: Sequence[Link],
         describe: Callable[[], str],
-        checksums: Checksums,
     ) -> None:
+        acceptor, selector, checksums = result.acceptor, result.selector, result.checksums
+        assert acceptor is not None
+        assert selector is not None
+        assert checksums is not None
+        shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in result.table)
         self.rank = rank
         self.failed_at = 0.0  # in seconds of `time.monotonic`
         self.is_raised = False  # whether a call of this rank's program has raised the failure
@@ -74,8 +74,8 @@ class PeerMonitor:
         self._heartbeat = heartbeat
         self._acceptor = acceptor
         self._selector = selector
-        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, heartbeat_timeout_seconds / _BEATS_PER_TIMEOUT)
-        self._stop_links = stop_links
+        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, shortest_seconds / _BEATS_PER_TIMEOUT)
+        self._links = links
         self._describe = describe
         self._checksums = checksums
         self._changed = threading.Condition()
@@ -224,6 +224,11 @@ class PeerMonitor:
                 sent = 0
             if sent < len(frame):
                 self._unreachable.add(peer)  # a partial frame desynchronizes the stream
+
+    def _stop_links(self) -> None:
+        """Wake all threads that wait on a link."""
+        for link in self._links:
+            link.stop()
 
     def _run(self) -> None:
         try:

@@ -80,6 +80,15 @@ def even_spans(count: int, parts: int) -> Spans:
     return tuple((part * count, (part + 1) * count) for part in range(parts))
 
 
+def neighbouring(lengths: Sequence[int]) -> list[Span]:
+    """Return consecutive spans of these lengths."""
+    spans, start = [], 0
+    for length in lengths:
+        spans.append((start, start + length))
+        start += length
+    return spans
+
+
 def dissemination_barrier(rank: int, world_size: int) -> list[Transfer]:
     """Wait for every rank: a dissemination barrier. Cost: ceil(log2 N) empty frames each way.
 
