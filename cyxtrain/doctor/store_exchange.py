@@ -19,7 +19,7 @@ import enum
 import secrets
 from dataclasses import dataclass
 
-from cyxtrain.doctor.machine_facts import Machine
+from cyxtrain.doctor.local_checks import Machine
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import Deadline, RankRecord, StoreClient
 

@@ -49,10 +49,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.utils._foreach_utils._get_fused_kernels_supported_devices", "optimizers are fused on CPUs and CUDA alone"
     ),
-    PrivateName("torch._foreach_copy_", _LOOP),
-    PrivateName("torch._foreach_lerp_", _LOOP),
-    PrivateName("torch._foreach_norm", _LOOP),
-    PrivateName("torch._foreach_mul_", _LOOP),
+    *(PrivateName(f"torch._foreach_{name}", _LOOP) for name in ("copy_", "lerp_", "norm", "mul_")),
     PrivateName("torch._C._nn.flatten_dense_tensors", "torch.cat makes one tensor of them"),
     PrivateName("torch._C._current_autograd_node", "a backward inside another one is found at its next gradient"),
     PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),

@@ -99,9 +99,9 @@ class Executor:
         self._acks_expected: set[int] = set()
         self._acks_owed: set[int] = set()
 
-    def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
+    def run(self, operation: Operation, stages: Iterable[Stage], timeout: timedelta) -> None:
         """Do this rank's part of an operation; any error ends the group."""
-        identity = operation.identity()
+        identity, deadline = operation.identity(), Deadline(timeout.total_seconds())
         try:
             for schedule, buffers, more in stages:
                 if self._peers_read_memory:
@@ -137,8 +137,9 @@ class Executor:
         except BaseException as error:
             raise self._fail_group(error, operation) from None
 
-    def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
+    def share_descriptor(self, operation: Operation, descriptor: int, src: int, timeout: timedelta) -> int:
         """Send rank `src`'s descriptor to all ranks over Unix sockets, right after a broadcast; see `Ranks`."""
+        deadline = Deadline(timeout.total_seconds())
         try:
             if descriptor >= 0:
                 for link in self._links.values():
@@ -351,7 +352,7 @@ class SingleRankExecutor:
 
     spin_before_blocking = True
 
-    def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
+    def run(self, operation: Operation, stages: Iterable[Stage], timeout: timedelta) -> None:
         """Do the arithmetic between the stages."""
         for _ in stages:
             pass
@@ -360,6 +361,6 @@ class SingleRankExecutor:
         """Raise: a world of one has no persistent operations."""
         raise NotImplementedError
 
-    def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
+    def share_descriptor(self, operation: Operation, descriptor: int, src: int, timeout: timedelta) -> int:
         """Return its own descriptor."""
         return descriptor

@@ -34,7 +34,7 @@ from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
 from cyxtrain.ring.shared_memory.reduce import StagedReductions
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, dtype_code, in_call
-from cyxtrain.ring.wire.link import Deadline, Link
+from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.payload import check_target, check_tensor, copy_back, flat_copy_of, flat_view_of, overlap, write
 from cyxtrain.ring.wire.peer_read import PeerMemory
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
@@ -126,16 +126,11 @@ class Group:
         """How many collectives this group has begun."""
         self._lock = threading.RLock()
         self._left = False
-        self._global_ranks = ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
+        self._global_ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
         self._registry = registry or GroupRegistry()
         self._created_at = time.monotonic()
         self._activity, options = CurrentActivity(), options or RingOptions()
-        result = rendezvous(store, rank, ranks, join_timeout, options, generation, self._registry.await_peer_failure)
-        try:
-            connections = Connections(result, rank, ranks, options, self._activity.describe) if world_size > 1 else None
-        except BaseException:
-            result.close()
-            raise
+        connections = self._connect(store, join_timeout, options) if world_size > 1 else None
         self._connections = connections
         self._monitor = None if connections is None else connections.monitor
         self._collective_thread: CollectiveThread | None = None
@@ -145,6 +140,15 @@ class Group:
         self.persistent = PersistentOps({} if connections is None else connections.links, self._selector, generation)
         self._staged = StagedReductions(self.persistent)
         self._registry.add(self)
+
+    def _connect(self, store: Store, timeout: timedelta, options: RingOptions) -> Connections:
+        rank, ranks, failure = self.rank, self._global_ranks, self._registry.await_peer_failure
+        result = rendezvous(store, rank, ranks, timeout, options, self._generation, failure)
+        try:
+            return Connections(result, rank, ranks, options, self._activity.describe)
+        except BaseException:
+            result.close()
+            raise
 
     def exclusive(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which no other thread's collective runs."""
@@ -192,7 +196,7 @@ class Group:
             else:
                 operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
                 stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-                self._executor.run(operation, stages, self._deadline(timeout))
+                self._executor.run(operation, stages, timeout or self.timeout)
             copy_back(flat, tensor)
             self._staged.create_after(self, tensor, reduction, timeout)
 
@@ -210,7 +214,7 @@ class Group:
             operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
             rank, size = self.rank, self.world_size
             stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
-            self._executor.run(operation, stages, self._deadline(timeout))
+            self._executor.run(operation, stages, timeout or self.timeout)
         if self.rank == dst:
             copy_back(flat, tensor)
 
@@ -238,14 +242,14 @@ class Group:
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
                 operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
-                self._executor.run(operation, plan.by_reading(memory_of(source), spans), self._deadline(timeout))
+                self._executor.run(operation, plan.by_reading(memory_of(source), spans), timeout or self.timeout)
             copy_back(flat, output)
             return
         flat = source.clone()
         with self._lock:
             operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
             stages = plan.by_tree() if plan.is_few else plan.by_chunks(spans)
-            self._executor.run(operation, stages, self._deadline(timeout))
+            self._executor.run(operation, stages, timeout or self.timeout)
         write(flat[slice(*spans[self.rank])], output)
 
     def _reduce_scatter_uneven(
@@ -258,7 +262,7 @@ class Group:
         with self._lock:
             operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
             stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-            self._executor.run(operation, stages, self._deadline(timeout))
+            self._executor.run(operation, stages, timeout or self.timeout)
         write(flat[end - sizes[self.rank] : end], output)
 
     def _plan(
@@ -285,14 +289,14 @@ class Group:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
             schedule = self._selector.broadcast(flat.numel(), src, flat.element_size())
             stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
-            self._executor.run(operation, [stage], self._deadline(timeout))
+            self._executor.run(operation, [stage], timeout or self.timeout)
         copy_back(flat, tensor)
 
     def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
         """Return rank 0's file descriptor on every rank; see `segment.Ranks`. Call it within `exclusive`."""
         with self._lock:
             operation = Operation(Kind.BROADCAST, self.sequence, generation=self._generation)
-            return self._executor.share_descriptor(operation, descriptor, 0, self._deadline(timeout))
+            return self._executor.share_descriptor(operation, descriptor, 0, timeout or self.timeout)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
         """Copy the tensor of every rank into the flat `gathered` of all."""
@@ -305,7 +309,7 @@ class Group:
             if source.data_ptr() != own.data_ptr():
                 own.copy_(source)
             stage = Stage(schedule, Buffers(memory, memory, gathered.element_size()))
-            self._executor.run(operation, [stage], self._deadline(timeout))
+            self._executor.run(operation, [stage], timeout or self.timeout)
 
     def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
         """Copy the tensor of every rank into the flat `gathered` of rank `dst`."""
@@ -316,7 +320,7 @@ class Group:
         buffers = Buffers(memory_of(source), memory_of(gathered), source.element_size())
         with self._lock:
             operation = self._operation(Kind.GATHER, tensor, root=dst)
-            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], timeout or self.timeout)
         if self.rank == dst:
             gathered[slice(*spans[dst])] = source
 
@@ -329,7 +333,7 @@ class Group:
         buffers = Buffers(memory_of(flat), memory_of(target), target.element_size())
         with self._lock:
             operation = self._operation(Kind.SCATTER, output, root=src)
-            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], timeout or self.timeout)
         if self.rank == src:
             target.copy_(flat[slice(*spans[src])])
         copy_back(target, output)
@@ -354,7 +358,7 @@ class Group:
         with self._lock:
             # Ranks may send different amounts, so the shape is not compared.
             operation = self._operation(Kind.ALL_TO_ALL, source, shape=())
-            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], timeout or self.timeout)
         target[first:last] = source[begin:end]
 
     def barrier(self, timeout: timedelta | None = None) -> None:
@@ -362,7 +366,7 @@ class Group:
         nothing = Buffers(memoryview(bytearray()), memoryview(bytearray()), 1)
         stage = Stage(algorithms.dissemination_barrier(self.rank, self.world_size), nothing)
         with self._lock:
-            self._executor.run(self._operation(Kind.BARRIER, None), [stage], self._deadline(timeout))
+            self._executor.run(self._operation(Kind.BARRIER, None), [stage], timeout or self.timeout)
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
         """Start a send or recv of a flat tensor, which is kept until it is done."""
@@ -409,9 +413,6 @@ class Group:
         self.sequence += 1
         self._executor.spin_before_blocking = self._collective_thread is None or not self._collective_thread.is_current
         self._activity.latest = operation
-
-    def _deadline(self, timeout: timedelta | None) -> Deadline:
-        return Deadline((timeout or self.timeout).total_seconds())
 
     def _raise_failure(self, operation: Numbered) -> None:
         """Raise the group's error, if it has failed: a later result could only be wrong."""
@@ -480,7 +481,6 @@ class Group:
 
 
 def _link(result: RendezvousResult, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
-    """Return the link for collectives to a peer."""
     memory = PeerMemory(result.table[peer].process.pid) if peer in result.readable_by_rank[rank] else None
     advertises = rank in result.readable_by_rank[peer]
     return Link(result.sockets[Role.COLLECTIVES][peer], name, memory, advertises=advertises, checksums=checksums)

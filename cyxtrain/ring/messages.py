@@ -218,7 +218,6 @@ class Mailbox:
         return all(inbox.ended for inbox in self._inboxes.values())
 
     def _send(self, link: Link, message: Message) -> bool:
-        """Continue a send; return whether it is complete."""
         if message.moved < HEADER_BYTES:
             message.moved += link.send(message.head[message.moved :])
         if message.moved >= HEADER_BYTES:
@@ -243,7 +242,6 @@ class Mailbox:
                 raise
 
     def _receive(self, peer: int) -> bool:
-        """Continue to receive from one rank; return whether anything moved."""
         inbox, link = self._inboxes[peer], self._links[peer]
         if inbox.current is None:
             count = link.receive(memoryview(inbox.head)[inbox.have :])

@@ -51,7 +51,8 @@ class RingOperations:
         for tensor, part in parted(given):
             reduce = sparse.all_reduce if part.layout is torch.sparse_coo else Group.all_reduce
             reduce(self._group, part, reduction, timeout)
-            bring_back(part, tensor)
+            if part is not tensor:
+                replace(tensor, part)
         return given
 
     @collective("reduce", short=("root", "op", "timeout"))
@@ -60,7 +61,8 @@ class RingOperations:
         given = as_list(tensors, "reduce")
         for tensor, part in parted(given):
             self._group.reduce(part, reduction_of(opts), opts.rootRank, timeout_of(opts))
-            bring_back(part, tensor)
+            if part is not tensor:
+                replace(tensor, part)
         return given
 
     @collective("broadcast", short=("root", "timeout"))
@@ -458,12 +460,6 @@ def parted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         if tensor.layout is torch.strided:
             check_target(tensor)
     return [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-
-def bring_back(part: Tensor, tensor: Tensor) -> None:
-    """Copy a result to its tensor, if it is elsewhere."""
-    if part is not tensor:
-        replace(tensor, part)
 
 
 def snapshot(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.distributed import Work
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
-from cyxtrain.ring.group import Group
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.payload import beside
@@ -91,9 +90,8 @@ class PostedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is done; return True, or raise its error.
 
-        Raises:
-            CollectiveTimeoutError: It is not done after `timeout`, and continues.
-            CyxtrainError: A callback waits for a later collective.
+        Raises CollectiveTimeoutError if it is not done after `timeout`, and continues, and CyxtrainError in a callback
+        that waits for a later collective.
         """
         if self._thread.is_current and not self._pending.done:
             raise CyxtrainError(
@@ -236,13 +234,7 @@ _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """By the name of an argument of PyTorch's short forms, the option that it sets."""
 
 
-class HasGroup(Protocol):
-    """What `collective` needs of a process group."""
-
-    _group: Group
-
-
-def _inputs(_: HasGroup, *tensors: Any) -> Any:
+def _inputs(_: Any, *tensors: Any) -> Any:
     """Return a collective's second argument; the first of one, and nothing of a barrier."""
     return tensors[:2][-1:]
 
@@ -262,7 +254,7 @@ def collective(
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def ask(self: HasGroup, *args: Any, **named: Any) -> DoneWork | PostedWork:
+        def ask(self: Any, *args: Any, **named: Any) -> DoneWork | PostedWork:
             opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
                 opts = _options(name, short, [opts, *args[tensors + 1 :]], named)

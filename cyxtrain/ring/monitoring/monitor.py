@@ -64,7 +64,6 @@ class PeerMonitor:
     ) -> None:
         acceptor, selector, checksums = result.acceptor, result.selector, result.checksums
         assert acceptor is not None
-        assert selector is not None
         assert checksums is not None
         shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in result.table)
         self.rank = rank
@@ -275,7 +274,6 @@ class PeerMonitor:
         self._leaving = True
 
     def _on_data(self, peer: int) -> None:
-        """Read and apply the control frames of a peer."""
         received, sock = self._received[peer], self._controls[peer]
         broken: OSError | None = None
         try:
@@ -304,7 +302,6 @@ class PeerMonitor:
             self.fail(_disconnect_error(peer, broken))
 
     def _apply(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
-        """Apply a control frame."""
         if kind is Control.ABORT:
             self.fail(error_from_facts(facts | {"message": reported(facts.get("message"), peer)}))
         elif kind is Control.GOODBYE:

@@ -153,7 +153,6 @@ def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
 def _receive(
     sock: socket.socket, received: bytearray, deadline: Deadline, poll: Callable[[], None], *, proven: bool
 ) -> bytes:
-    """Return the body of the next message."""
     while (body := take_message(received)) is None:
         _wait(sock, deadline, poll)
         try:
@@ -169,7 +168,6 @@ def _receive(
 
 
 def _wait(sock: socket.socket, deadline: Deadline, poll: Callable[[], None], *, writing: bool = False) -> None:
-    """Wait until a socket is ready."""
     poller = Poller()
     readers, writers = ([], [sock]) if writing else ([sock], [])
     while not poller.wait(readers, writers, deadline, POLL_SECONDS):

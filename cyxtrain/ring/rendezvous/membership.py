@@ -123,7 +123,7 @@ class Membership:
     def register(self, record: RankRecord) -> None:
         """Write the record of this rank for the others to read."""
         self._own = record
-        self._write(self._record_key(self._rank), record.to_json())
+        self._write(self._key(f"entry/{self._rank}"), record.to_json())
 
     def await_all(self) -> list[RankRecord]:
         """Wait until all ranks have registered; return their records, by rank.
@@ -207,12 +207,11 @@ class Membership:
         """Let the other ranks read the cause before the store ends with rank 0."""
         ranks = range(1, len(self._global_ranks))
         # Also those whose record this rank has not read, or that is the cause.
-        others = sum(self.store.has(self._record_key(rank)) for rank in ranks)
+        others = sum(self.store.has(self._key(f"entry/{rank}")) for rank in ranks)
         patience = Deadline(_READERS_SECONDS)
         patience.poll_until(lambda: sum(self.store.has(self._key(f"heard/{rank}")) for rank in ranks) >= others)
 
     def _apply(self, verdict: bytes) -> None:
-        """Raise the failure of joining, if that is the verdict."""
         if verdict == _ALL_CONNECTED:
             return
         self.store.set(self._key(f"heard/{self._rank}"), "yes")
@@ -223,9 +222,6 @@ class Membership:
 
     def _key(self, name: str) -> str:
         return f"{self._life}/{name}"
-
-    def _record_key(self, rank: int) -> str:
-        return self._key(f"entry/{rank}")
 
     def _read_records(self) -> None:
         with self._store_of_rank_0():
@@ -239,7 +235,7 @@ class Membership:
                     self._records[rank] = record
 
     def _record_of(self, rank: int) -> RankRecord | None:
-        text = self.store.get(self._record_key(rank))
+        text = self.store.get(self._key(f"entry/{rank}"))
         return None if text is None else RankRecord.from_json(text)
 
     def _write(self, key: str, value: str) -> None:
@@ -280,7 +276,7 @@ class Membership:
         unauthenticated = [
             self._global_ranks[rank]
             for rank in missing
-            if rank in refused or self._record_key(rank) in self.store.forged
+            if rank in refused or self._key(f"entry/{rank}") in self.store.forged
         ]
         is_set = "is not" if self._options.secret is None else "is"
         hint = (

@@ -56,13 +56,13 @@ _NO_SECRET = (
 
 @dataclass
 class RendezvousResult:
-    """The records and connections that a rank has after rendezvous; empty in a world of one."""
+    """The records and connections that a rank has after rendezvous."""
 
     table: list[RankRecord] = field(default_factory=list)
     listeners: Listeners | None = None
     acceptor: Acceptor | None = None
     """Rejects all further connections."""
-    selector: selectors.BaseSelector | None = None
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     """Waits for the listener and unauthenticated connections; `SelectorKey.data` is the callback."""
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PEER_ROLES})
     readable_by_rank: list[set[int]] = field(default_factory=list)
@@ -90,8 +90,7 @@ class RendezvousResult:
                 sock.close()
         if self.listeners is not None:
             self.listeners.close()
-        if self.selector is not None:
-            self.selector.close()
+        self.selector.close()
 
 
 def rendezvous(
@@ -100,8 +99,8 @@ def rendezvous(
     global_ranks: Sequence[int],
     timeout: timedelta,
     options: RingOptions,
-    generation: int = 0,
-    peer_failure: PeerFailure = lambda seconds: None,
+    generation: int,
+    peer_failure: PeerFailure,
 ) -> RendezvousResult:
     """Connect this rank with all others; ranks may do so repeatedly through the same store. Errors use `global_ranks`.
 
@@ -110,13 +109,11 @@ def rendezvous(
             are incompatible, have different secrets, or cannot reach each other.
         PeerLostError, PeerSilentError: Another group of this world has lost a rank.
     """
-    result = RendezvousResult()
-    if len(global_ranks) == 1:
-        return result  # a world of one binds no port
     membership = Membership(
         store, rank, global_ranks, Deadline(timeout.total_seconds()), options, peer_failure, generation
     )
     hello = Hello("", generation, Role.CONTROL, rank, len(global_ranks), options.checksums)  # rank 0 names the run
+    result = RendezvousResult()
     try:
         with membership.joining():
             result.listeners = listen(global_ranks[rank], store, options.transport)
@@ -152,7 +149,7 @@ class _Connector:
         assert result.listeners is not None
         self._secret = _secret(options, result.table[0])
         self._checksums = result.checksums = Checksums(self._secret, own.run)
-        self._selector = result.selector = selectors.DefaultSelector()
+        self._selector = result.selector
         self._listeners = result.listeners
         self._result = result
         self._rank = own.rank
@@ -402,7 +399,6 @@ def _compare_tables(
 
 
 def _digests(table: Sequence[RankRecord]) -> dict[str, str]:
-    """Return a digest of each field, over all ranks."""
     rows = [dataclasses.asdict(record) for record in table]
     return {
         name: hashlib.sha256(json.dumps([row[name] for row in rows]).encode()).hexdigest()[:_DIGEST_CHARACTERS]

@@ -171,7 +171,6 @@ class StoreClient:
 
 
 def _attempt(call: Callable[[], _Answer]) -> _Answer | Exception:
-    """Return the result, or the error."""
     try:
         return call()
     except Exception as error:

@@ -75,28 +75,19 @@ def _one_zero(tensor: Tensor) -> None:
         tensor.add_(0.0)
 
 
-_OPERATORS: dict[Reduction, Callable[..., Any]] = {
-    Reduction.SUM: torch.add,
-    Reduction.AVG: torch.add,
-    Reduction.PRODUCT: torch.mul,
-    Reduction.MIN: _smaller,
-    Reduction.MAX: _larger,
-    Reduction.BAND: torch.bitwise_and,
-    Reduction.BOR: torch.bitwise_or,
-    Reduction.BXOR: torch.bitwise_xor,
+_OPERATORS: dict[Reduction, tuple[Callable[..., Any], np.ufunc]] = {
+    Reduction.SUM: (torch.add, np.add),
+    Reduction.AVG: (torch.add, np.add),
+    Reduction.PRODUCT: (torch.mul, np.multiply),
+    Reduction.MIN: (_smaller, np.minimum),
+    Reduction.MAX: (_larger, np.maximum),
+    Reduction.BAND: (torch.bitwise_and, np.bitwise_and),
+    Reduction.BOR: (torch.bitwise_or, np.bitwise_or),
+    Reduction.BXOR: (torch.bitwise_xor, np.bitwise_xor),
 }
+"""PyTorch's and NumPy's."""
 _UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {
     getattr(torch, name): getattr(np, name) for name in ("uint16", "uint32", "uint64")
-}
-_NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
-    Reduction.SUM: np.add,
-    Reduction.AVG: np.add,
-    Reduction.PRODUCT: np.multiply,
-    Reduction.MIN: np.minimum,
-    Reduction.MAX: np.maximum,
-    Reduction.BAND: np.bitwise_and,
-    Reduction.BOR: np.bitwise_or,
-    Reduction.BXOR: np.bitwise_xor,
 }
 _QUICK: dict[torch.dtype, type[np.number[Any]]] = {
     getattr(torch, name): getattr(np, name) for name in ("float32", "float64", "int32", "int64")
@@ -148,7 +139,7 @@ def calculation_of(reduction: Reduction, dtype: torch.dtype, *, use_numpy: bool 
     """Return how a reduction of a dtype is calculated, by NumPy only if `use_numpy`; refuse unsupported ones."""
     _check_reduction(reduction, dtype)
     if dtype in _UNSIGNED:  # PyTorch lacks arithmetic for wide unsigned integers
-        return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
+        return Calculation(_OPERATORS[reduction][1], _as_array(_UNSIGNED[dtype]))
     array = added_by_numpy(reduction, dtype) if use_numpy else None
     if array is not None:
         return Calculation(_add_silently, _as_array(array))
@@ -156,8 +147,8 @@ def calculation_of(reduction: Reduction, dtype: torch.dtype, *, use_numpy: bool 
         return Calculation(_multiply_complex, _as_tensor)
     if dtype.is_complex:
         # PyTorch adds no complex halves on CPUs; real and imaginary parts add up separately.
-        return Calculation(_OPERATORS[reduction], _as_parts, parts=2)
-    return Calculation(_OPERATORS[reduction], _as_tensor)
+        return Calculation(_OPERATORS[reduction][0], _as_parts, parts=2)
+    return Calculation(_OPERATORS[reduction][0], _as_tensor)
 
 
 class Scratch:

@@ -100,7 +100,6 @@ def make_segment(ranks: Ranks, sizes: Sequence[int], timeout: timedelta | None =
 
 
 def _pages(size: int) -> int:
-    """Round bytes up to whole pages."""
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from cyxtrain.errors import reason_of
 from cyxtrain.ring.wire.checksums import Checksums
@@ -49,13 +48,6 @@ _NEAR_SEND_BYTES = 1 << 19
 """Bytes in flight on the same machine, so that they stay in a cache."""
 _NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}
 """Option numbers that Python does not define yet."""
-
-
-class Pollable(Protocol):
-    """A link or a socket, which the kernel can wait for."""
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
 
 
 class LinkBroken(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
@@ -251,6 +243,10 @@ class Link:
         """End both directions, so that all waiting threads wake; what has arrived can still be read."""
         with contextlib.suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
+
+
+Pollable = Link | socket.socket
+"""What the kernel can wait for."""
 
 
 class Poller:

@@ -228,7 +228,6 @@ class Incoming:
             self._room = buffers.target[place + start : place + end]
 
     def _took(self, count: int) -> None:
-        """Use so many received bytes."""
         if self._sum is not None:
             self._sum.update(self._room[:count])
         if count < len(self._room):

@@ -34,8 +34,8 @@ from worlds import free_port, wait_until
 
 import cyxtrain as cx
 from cyxtrain.config import DistributedConfig
-from cyxtrain.doctor import examine, local_checks, machine_facts, measure, report, store_exchange, terminal
-from cyxtrain.doctor.machine_facts import Machine
+from cyxtrain.doctor import examine, local_checks, measure, report, store_exchange, terminal
+from cyxtrain.doctor.local_checks import Machine
 from cyxtrain.doctor.measure import RoundTrip
 from cyxtrain.doctor.pairs import rounds
 from cyxtrain.doctor.store_exchange import Pair, PeerResult, RankInfo, Roster
@@ -384,8 +384,8 @@ def test_memory_that_cannot_be_read_is_reported_with_the_reason(monkeypatch):
 
 
 def test_the_interface_of_an_address_is_found():
-    assert machine_facts.interface_of("127.0.0.1") in ("lo", "")  # "": not Linux
-    assert machine_facts.interface_of("192.0.2.1") == machine_facts.interface_of("") == ""
+    assert local_checks.interface_of("127.0.0.1") in ("lo", "")  # "": not Linux
+    assert local_checks.interface_of("192.0.2.1") == local_checks.interface_of("") == ""
 
 
 # --- who comes ------------------------------------------------------------------------------------------------------
