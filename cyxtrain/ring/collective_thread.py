@@ -35,7 +35,7 @@ class PendingCall:
         self._callbacks: list[Callable[[], object]] = []
         self._value: Any = None
         self._concluded = False
-        self._trim: Callable[[Any], Any] = _whole
+        self._trim: Callable[[Any], Any] = lambda value: value
         self.error: BaseException | None = None
         self.done = False
 
@@ -49,7 +49,7 @@ class PendingCall:
 
     def _conclude(self) -> None:
         """Wake the waiting threads, and run the callbacks."""
-        self._call = _nothing  # releases its tensors
+        self._call = lambda: None  # releases its tensors
         with self._callbacks_lock:
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
@@ -90,14 +90,6 @@ class PendingCall:
         if self.error is not None:
             raise self.error.again() if isinstance(self.error, CyxtrainError) else self.error
         return self._value
-
-
-def _whole(value: Any) -> Any:
-    return value
-
-
-def _nothing() -> None:
-    """Replace a finished call."""
 
 
 class CollectiveThread:

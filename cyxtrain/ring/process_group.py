@@ -5,7 +5,7 @@ PyTorch 2.11 and 2.13 name some methods differently; both names are defined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -275,19 +275,6 @@ class RingOperations:
     def fail(self, reason: str | CyxtrainError) -> None:
         """End the group because of an error of this rank, given as an exception or text, and tell all ranks."""
         self._group.fail(reason)
-
-    @property
-    def raised_failure(self) -> CyxtrainError | None:
-        """The error that ended this group, once this rank's program has seen it; else None."""
-        return self._group.raised_failure
-
-    def call_on_failure(self, function: Callable[[], None]) -> None:
-        """Set what is called once, in any thread, when this group fails; if it has failed already, call it now."""
-        self._group.call_on_failure(function)
-
-    def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
-        """Return the error that has ended this group, as this rank raises it; None: none has. See `Group.failure`."""
-        return self._group.failure(during, seconds)
 
     def abort(self) -> None:
         """End everything that waits in this group, on every rank."""

@@ -155,7 +155,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
         store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, registry=WORLD_GROUPS
     )
     try:
-        reports = ring.reported_devices or [("", options.devices)]
+        reports = ring.group.reported_devices or [("", options.devices)]
         seen = [Seen.from_text(text) for _, text in reports]
         backend = devices.common_backend(seen)
         why_ring = "" if backend else devices.why_ring(seen, [machine for machine, _ in reports])

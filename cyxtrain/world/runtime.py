@@ -172,7 +172,7 @@ def join_for_all(*, works_alone: bool = False) -> None:
         _leave_stale_world(None, refuses=not works_alone)
     join_if_nobody_has()
     group = cpu_group()
-    failure = group.raised_failure if isinstance(group, RingProcessGroup) else None
+    failure = group.group.raised_failure if isinstance(group, RingProcessGroup) else None
     if failure is None:
         return
     is_ours = _joined is not None and _joined.cpu_group is _joined.group is group
