@@ -240,7 +240,7 @@ class DistributedAMPTrainer:
             )
             state = replace(self._state.to_checkpoint(), config=asdict(settings), metadata=kept)
             write_checkpoint(path, state if include_optimizer else replace(state, optimizer={}, optimizer_groups=[]))
-        self._state.keep_metadata(kept)
+        self._state.set(metadata=kept)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
@@ -292,7 +292,7 @@ class DistributedAMPTrainer:
         # same number for all ranks and calls, so that gradients can be added.
         self._share.global_rows = self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
-        guard = FiniteGuard(self._ddp, "raise", self._state.position, device, self.scaler, is_fit=False)
+        guard = FiniteGuard(self._ddp, self._state, device, is_fit=False)
         return TrainingStep(self._ddp, self._state, setup, guard)
 
     def _discard_step(self) -> None:

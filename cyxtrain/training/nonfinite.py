@@ -22,15 +22,13 @@ from cyxtrain.data.batches.rows import rows_not_finite
 from cyxtrain.data.batches.structure import leaves
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
-from cyxtrain.optim.precision import LossScale
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.training.model.buffers import BuffersKept
-from cyxtrain.training.state import Position
+from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
-SKIP = "skip"
 MAX_SKIPPED = 10
 """Skipped steps in a row before training stops with an error."""
 _SHOWN_RANKS = 4
@@ -73,8 +71,7 @@ class FiniteGuard:
     has been launched, or at `wait_for_verdict`.
 
     Args:
-        on_nonfinite: "raise", or "skip": the step is skipped, and training continues.
-        scale: Of the loss, or None; updated here. An overflow that a smaller one may cure is not an error.
+        state: Its loss scale is updated here. An overflow that a smaller one may cure is not an error.
         ends_fit: Whether such a step ends the fit in good order.
         may_defer: Whether all ranks compute on accelerators, and the wrapper uses reports: a verdict may be late.
         is_fit: Whether `fit` takes the steps, and not a loop of the user's.
@@ -85,10 +82,8 @@ class FiniteGuard:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        on_nonfinite: str,
-        position: Position,
+        state: TrainingState,
         device: torch.device,
-        scale: LossScale | None = None,
         *,
         ends_fit: bool = False,
         may_defer: bool = False,
@@ -96,22 +91,25 @@ class FiniteGuard:
         part: str = "",
     ) -> None:
         self._ddp = ddp
-        is_dynamic = scale is not None and scale.is_dynamic
-        self.defers_verdicts = may_defer and on_nonfinite != SKIP and not ends_fit and not is_dynamic
+        self._scale, self._skips = state.loss_scale, state.config.on_nonfinite == "skip"
+        is_dynamic = self._scale is not None and self._scale.is_dynamic
+        self.defers_verdicts = may_defer and not (self._skips or ends_fit or is_dynamic)
         """Whether the verdict on a step arrives in the next one: what the next step does must not depend on it."""
         self._pending: _Pending | None = None
         self._spare = BuffersKept(ddp.module) if self.defers_verdicts else None
-        self._skips = on_nonfinite == SKIP
         self._ends_fit = ends_fit
         self._is_fit = is_fit
         self._part = part
-        self._position = position
+        self._state = state
         self._device = device
-        self._scale = scale
         self._used_scale = 1.0
         self._taken = self._overflows = 0
         self._buffers = BuffersKept(ddp.module)
         self._rows = 0
+
+    @property
+    def _position(self) -> Position:
+        return self._state.position
 
     def before_step(self) -> None:
         """Copy what a forward changes."""
@@ -138,7 +136,7 @@ class FiniteGuard:
             if not self._part:
                 self._scale.update(overflowed=not finite)
         if finite:
-            self._position.count_skipped(skipped=False)
+            self._position.set(skipped=0)
             self._taken += 1
             return Verdict.TAKEN
         if scale_can_fall and self._ddp.losses_are_finite():
@@ -194,7 +192,7 @@ class FiniteGuard:
             return
         if pending.report.is_good():
             self._ddp.read_report(pending.report)
-            self._position.count_skipped(skipped=False)
+            self._position.set(skipped=0)
             self._taken += 1
             return
         self._undo(pending)
@@ -214,7 +212,7 @@ class FiniteGuard:
     def _undo(self, pending: _Pending) -> None:
         pending.buffers.restore()
         self._ddp.buffer_rows = pending.rows
-        self._position.restore(pending.position)
+        self._position.set(**pending.position)
         pending.undo_rates()
 
     def _explain(
@@ -260,14 +258,14 @@ class FiniteGuard:
         if self._is_fit:
             number = f"step {share.number + 1} ({position.step + 1} in all)"
             where = f"epoch {position.epoch + 1}, {number}{self._part}: {words}."
-        position.count_skipped(skipped=True)
+        position.set(skipped=position.skipped + 1)
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
                 count = "" if position.skipped == 1 else f", {position.skipped} in a row"
                 warn(f"{where} The step is skipped{count}.")
             return
         if self._ends_fit:
-            position.stop()
+            position.set(stopped=1)
             if runtime.is_master():
                 warn(f"{where} The step is not taken, and a callback ends the fit.")
             return

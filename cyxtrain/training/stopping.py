@@ -109,11 +109,6 @@ class StopSignals:
         self._requested.clear()
         self._ends, self._has_clock = None, False
 
-    @property
-    def want_to_stop(self) -> bool:
-        """Whether this rank requests to stop."""
-        return first_reason_to_stop(self.local()) is not None
-
     def agree(self, *, flagged: bool = False) -> tuple[list[float], int | None]:
         """Return (requests of any rank, the lowest flagged rank or None), the same on every rank. All call it."""
         rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, shortened, warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import parameters_of
+from cyxtrain.world import runtime
 
 _LOSS = "loss_fn"
 
@@ -70,8 +71,14 @@ def params_without_optimizer(trained: nn.Module, optimizers: Iterable[torch.opti
     return [plain_name(name) for name, each in named if each.requires_grad and id(each) not in known]
 
 
-def warn_of_params_without_optimizer(trained: nn.Module, names: Sequence[str]) -> None:
-    """Warn about parameters of the model or its loss that are not in the optimizer."""
+def warn_of_params_without_optimizer(
+    trained: nn.Module, optimizers: Iterable[torch.optim.Optimizer], warned: set[str]
+) -> None:
+    """Warn on rank 0 about trained parameters that are in no optimizer, but for those `warned` of, and note them."""
+    names = [name for name in params_without_optimizer(trained, optimizers) if name not in warned]
+    warned.update(names)
+    if not names or not runtime.is_master():
+        return
     own_loss = isinstance(trained, Trained)
     require = "require" if len(names) > 1 else "requires"
     everything = "[*model.parameters(), *loss_fn.parameters()]" if own_loss else "model.parameters()"

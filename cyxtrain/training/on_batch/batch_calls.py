@@ -130,11 +130,11 @@ def _step(
     """Take a step on a batch; return what was measured, over all ranks."""
     config, data, rank = plan.config, plan.data, runtime.get_rank()
     device = data.placement.device
-    state.begin_loop(Callbacks(), state.data)
+    state.set(callbacks=Callbacks(), stop_training=False)
     with generators_kept(device):
         seed_generators(config.seed, 0, state.position.step, rank, device)
         put_into_training(state.model, *data.loss.modules)
-        guard = FiniteGuard(ddp, config.on_nonfinite, state.position, device, state.loss_scale)
+        guard = FiniteGuard(ddp, state, device)
         updates = make_updates(state, plan, ddp)
         step = TrainingStep(ddp, state, data, guard, logged, updates)
         shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)

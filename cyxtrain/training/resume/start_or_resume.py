@@ -141,7 +141,7 @@ def _begin_or_resume(
         plan = with_batch_norm_checked(state, plan)
     if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
-        state.change_epochs(max(left, 0))
+        state.set(config=replace(state.config, epochs=max(left, 0)))
         plan = replace(plan, config=state.config)
     restored = resume_diff.describe_restored(given, resume_diff.restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
