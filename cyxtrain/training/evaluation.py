@@ -28,8 +28,7 @@ from cyxtrain.metrics.whole_set import TriedSet
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.training.outside_fit.batch_run import BatchRun
-from cyxtrain.training.outside_fit.call import Call
+from cyxtrain.training.outside_fit.batch_run import BatchRun, Call
 from cyxtrain.training.outside_fit.saved_predictions import Predictions, Shapes, finished, joined_rows, longest_of
 from cyxtrain.training.outside_fit.shards import ShardFolder
 from cyxtrain.world import runtime
@@ -94,25 +93,24 @@ class Evaluation:
 
 def evaluate(call: Call, logged: LoggedNumbers) -> Evaluation:
     """Return loss, accuracy, metrics and what is logged in a call of `DistributedTrainer.evaluate`."""
-    rows, distributed, hooks = call.rows, call.distributed, call.callbacks
-    run = partial(evaluate_rows, call.trainer.model, rows, distributed=distributed, logged=logged, callbacks=hooks)
+    distributed = call.distributed
     with call.running() as measured:
-        evaluation = run(display=call)
-        assert evaluation is not None
-        measured.update(evaluation.to_dict())
+        found = evaluate_rows(call.trainer.model, call.rows, call.callbacks, call, logged, distributed=distributed)
+        assert found is not None
+        measured.update(found)
     return Evaluation(**{**measured, **logged.values(distributed=distributed)})
 
 
 def evaluate_rows(
     model: nn.Module,
     rows: CheckedData,
-    *,
-    distributed: bool,
+    callbacks: Callbacks,
+    display: Display,
     logged: LoggedNumbers,
+    *,
+    distributed: bool = True,
     should_stop: Callable[[], bool] = lambda: False,
-    callbacks: Callbacks | None = None,
-    display: Display | None = None,
-) -> Evaluation | None:
+) -> dict[str, float] | None:
     """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
 
     If a callback ends the evaluation, they are over the first batches: those that were done. `should_stop` is called
@@ -145,7 +143,7 @@ def evaluate_rows(
         kept.is_complete = not is_stopped
         measured |= _over_whole_set(each, kept, rows.source, distributed=distributed)
     measured |= logged.values(distributed=distributed)
-    return None if is_stopped else Evaluation(**measured)
+    return None if is_stopped else measured
 
 
 def _over_whole_set(tried: TriedSet, kept: _Outputs, source: Source, *, distributed: bool) -> dict[str, float]:

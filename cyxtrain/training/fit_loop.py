@@ -36,13 +36,7 @@ from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
-from cyxtrain.training.stopping import (
-    StoppedError,
-    StopRequest,
-    StopSignals,
-    first_reason_to_stop,
-    stop_if_requested,
-)
+from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
 from cyxtrain.training.trained import warn_of_params_without_optimizer
 from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
@@ -283,18 +277,11 @@ class FitLoop:
         position, measured = self._state.position, dict[str, float]()
         if self._validation:
             return False
+        model, display, should_stop = self._state.model, self._plan.display, self._requests.want_to_stop
         with self._logged.apart([*self._plan.validation]) as logged:
             self._together(self._callbacks.call, "on_test_begin", {})
             for name, rows in self._plan.validation.items():
-                found = evaluate_rows(
-                    self._state.model,
-                    rows,
-                    distributed=True,
-                    logged=logged,
-                    should_stop=lambda: first_reason_to_stop(self._requests.local()) is not None,
-                    callbacks=self._callbacks,
-                    display=self._plan.display,
-                )
+                found = evaluate_rows(model, rows, self._callbacks, display, logged, should_stop=should_stop)
                 received, stopping_rank = self._requests.agree(flagged=found is None)
                 if stopping_rank is not None:
                     self._callbacks.call("on_test_end", {})
@@ -302,9 +289,8 @@ class FitLoop:
                 assert found is not None
                 if name:
                     logged.reset()
-                own = found.to_dict()
-                named = {f"{name}_{each}" if name else each: number for each, number in own.items()}
-                measured = {**(measured or own), **named}  # the first set has the plain names too
+                named = {f"{name}_{each}" if name else each: number for each, number in found.items()}
+                measured = {**(measured or found), **named}  # the first set has the plain names too
             self._together(self._callbacks.call, "on_test_end", measured)
             measured |= logged.over_ranks()
         record_validation(self._state.history, position.step, position.epoch + 1, measured)

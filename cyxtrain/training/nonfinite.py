@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +142,7 @@ class FiniteGuard:
             self.restore()
             self._overflows += 1
             return Verdict.OVERFLOW
-        nonfinite = self._nonfinite_gradients()
-        self._explain(share, losses, recompute, nonfinite, self.restore)
+        self._explain(share, losses, recompute, self._nonfinite_gradients(), self.restore)
         return Verdict.SKIPPED
 
     def end_updates(self, verdicts: Collection[Verdict]) -> Verdict:
@@ -199,8 +197,7 @@ class FiniteGuard:
         self._ddp.read_report(pending.report)
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in pending.report.nonfinite]
-        undo = functools.partial(self._undo, pending)
-        self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, undo)
+        self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, lambda: self._undo(pending))
 
     def abort(self) -> None:
         """Undo the latest step if it was skipped: an error ends the fit, on this rank."""
@@ -230,7 +227,7 @@ class FiniteGuard:
         undo()
         self._ddp.sync_buffers()  # as the next forward would
         facts_by_rank = [json.loads(text) for text in runtime.gather_texts(json.dumps(facts))]
-        self._raise_or_warn(share, facts_by_rank, _words(facts_by_rank, nonfinite, self._ddp.config.compression))
+        self._raise_or_warn(share, facts_by_rank, nonfinite)
 
     def explain_epoch(self) -> str:
         """Return how many steps of the epoch the loss scale has cost, or ""; warn if no step changed the model."""
@@ -248,12 +245,13 @@ class FiniteGuard:
                 f"epoch {self._position.epoch + 1}: {problem}, at a loss scale that is {self._scale.value:g} now. "
                 f'{remedy}, or take precision="bf16", whose range is that of float32.'
             )
-        overflows = counted(self._overflows, "step") + f" overflowed, loss scale {self._scale.value:g}"
+        overflows = f"{counted(self._overflows, 'step')} overflowed, loss scale {self._scale.value:g}"
         return overflows if self._overflows else ""
 
-    def _raise_or_warn(self, share: Share, facts_by_rank: Sequence[dict[str, Any]], words: str) -> None:
+    def _raise_or_warn(self, share: Share, facts_by_rank: Sequence[dict[str, Any]], nonfinite: Sequence[str]) -> None:
         """Raise, or warn and continue with the next step."""
-        position, ranks = self._position, _ranks_at_fault(facts_by_rank)
+        position, ranks = self._position, [rank for rank, facts in enumerate(facts_by_rank) if any(facts.values())]
+        words = _words({rank: facts_by_rank[rank] for rank in ranks}, nonfinite, self._ddp.config.compression)
         where = f"step {position.step + 1}: {words}."
         if self._is_fit:
             number = f"step {share.number + 1} ({position.step + 1} in all)"
@@ -271,11 +269,12 @@ class FiniteGuard:
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips or not self._is_fit else ', or skip such steps with on_nonfinite="skip"'
-        has_data = any(facts.get("data") for facts in facts_by_rank)
-        look = _LOOK if self._is_fit else _LOOK_IN_LOOP
-        remedy = "Fix or drop those rows of the data" if has_data else look
+        remedy = _LOOK if self._is_fit else _LOOK_IN_LOOP
+        if any(facts.get("data") for facts in facts_by_rank):
+            remedy = "Fix or drop those rows of the data"
         kept = "The step was not taken: the model is as before."
-        kept = "The update was not taken: its parameters are as before." if self._part else kept
+        if self._part:
+            kept = "The update was not taken: its parameters are as before."
         error = NonFiniteError(
             f"{where} {in_a_row}{kept} {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
@@ -314,14 +313,9 @@ class FiniteGuard:
         }
 
 
-def _ranks_at_fault(facts_by_rank: Sequence[dict[str, Any]]) -> list[int]:
-    return [rank for rank, facts in enumerate(facts_by_rank) if any(facts.values())]
-
-
-def _words(facts_by_rank: Sequence[dict[str, Any]], nonfinite: Iterable[str], compression: str | None) -> str:
+def _words(at_fault: Mapping[int, dict[str, Any]], nonfinite: Iterable[str], compression: str | None) -> str:
     """Describe which rank has what that is not finite."""
-    ranks = _ranks_at_fault(facts_by_rank)
-    if not ranks:
+    if not at_fault:
         too_large = "to be added" if compression is None else f"for compression={compression!r}"
         return (
             f"the gradients of {shortened(nonfinite)} are not finite in the average over ranks; those that each rank "
@@ -329,8 +323,7 @@ def _words(facts_by_rank: Sequence[dict[str, Any]], nonfinite: Iterable[str], co
             "dropout"
         )
     texts = []
-    for rank in ranks[:_SHOWN_RANKS]:
-        facts = facts_by_rank[rank]
+    for rank, facts in [*at_fault.items()][:_SHOWN_RANKS]:
         parts = [
             facts["data"],
             f"parameters are not finite ({facts['parameters']})" if facts["parameters"] else "",
@@ -338,7 +331,7 @@ def _words(facts_by_rank: Sequence[dict[str, Any]], nonfinite: Iterable[str], co
             f"gradients are not finite ({facts['gradients']})" if facts["gradients"] else "",
         ]
         texts.append(f"on rank {rank}, {', '.join(filter(None, parts))}")
-    return "; ".join([*texts, *(["the same on more ranks"] if len(ranks) > _SHOWN_RANKS else [])])
+    return "; ".join([*texts, *(["the same on more ranks"] if len(at_fault) > _SHOWN_RANKS else [])])
 
 
 def _first_not_finite(losses: Sequence[Tensor]) -> str | None:
@@ -355,11 +348,10 @@ def _rows(share: Share) -> list[str]:
             if not _is_finite(values):
                 found.setdefault(name, []).extend(before + row for row in rows_not_finite(values))
         before += batch.rows
-    words = []
-    for name, rows in found.items():
-        what = "row" if len(rows) == 1 else "rows"
-        words.append(f"{name} holds NaN or infinities ({what} {shortened(share.names(rows))})")
-    return words
+    return [
+        f"{name} holds NaN or infinities ({'row' if len(rows) == 1 else 'rows'} {shortened(share.names(rows))})"
+        for name, rows in found.items()
+    ]
 
 
 def _is_finite(tensor: Tensor) -> bool:

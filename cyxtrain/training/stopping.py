@@ -109,6 +109,10 @@ class StopSignals:
         self._requested.clear()
         self._ends, self._has_clock = None, False
 
+    def want_to_stop(self) -> bool:
+        """Return whether this rank requests to stop."""
+        return first_reason_to_stop(self.local()) is not None
+
     def agree(self, *, flagged: bool = False) -> tuple[list[float], int | None]:
         """Return (requests of any rank, the lowest flagged rank or None), the same on every rank. All call it."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -207,7 +211,7 @@ def stop_if_requested(received: Sequence[float]) -> None:
         raise StoppedError(request)
 
 
-def exit_for(request: StopRequest | None) -> None:
+def exit_for(request: StopRequest) -> None:
     """Exit after SIGTERM, with a shell's code; raise KeyboardInterrupt after Ctrl-C, but not at a prompt."""
     if request is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + signal.SIGTERM))

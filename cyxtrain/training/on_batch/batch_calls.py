@@ -70,7 +70,7 @@ class BatchCalls(TrainerView, TrainerSteps):
             ConfigError: The input is wrong, on any rank, or a callback calls it.
             NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`.
         """
-        self._begin_batch("train_on_batch")
+        self._begin("train_on_batch")
         given = (x, y, sample_weight, class_weight)
         (source, config, form), _ = agree_on(lambda: _opened(self._state, *given))
         if self._batch_plan is None or self._batch_plan[0] != form:

@@ -1,23 +1,27 @@
-"""A run of a model over the batches of an evaluation or a prediction."""
+"""A run of a model over the batches of an evaluation or a prediction, and the call of a user that makes it."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
-from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
-from cyxtrain.progress.display import Display, Measured
+from cyxtrain.optim.precision import float32_products
+from cyxtrain.progress.display import Display, Measured, Verbosity, make_display, numbers, pace
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import raise_together
+from cyxtrain.world.agreement import ending_group_on_error, raise_together
 
 
 class BatchRun:
@@ -39,15 +43,15 @@ class BatchRun:
         model: nn.Module,
         rows: CheckedData,
         kind: str,
-        callbacks: Callbacks | None,
-        display: Display | None,
+        callbacks: Callbacks,
+        display: Display,
         group: int = 0,
         done: frozenset[int] = frozenset(),
         *,
         distributed: bool,
     ) -> None:
         self._model, self._rows, self._kind, self._distributed = model, rows, kind, distributed
-        self._callbacks, self._display = callbacks or Callbacks(), display or Display()
+        self._callbacks, self._display = callbacks, display
         self._agrees = distributed and _any_rank(self._callbacks.may_end(kind))[0]
         ranks = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
         self._share = BatchShare(*ranks, group or int(self._agrees), done)
@@ -112,6 +116,50 @@ class BatchRun:
         self._callbacks.on_batch_end(self._kind, self._done, look)
         self._done += 1
         self._display.phase(self._phase, self._done, self._own, batch.rows, measured)
+
+
+class Call(Display):
+    """A call of `evaluate` or `predict`, shown as an epoch is: a bar, or with verbose=2 only a line at the end."""
+
+    def __init__(
+        self, name: str, trainer: Trainer, rows: CheckedData, callbacks: Any, verbose: Verbosity, *, distributed: bool
+    ) -> None:
+        self.trainer, self.rows, self.distributed = trainer, rows, distributed
+        self._hook = "on_test" if name == "evaluate" else f"on_{name}"
+        self._name, self._verbose = name, verbose
+        found = checked_callbacks(callbacks)
+        self.callbacks, self._has_callbacks = Callbacks(found), bool(found)
+        self._shown = make_display(bool(verbose) and (not distributed or runtime.is_master()))
+        self._ranks = runtime.get_world_size() if distributed else 1
+        self._batches = self._rows = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[dict[str, Any]]:
+        """Set up the call; yield a dictionary for the numbers that callbacks and the display get at its end."""
+        measured: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(self._shown))
+            stack.enter_context(float32_products(self.trainer.config.float32_precision))
+            if self._has_callbacks and self.distributed:
+                stack.enter_context(ending_group_on_error())
+            self.callbacks.set_trainer(self.trainer, self.rows.params(self._verbose))
+            self.callbacks.call(f"{self._hook}_begin", {})
+            began = time.perf_counter()
+            yield measured
+            took = pace(time.perf_counter() - began, self._batches, self._rows)
+            if self._verbose == 2:
+                self._shown.begin(self._name, self._batches)
+            self._shown.end_epoch("  ".join(filter(None, (numbers(measured), took))))
+            self.callbacks.call(f"{self._hook}_end", measured)
+
+    @override
+    def phase(self, name: str, done: int = 0, total: int = 0, rows: int = 0, measured: Measured = dict) -> None:
+        rows *= self._ranks
+        self._batches, self._rows = done, self._rows + rows
+        if self._verbose != 2 and done:
+            self._shown.step(rows, measured)
+        elif self._verbose != 2:
+            self._shown.begin(self._name, total or None)
 
 
 def _any_rank(*flags: bool) -> list[bool]:
