@@ -28,7 +28,7 @@ from cyxtrain.data.batches.collate import as_batch, check_parts
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import num_rows
-from cyxtrain.errors import ConfigError, warn
+from cyxtrain.errors import warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import rule_named
 from cyxtrain.metrics.weighting import BatchLoss
@@ -325,12 +325,9 @@ def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> Optimiz
 
 def _check_world(rank: int | None, world_size: int | None) -> None:
     """Refuse a rank or a world size that is not this process's."""
-    for name, given, own in (
-        ("rank", rank, runtime.get_rank()),
-        ("world_size", world_size, runtime.get_world_size()),
-    ):
-        if given is not None and given != own:
-            raise ConfigError(
-                f"DistributedAMPTrainer was given {name}={given!r}, and this process has {name} {own} in the world "
-                "that it has joined: a launcher or cyxtrain.init() sets it. Leave it out."
-            )
+    for name, given, own in (("rank", rank, runtime.get_rank()), ("world_size", world_size, runtime.get_world_size())):
+        require(
+            given in (None, own),
+            f"DistributedAMPTrainer was given {name}={given!r}, and this process has {name} {own} in the world that it "
+            "has joined: a launcher or cyxtrain.init() sets it. Leave it out.",
+        )

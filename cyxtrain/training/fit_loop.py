@@ -33,7 +33,7 @@ from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.nonfinite import FiniteGuard
-from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
+from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
@@ -184,7 +184,9 @@ class FitLoop:
                 rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
             self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
             self._ddp.load_compression_state(self._state.compression)
-            self._state.set(stop_training=self._state.stop_training or stop_requested_in(checkpoint))
+            # A callback may have requested to end the fit before the ranks have agreed on it.
+            requested = any(each.get("stop") is True for each in checkpoint.ranks)
+            self._state.set(stop_training=self._state.stop_training or requested)
         self._manager.check()
 
     def _begin_epoch(self) -> TrainingStep:

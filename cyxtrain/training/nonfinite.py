@@ -59,7 +59,7 @@ class _Pending:
     buffers: BuffersKept
     rows: int
     position: dict[str, Any]
-    undo_rates: Callable[[], None]
+    undo_rates: Sequence[Callable[[], None]]
 
 
 class FiniteGuard:
@@ -165,12 +165,12 @@ class FiniteGuard:
         share: Share,
         losses: Sequence[Tensor],
         recompute: Callable[[], Sequence[Tensor]],
-        undo_rates: Callable[[], None],
+        undo_rates: Sequence[Callable[[], None]],
     ) -> Report:
         """Start to send the verdict on a step to the host; then read that of the previous step.
 
         All ranks call it, after backward. The step may be launched so that the device skips it if the report is bad.
-        `undo_rates` restores learning rates and schedule. Raises as `wait_for_verdict`.
+        `undo_rates` restore learning rates and schedules. Raises as `wait_for_verdict`.
         """
         report = self._ddp.report(losses)
         self.wait_for_verdict()
@@ -210,7 +210,8 @@ class FiniteGuard:
         pending.buffers.restore()
         self._ddp.buffer_rows = pending.rows
         self._position.set(**pending.position)
-        pending.undo_rates()
+        for undo in pending.undo_rates:
+            undo()
 
     def _explain(
         self,

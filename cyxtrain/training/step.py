@@ -196,8 +196,7 @@ class TrainingStep:
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
             return verdict, self._updates(share) if verdict is Verdict.TAKEN else ()
-        undos = [rates.undoable() for rates in self._rates]
-        report = self.guard.report(share, losses, recompute, partial(_call_each, undos))
+        report = self.guard.report(share, losses, recompute, [rates.undoable() for rates in self._rates])
         late = [step.unless(report.bad) for step in self._steps] if self._before_update is None else [None]
         if None not in late:
             return Verdict.TAKEN, [step for step in late if step is not None]
@@ -429,8 +428,3 @@ class TrainingStep:
             dist.all_reduce(totals, group=dist.group.WORLD if stays else runtime.cpu_group())
             self.clock.communicated(within, time.perf_counter() - began)
         return [*totals.unbind()] if stays else totals.tolist()
-
-
-def _call_each(functions: Sequence[Callable[[], object]]) -> None:
-    for function in functions:
-        function()

@@ -15,7 +15,7 @@ from torch import nn
 
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import nearest
+from cyxtrain.config.settings import nearest, require
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.sources.source import Source
@@ -285,9 +285,10 @@ def plan_fit(
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
     fused = tuple(name for name, each in optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
-    ways = (fused, compiles_by_layer(model, config.compile, data.placement.device, world_size))
-    plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
-    plan = replace(plan, may_log=callbacks.may_log or trainer.logged.has_any)
+    by_layer = compiles_by_layer(model, config.compile, data.placement.device, world_size)
+    plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
+    may_log = callbacks.may_log or trainer.logged.has_any
+    plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
     _check_best(plan)
     _check_validation(plan)
     return plan, facts
@@ -320,20 +321,18 @@ def _is_on_accelerator(trained: nn.Module) -> bool:
 
 def _check_best(plan: FitPlan) -> None:
     best = plan.config.keep_best
-    if best is None or (best not in plan.measured and plan.may_log):
-        return
     if best in plan.measured:
-        if best.removeprefix("val_") not in plan.larger_is_better:
-            raise ConfigError(
-                f"keep_best={best!r}: it is unknown whether larger is better. For a function in metrics, set "
-                "my_function.higher_is_better = True; for a number of a step, record it by trainer.log(name, value, "
-                "larger_is_better=True) under another name."
-            )
-        return
-    if best.removeprefix("val_") in plan.measured:
-        raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
-    meant = nearest(best, plan.measured, "metric")
-    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
+        require(
+            best.removeprefix("val_") in plan.larger_is_better,
+            f"keep_best={best!r}: it is unknown whether larger is better. For a function in metrics, set "
+            "my_function.higher_is_better = True; for a number of a step, record it by trainer.log(name, value, "
+            "larger_is_better=True) under another name.",
+        )
+    elif best is not None and not plan.may_log:
+        if best.removeprefix("val_") in plan.measured:
+            raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
+        meant = nearest(best, plan.measured, "metric")
+        raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
 
 
 def _check_validation(plan: FitPlan) -> None:
@@ -359,16 +358,17 @@ def _check_validation(plan: FitPlan) -> None:
 
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
     """Warn on rank 0 of data that are not finite, and of a loss that is weighted wrongly."""
+    if not runtime.is_master():
+        return
     warnings = [facts["_loss"] for facts in facts_by_rank if facts["_loss"]]
-    if warnings and runtime.is_master():
+    if warnings:
         warn(warnings[0])
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts["_not_finite"]):
         found = [facts["_not_finite"][name] for facts in facts_by_rank if name in facts["_not_finite"]]
-        if runtime.is_master():
-            where, count = found[0][0], sum(rows for _, rows in found)
-            more = f", the first of {count:,} such rows" if count > 1 else ""
-            what = "on_nonfinite decides what happens if that makes the loss NaN."
-            if name != "training":
-                where = f"{name.replace('validation', 'validation data')}: {where}"
-                what = "val_loss may become NaN, and then no epoch is the best one."
-            warn(f"{where}{more}. {what} Fill or drop such rows first.")
+        where, count = found[0][0], sum(rows for _, rows in found)
+        more = f", the first of {count:,} such rows" if count > 1 else ""
+        what = "on_nonfinite decides what happens if that makes the loss NaN."
+        if name != "training":
+            where = f"{name.replace('validation', 'validation data')}: {where}"
+            what = "val_loss may become NaN, and then no epoch is the best one."
+        warn(f"{where}{more}. {what} Fill or drop such rows first.")

@@ -51,11 +51,6 @@ Checkpoint = tuple[CheckpointState, str]
 """A checkpoint, and its name for messages."""
 
 
-def stop_requested_in(checkpoint: CheckpointState) -> bool:
-    """Return whether a callback had requested to end the fit, and ranks had not yet agreed on it."""
-    return any(each.get("stop") is True for each in checkpoint.ranks)
-
-
 def restore_rank(
     checkpoint: CheckpointState, source: str, totals: MetricSums, logged: LoggedNumbers, device: torch.device
 ) -> None:
@@ -77,7 +72,7 @@ def restore_rank(
         raise CheckpointError(f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}.") from error
 
 
-def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
+def find_checkpoint(plan: FitPlan, state: TrainingState) -> Checkpoint | None:
     """Return the checkpoint to continue from, on every rank; None: there is none, or `resume` is not set.
 
     A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
@@ -179,11 +174,11 @@ def _trained(state: TrainingState) -> dict[str, bool]:
 def _describe_frozen(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> list[tuple[str, str]]:
     """Return the header's line about parameters that the checkpoint has frozen or unfrozen."""
     found = {True: "frozen", False: "trained"}
-    words = []
-    for value, before in found.items():
-        names = [name for name in checkpoint if checkpoint[name] is value and program[name] is not value]
-        if names:
-            words.append(f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)")
+    words = [
+        f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)"
+        for value, before in found.items()
+        if (names := [name for name in checkpoint if checkpoint[name] is value and program[name] is not value])
+    ]
     return [("trained", "; ".join(words))] if words else []
 
 
@@ -295,7 +290,7 @@ def check_same_fit(
     name: str,
     config: DistributedTrainingConfig,
     data: Mapping[str, str],
-    effective_batch_size: int | None = None,
+    effective_batch_size: int,
 ) -> None:
     """Refuse to continue with other data, or other samples of them; `data`: digests by what the data are for."""
     now = dataclasses.asdict(config)
