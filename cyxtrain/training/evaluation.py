@@ -29,8 +29,14 @@ from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.outside_fit.batch_run import BatchRun, Call
-from cyxtrain.training.outside_fit.saved_predictions import Predictions, Shapes, finished, joined_rows, longest_of
-from cyxtrain.training.outside_fit.shards import ShardFolder
+from cyxtrain.training.outside_fit.saved_predictions import (
+    Predictions,
+    Shapes,
+    ShardFolder,
+    finished,
+    joined_rows,
+    longest_of,
+)
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import on_master
 

@@ -119,7 +119,14 @@ class FitLoop:
                 except BaseException:
                     step.guard.abort()
                     raise
-            self._end_steps(step)
+            self._logged.rows = 1
+            position.have_read(self._plan.feed.position)
+            if self._plan.feed.is_over:
+                position.set(stopped=1)
+            if self._plan.defers_verdicts:  # requests arrived with the last step
+                requests = self._ddp.received()
+                self._apply_end(requests)
+                self._apply(requests, step)
         self._end_epoch(step)
 
     def _train_one_step(self, step: TrainingStep, share: Share) -> None:
@@ -215,17 +222,6 @@ class FitLoop:
         warn_of_params_without_optimizer(state.trained, state.optimizers.values(), self._warned_params)
         self._put_into_training()
         return step
-
-    def _end_steps(self, step: TrainingStep) -> None:
-        """Record where in the data the epoch ended; apply requests that arrived with its last step."""
-        feed, self._logged.rows = self._plan.feed, 1
-        self._state.position.have_read(feed.position)
-        if feed.is_over:
-            self._state.position.set(stopped=1)
-        if self._plan.defers_verdicts:
-            requests = self._ddp.received()
-            self._apply_end(requests)
-            self._apply(requests, step)
 
     def _end_epoch(self, step: TrainingStep) -> None:
         """Measure, validate, record and save the epoch."""

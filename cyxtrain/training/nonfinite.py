@@ -24,7 +24,7 @@ from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, wa
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.training.model.buffers import BuffersKept
+from cyxtrain.training.model.snapshot import BuffersKept
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 

@@ -52,12 +52,7 @@ class Result(NamedTuple):
 
 
 class TrainingStep:
-    """One update of the parameters per global batch.
-
-    Attributes:
-        totals: Sums of the epoch.
-        clock: Timer of step phases.
-    """
+    """One update of the parameters per global batch; `totals` are the sums of the epoch."""
 
     def __init__(
         self,
@@ -235,14 +230,16 @@ class TrainingStep:
         """Compute the averaged gradients of the global batch; return the result of each micro-batch of this rank."""
         results: list[Result] = []
         if self._loss.gathers or self._setup.without_rows is not None:
-            max_micro_batches, min_micro_batches = self._max_and_min_micro_batches(len(share))
+            counts = torch.tensor([len(share), -len(share)], device="cpu")
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=runtime.cpu_group())
+            most, least = int(counts[0]), -int(counts[1])
             require(
-                max_micro_batches == min_micro_batches or not self._setup.call.optimizes,
+                most == least or not self._setup.call.optimizes,
                 f"step {share.number + 1} has no rows for some rank, and its train_step needs those of all ranks at "
                 "once (SyncBatchNorm or gathered rows) and calls optimize: set drop_last=True.",
             )
-            if max_micro_batches != min_micro_batches:
-                return self._accumulate_unevenly(share, max_micro_batches)
+            if most != least:
+                return self._accumulate_unevenly(share, most)
         items, divisors = self._precompute_divisors(share)
         if share.rows == 0:
             self.join_without_rows(share, divisors)
@@ -283,12 +280,6 @@ class TrainingStep:
         self._ddp.backward_without_batch()
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
-
-    def _max_and_min_micro_batches(self, count: int) -> tuple[int, int]:
-        counts = torch.tensor([count, -count], device="cpu")
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=runtime.cpu_group())
-        max_micro_batches, min_micro_batches = counts.tolist()
-        return max_micro_batches, -min_micro_batches
 
     def _recompute_locally(self, share: Share) -> list[Tensor]:
         """Compute this rank's gradients of a share without averaging them; return its losses."""

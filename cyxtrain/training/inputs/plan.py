@@ -6,7 +6,7 @@ Each rank makes a plan, which changes nothing; then the ranks agree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +26,11 @@ from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import can_fuse
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
-from cyxtrain.training.inputs.arguments import FitArguments
+from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments, check_data
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
-from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation
+from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
@@ -41,6 +41,7 @@ from cyxtrain.training.model.placement import (
 )
 from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
+from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
 
 
@@ -372,3 +373,41 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
             where = f"{name.replace('validation', 'validation data')}: {where}"
             what = "val_loss may become NaN, and then no epoch is the best one."
         warn(f"{where}{more}. {what} Fill or drop such rows first.")
+
+
+def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
+    """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments, at most.
+
+    For schedules that need it: the numbers are the same on every rank, and smaller with more ranks. All ranks call it;
+    like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
+
+    Args:
+        *data: As `DistributedTrainer.fit`: X and y, or what gives batches; a `DistributedTrainingConfig`, or none.
+        **keywords: As `DistributedTrainer.fit`.
+
+    Raises:
+        ConfigError: As `fit`; or the number of batches is unknown.
+    """
+    runtime.join_if_nobody_has()
+    runtime.check_same_call("count_steps")
+    config = parse_fit(*data, **keywords).config
+    if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have
+        steps = requested_steps(config)
+    else:
+        arguments, opened = open_fit(lambda: parse_fit(*data, **keywords), None, 0)
+        config = arguments.config
+        steps = steps_per_epoch(config, opened[0].feed(config, *_rank_and_world_size(config)))
+    total = all_steps(config, steps)
+    if total is None:
+        raise ConfigError("the number of batches is unknown: set steps_per_epoch, or max_steps.")
+    return total if steps is None else steps, total
+
+
+def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:
+    """Return those of this process, or those of the workers that a notebook would start."""
+    rank, world_size, asked = runtime.get_rank(), runtime.get_world_size(), config.num_processes
+    if asked is None or world_size > 1 or process_env.is_launched():
+        return rank, world_size
+    if asked == "auto" and accelerator.visible() is not None:
+        raise ConfigError('num_processes="auto" depends on where the model is: give count_steps a number of processes.')
+    return rank, ranks_by_cores(process_env.to_pass_on()) if asked == "auto" else int(asked)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cyxtrain.errors import ConfigError
-from cyxtrain.training.model.buffers import BuffersKept
+from cyxtrain.training.model.snapshot import BuffersKept
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
