@@ -115,9 +115,8 @@ class WeightCheck:
         if own:
             where = 'in place of the loss (or as {"loss": (sum, weight)})'
         if own and self._loss.used is None:
-            others = (
-                f", let forward divide the sum by an argument {ARGUMENT}, or give a loss_fn that does it from outputs"
-            )
+            others = f", let forward divide the sum by an argument {ARGUMENT}"
+            others += ", or give a loss_fn that does it from the outputs"
         return (
             f"{what} of {rows} rows is {value:.6g}, and the mean of their losses one by one is {mean:.6g}: it is "
             f"{is_what}, such as one over tokens. It is weighted by rows, so the result depends on the number of ranks "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,8 @@ from cyxtrain.world import runtime
 
 AUTO = "auto"
 _SAME_FIELDS = (
-    "shuffle",
-    "seed",
-    "validation_split",
-    "validation_stratify",
-    "batch_size",
-    "effective_batch_size",
-    "steps_per_epoch",
-    "drop_last",
+    *("shuffle", "seed", "validation_split", "validation_stratify"),
+    *("batch_size", "effective_batch_size", "steps_per_epoch", "drop_last"),
 )
 """What decides the samples of a step, besides the data."""
 _BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
@@ -49,6 +43,7 @@ _DATA = {"data": "the training data differ", "validation": "the validation data 
 
 Checkpoint = tuple[CheckpointState, str]
 """A checkpoint, and its name for messages."""
+HeaderLines = list[tuple[str, str]]
 
 
 def restore_rank(
@@ -103,32 +98,41 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 def start_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
+) -> tuple[FitPlan, Checkpoint | None, HeaderLines]:
     """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header."""
     try:
-        return _begin_or_resume(state, plan, numerics)
+        found = find_checkpoint(plan, state)
+        return _begin(state, plan, numerics) if found is None else _resume(state, plan, numerics, found)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
         runtime.gather_texts("")  # all ranks have read it when the first one leaves
         raise
 
 
-def _begin_or_resume(
-    state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
-    found, is_named = find_checkpoint(plan, state), plan.resume not in (None, AUTO)
-    data = plan.digests()
-    if found is None:
-        plan = with_batch_norm_checked(state, plan)
-        _check_schedules(plan, state)
-        lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
-        state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
-        return plan, None, _describe_start(plan, state)
-    (checkpoint, name), source = found, f"checkpoint {found[1]}"
+def _begin(state: TrainingState, plan: FitPlan, numerics: dict[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
+    plan = with_batch_norm_checked(state, plan)
+    for rates in state.rates.values():
+        scheduled = plan.scheduled(rates)
+        _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
+    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
+        warn(
+            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
+            "will not reach its value."
+        )
+    lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
+    effective = plan.feed.effective_batch_size
+    state.begin_fit(plan.config, plan.digests(), effective, lengths, plan.initial_epoch, numerics)
+    return plan, None, _describe_start(plan, state)
+
+
+def _resume(
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any], found: Checkpoint
+) -> tuple[FitPlan, Checkpoint, HeaderLines]:
+    (checkpoint, name), source, data = found, f"checkpoint {found[1]}", plan.digests()
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
-    state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=is_named)
+    state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=plan.resume not in (None, AUTO))
     with taking_over(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
         plan.feed.resume_from(state.position.effective_batch_size)
@@ -150,21 +154,16 @@ def _begin_or_resume(
     if checkpoint.others.get("compression") and runtime.get_world_size() == 1:
         header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
     computed = resume_diff.differences(checkpoint.arithmetic, numerics)
-    _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))
+    if computed and runtime.is_master():
+        warn(
+            f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
+            "bits, or more."
+        )
+    done = resume_diff.describe_changes(asked, checkpoint.config)
+    if done and runtime.is_master():
+        warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
-
-
-def _check_schedules(plan: FitPlan, state: TrainingState) -> None:
-    """Warn of schedules and warm-ups that a fit, from its beginning, does not complete."""
-    for rates in state.rates.values():
-        scheduled = plan.scheduled(rates)
-        _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
-    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
-        warn(
-            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
-            "will not reach its value."
-        )
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:
@@ -240,17 +239,6 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]
     what = f"{found} (number {state.position.fits})" if there else f"no checkpoint in {config.checkpoint_dir}"
     keeps = "" if config.makes_checkpoints else "; checkpoints are off"
     return [("resume", f"{what}, starting from scratch{keeps}")]
-
-
-def _warn_of_differences(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
-    """Warn of numerics (`computed`) and of steps (`done`) that differ from the checkpoint's."""
-    if computed and runtime.is_master():
-        warn(
-            f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
-            "bits, or more."
-        )
-    if done and runtime.is_master():
-        warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
 
 
 def _newest_of_call(
