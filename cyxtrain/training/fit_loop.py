@@ -227,7 +227,7 @@ class FitLoop:
         """Measure, validate, record and save the epoch."""
         plan, position = self._plan, self._state.position
         measured = step.totals.over_ranks(runtime.cpu_group())
-        seconds, note = time.perf_counter() - self._epoch_started_at, step.guard.explain_epoch()
+        seconds = time.perf_counter() - self._epoch_started_at
         if plan.feed.is_over and not position.epoch_steps:
             self._step = None
             return  # the data had ended before the epoch began
@@ -241,8 +241,7 @@ class FitLoop:
         own = rates_by_name(self._state.rates) | self._logged.over_ranks()
         self._step = None
         self._state.end_epoch()
-        self._publish_times(step)
-        self._record(measured, own, seconds, step.clock.steps, rows, note)
+        self._record(step, measured, own, seconds, rows)
         if is_validated:
             self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)
         received = self._together(self._call_epoch_end, position.epoch - 1)
@@ -411,25 +410,17 @@ class FitLoop:
         history = self._state.history
         return {name: values[-1] for name, values in history.history.items() if len(values) == len(history.epochs)}
 
-    def _publish_times(self, step: TrainingStep) -> None:
-        """Publish the time per phase of the epoch's steps, on all ranks."""
+    def _record(
+        self, step: TrainingStep, measured: dict[str, float], own: dict[str, float], seconds: float, rows: int
+    ) -> None:
+        """Publish the times of an epoch, and add it to the history."""
         clock = step.clock
         clock.communicated(clock.data, self._plan.feed.seconds_communicated())
         clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
         ranks, steps = clock.over_ranks(), max(clock.steps, 1)
         self._state.set(step_seconds=[{name: value / steps for name, value in parts.items()} for parts in ranks])
         self._profile.add(ranks, clock.steps)
-
-    def _record(
-        self,
-        measured: dict[str, float],
-        own: dict[str, float],
-        seconds: float,
-        steps: int,
-        rows: int,
-        note: str,
-    ) -> None:
-        """Add an epoch to the history. Times are rank 0's, so that the history is the same on every rank."""
+        # Rank 0's, so that the history is the same on every rank.
         times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
@@ -445,5 +436,5 @@ class FitLoop:
         flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
         self._state.set(device_usage=usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)
-        parts = (text, pace(epoch_seconds, steps, rows), *usage, note)
+        parts = (text, pace(epoch_seconds, clock.steps, rows), *usage, step.guard.explain_epoch())
         plan.display.end_epoch("  ".join(filter(None, parts)))

@@ -36,11 +36,6 @@ Policy = Callable[[RankExit], bool]
 """Returns whether the end of one rank stops the others."""
 
 
-def stop_all_at_first_failure(ended: RankExit) -> bool:
-    """Stop all ranks after a failure, not after a success."""
-    return ended.code != 0
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How the ranks ended."""
@@ -70,7 +65,7 @@ class Supervisor:
         self,
         specs: Sequence[RankSpec],
         terminal: Terminal,
-        policy: Policy = stop_all_at_first_failure,
+        policy: Policy = lambda ended: ended.code != 0,
         orphan_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._guard = Guard(orphan_seconds)

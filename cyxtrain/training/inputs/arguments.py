@@ -39,10 +39,7 @@ _TRIED: dict[str, Any] = {
 class FitArguments:
     """The arguments of `DistributedTrainer.fit`, in one form.
 
-    Attributes:
-        validation: (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
-        config: Complete and valid.
-        groups: `validation_groups`.
+    `validation` has (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
     """
 
     inputs: Any
@@ -85,13 +82,12 @@ def parse_fit(
     right = class_weight is None or isinstance(class_weight, Mapping)
     require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
     checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
-    _check_groups(validation_groups, checked)
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation(validation_data, checked),
+        validation=_validation(validation_data, checked, validation_groups),
         config=checked,
         resume=None if checked.fast_dev_run else path,
         callbacks=checked_callbacks(callbacks),
@@ -99,15 +95,6 @@ def parse_fit(
         groups=validation_groups,
         group_by_length=lengths,
     )
-
-
-def _check_groups(groups: Any, config: DistributedTrainingConfig) -> None:
-    """Refuse settings that exclude validation_groups."""
-    if groups is None:
-        return
-    require(bool(config.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
-    twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
-    require(not config.validation_stratify, twice)
 
 
 def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any, Any]:
@@ -178,8 +165,12 @@ def _path(resume: Any) -> str | None:
     return None if resume is None else os.fspath(resume)
 
 
-def _validation(validation: Any, settings: DistributedTrainingConfig) -> dict[str, tuple[Any, Any, Any]]:
+def _validation(validation: Any, settings: DistributedTrainingConfig, groups: Any) -> dict[str, tuple[Any, Any, Any]]:
     """Return the sets of validation data by name; a mapping of arrays is one set, with inputs by name."""
+    if groups is not None:
+        require(bool(settings.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
+        twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
+        require(not settings.validation_stratify, twice)
     if validation is None:
         return {}
     if settings.validation_split:

@@ -7,7 +7,7 @@ taken.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def _loss_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
     """Return the numerics in use, as JSON values by their names in messages."""
-    device = plan.data.placement.device
+    device, names = plan.data.placement.device, ", ".join(name for name in plan.fused_optimizers if name != ONLY)
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     exchange = {
         "the size of buckets": ddp_config.bucket_size_mb,
@@ -105,18 +105,13 @@ def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[
         "the parameters' dtypes": ", ".join(dtypes),
         "the precision": plan.config.precision,
         "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
-        "the optimizer's kernel": _kernel(plan.fused_optimizers),
+        "the optimizer's kernel": f"fused {names}".rstrip() if plan.fused_optimizers else "as it was built",
         "the device": device.type,
         "the backend": dist.get_backend(),
         **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
         "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
         **(exchange if dist.get_world_size() > 1 else {}),  # alone they do not
     }
-
-
-def _kernel(fused: Sequence[str]) -> str:
-    names = ", ".join(name for name in fused if name != ONLY)
-    return f"fused {names}".rstrip() if fused else "as it was built"
 
 
 def _product_precision(device: torch.device, requested: str | None) -> str:
