@@ -52,8 +52,7 @@ from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.outside_fit.batch_run import Call
-from cyxtrain.training.resume.resume_diff import numerics_of
-from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
+from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
 from cyxtrain.training.trained import trained_with

@@ -1,4 +1,8 @@
-"""Which checkpoint a fit continues from, whether it fits, and what of it belongs to this rank."""
+"""Which checkpoint a fit continues from, whether it fits, what differs from it, and what of it belongs to this rank.
+
+The checkpoint wins for the optimizer, the schedule and changed learning rates; the program for how later steps are
+taken.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
 from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
 from cyxtrain.checkpoint.validation import check_content, taking_over
-from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
+from cyxtrain.optim.optimizers import ONLY
+from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
+from cyxtrain.optim.schedules import schedule_settings
 from cyxtrain.training.inputs.plan import FitPlan, place_of
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
-from cyxtrain.training.resume import resume_diff
+from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
@@ -38,6 +48,15 @@ _SAME_FIELDS = (
 """What decides the samples of a step, besides the data."""
 _BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
 """What a checkpoint was made with that is older than a field."""
+_APPLIED_ONCE = ("learning_rate_scaling", "warmup_steps")
+"""Settings applied once to learning rates: a checkpoint has the resulting rates."""
+_EACH_STEP = (
+    *("accumulation_steps", "clip_norm", "clip_value", "clip_adaptive", "sync_batchnorm"),
+    *("scheduler_interval", "channels_last"),
+)
+"""Settings of each step; precision and compilation are reported with the numerics."""
+_NO_OPTIONS = {"params", "lr", "initial_lr"}
+"""Entries of a parameter group that are not compared as options; learning rates are compared by initial value."""
 _DATA = {"data": "the training data differ", "validation": "the validation data differ"}
 
 
@@ -130,8 +149,8 @@ def _resume(
 ) -> tuple[FitPlan, Checkpoint, HeaderLines]:
     (checkpoint, name), source, data = found, f"checkpoint {found[1]}", plan.digests()
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
-    given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
-    plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
+    given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
+    plan = replace(plan, config=as_in_checkpoint(asked, checkpoint.config))
     state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=plan.resume not in (None, AUTO))
     with taking_over(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
@@ -142,7 +161,7 @@ def _resume(
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
         state.set(config=replace(state.config, epochs=max(left, 0)))
         plan = replace(plan, config=state.config)
-    restored = resume_diff.describe_restored(given, resume_diff.restored_settings(state, plan.config))
+    restored = describe_restored(given, restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
     if header_lines and not plan.config.verbose and runtime.is_master():
         warn(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
@@ -153,13 +172,13 @@ def _resume(
             _check_schedule(plan, rates.scheduler, plan.schedule_steps(rates.warmup_steps_left, state.position))
     if checkpoint.others.get("compression") and runtime.get_world_size() == 1:
         header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
-    computed = resume_diff.differences(checkpoint.arithmetic, numerics)
+    computed = differences(checkpoint.arithmetic, numerics)
     if computed and runtime.is_master():
         warn(
             f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
             "bits, or more."
         )
-    done = resume_diff.describe_changes(asked, checkpoint.config)
+    done = describe_changes(asked, checkpoint.config)
     if done and runtime.is_master():
         warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
@@ -286,18 +305,110 @@ def check_same_fit(
     same_steps = state.position.get("effective_batch_size") == effective_batch_size
     if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):
         hidden |= {"batch_size", *(["effective_batch_size"] if same_steps else [])}  # they come to the same
-    differences = [
+    found = [
         f"{field} is {now[field]} and was {state.config.get(field)}"
         for field in _SAME_FIELDS
         if field not in hidden and now[field] != state.config.get(field, _BY_DEFAULT[field])
     ]
-    differences += [
+    found += [
         _DATA[what] + ("" if digest and state.run.get(what) else f": none {'were' if digest else 'are'} given")
         for what, digest in data.items()
         if state.run.get(what) != digest
     ]
-    if differences:
+    if found:
         raise ConfigError(
-            f"fit cannot resume from {name}: {'; '.join(differences)}. Pass what was passed before; or call "
+            f"fit cannot resume from {name}: {'; '.join(found)}. Pass what was passed before; or call "
             "load_checkpoint() and fit() without resume, to begin a new fit with that model."
         )
+
+
+def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> DistributedTrainingConfig:
+    """Return the config with the checkpoint's values of what a fit does once."""
+    fields = {name: saved.get(name, getattr(config, name)) for name in _APPLIED_ONCE}
+    if config.precision == saved.get("precision") == "fp16":
+        initial = _loss_scaling(saved)["initial_scale"]
+        fields["amp"] = dataclasses.replace(config.amp or AMPConfig(), initial_scale=initial)
+    return dataclasses.replace(config, **fields)
+
+
+def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
+    """Return the settings that a checkpoint restores, part by part."""
+    options, schedules = [], []
+    for rates in state.rates.values():
+        _, groups = optimizer_state_by_name(rates.optimizer, state.trained)
+        hidden = _NO_OPTIONS | rates.moved_options
+        for group, rate in zip(groups, rates.program_rates(), strict=True):
+            shown = {name: value for name, value in group.items() if name not in hidden}
+            options.append({name: value for name, value in shown.items() if not isinstance(value, torch.Tensor)})
+            options[-1]["lr"] = rate
+        schedules += schedule_settings(rates.scheduler)
+    own = dataclasses.asdict(config)
+    applied_once = {name: own[name] for name in _APPLIED_ONCE}
+    if config.precision == "fp16":
+        applied_once["initial_scale"] = _loss_scaling(own)["initial_scale"]
+    return {"settings": [applied_once], "optimizer": options, "schedule": schedules}
+
+
+def describe_restored(
+    program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]]
+) -> list[tuple[str, str]]:
+    """Return the header's line about settings of the program that the checkpoint has replaced."""
+    words = {
+        f"{name} {after[name]} as in the checkpoint (the program has {before[name]})"
+        for what, parts in program.items()
+        for before, after in zip(parts, checkpoint[what], strict=False)
+        for name in before.keys() & after.keys()
+        if before[name] != after[name]
+    }
+    return [("restored", "; ".join(sorted(words)))] if words else []
+
+
+def describe_changes(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Describe what steps do differently from now on."""
+    own = dataclasses.asdict(config)
+    found = differences(saved, {name: own[name] for name in _EACH_STEP})
+    if config.precision == saved.get("precision") == "fp16":
+        now = _loss_scaling(own)
+        del now["initial_scale"]  # by now it has become another
+        found += differences(_loss_scaling(saved), now)
+    return found
+
+
+def _loss_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    given: Mapping[str, Any] | None = config.get("amp")
+    return dataclasses.asdict(AMPConfig()) | dict(given or {})
+
+
+def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
+    """Return the numerics in use, as JSON values by their names in messages."""
+    device, names = plan.data.placement.device, ", ".join(name for name in plan.fused_optimizers if name != ONLY)
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    exchange = {
+        "the size of buckets": ddp_config.bucket_size_mb,
+        "the compression of gradients": ddp_config.compression or "none",
+        "the rank of their approximation": ddp_config.matrix_approximation_rank,
+    }
+    return {
+        "PyTorch": torch.__version__,
+        "the parameters' dtypes": ", ".join(dtypes),
+        "the precision": plan.config.precision,
+        "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
+        "the optimizer's kernel": f"fused {names}".rstrip() if plan.fused_optimizers else "as it was built",
+        "the device": device.type,
+        "the backend": dist.get_backend(),
+        **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
+        "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
+        **(exchange if dist.get_world_size() > 1 else {}),  # alone they do not
+    }
+
+
+def _product_precision(device: torch.device, requested: str | None) -> str:
+    """Return the precision of float32 matrix products, whichever of PyTorch's two settings decides it."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with float32_products(requested):
+        return str(backend.fp32_precision)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Describe what has another value than before; what was unknown then is skipped."""
+    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
