@@ -29,6 +29,7 @@ from cyxtrain.data.batches.prefetch import DeviceCopier, Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import warn
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import rule_named
 from cyxtrain.metrics.weighting import BatchLoss
@@ -204,7 +205,7 @@ class DistributedAMPTrainer:
                 self._ddp.sync_buffers()  # rank 0 may save them before the next step
             else:
                 self._ddp.buffer_rows = 0  # all ranks have the buffers of before the step
-            self._state.position.count_step()
+            self._state.position.set(step=self.step + 1)
             self._discard_step()
         return loss
 
@@ -293,7 +294,7 @@ class DistributedAMPTrainer:
         self._share.global_rows = self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
         guard = FiniteGuard(self._ddp, self._state, device, is_fit=False)
-        return TrainingStep(self._ddp, self._state, setup, guard)
+        return TrainingStep(self._ddp, self._state, setup, guard, LoggedNumbers())
 
     def _discard_step(self) -> None:
         self._share = _CurrentStep(self.step, self._global_rows, self._placement)

@@ -181,9 +181,7 @@ class FiniteGuard:
     def wait_for_verdict(self) -> None:
         """Wait for the report of the latest step; all ranks call it at the same point.
 
-        Raises:
-            NonFiniteError: The step was skipped; all is as before it.
-            DistributedTrainingError: A parameter was unused on some rank, in that step.
+        Raises NonFiniteError if the step was skipped, and DistributedTrainingError if a parameter was unused in it.
         """
         pending, self._pending = self._pending, None
         if pending is None:

@@ -90,10 +90,6 @@ class Position(_Fields):
             )
         return cls(**values)
 
-    def count_step(self) -> None:
-        """Count a step that has no place in an epoch."""
-        self.step += 1
-
     def have_read(self, read: tuple[int, int, int]) -> None:
         """Note what has been read of the data: passes, batches and order."""
         self.passes, self.batches, self.order = read
@@ -229,7 +225,7 @@ class TrainingState(_Fields):
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
         """Count a step of so many rows over all ranks; `read`: as for `Position.have_read`."""
         position = self.position
-        position.count_step()
+        position.step += 1
         position.samples += rows
         position.epoch_steps += 1
         position.have_read(read)

@@ -60,7 +60,7 @@ class TrainingStep:
         state: TrainingState,
         setup: ModelSetup,
         guard: FiniteGuard,
-        logged: LoggedNumbers | None = None,
+        logged: LoggedNumbers,
         updates: Updates | None = None,
     ) -> None:
         self._ddp = ddp
@@ -72,7 +72,7 @@ class TrainingStep:
         self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
         self._rates = [*state.rates.values()]
         self._clip = make_clip(state.config, state.optimizers)
-        self._logged = logged or LoggedNumbers()
+        self._logged = logged
         self._scale, self._multiplier = state.loss_scale, 1.0
         self._before_update = state.callbacks.before_optimizer_step
         self._world_size = dist.get_world_size()

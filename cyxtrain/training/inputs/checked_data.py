@@ -41,13 +41,7 @@ LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[s
 
 
 class TrainerArguments(NamedTuple):
-    """What a trainer was given.
-
-    Attributes:
-        loss_fn: With the factors of several losses.
-        steps: Of the user's own.
-        logged: What the dry run logs.
-    """
+    """What a trainer was given, the loss_fn with its factors; and what the dry run logs."""
 
     model: nn.Module
     loss_fn: Any

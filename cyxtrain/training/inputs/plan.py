@@ -188,11 +188,9 @@ class FitPlan:
         return self.schedule_steps(self.warmup_steps if rates.warms_up_first else 0)
 
     def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
-        """Return how often the fit steps its schedule; None: unknown.
+        """Return how often the fit, from a position, steps its schedule; None: unknown.
 
-        Args:
-            warmup_steps: Of the warm-up that are still to be taken; the schedule waits for it.
-            position: Of the fit; None: it begins.
+        `warmup_steps` are those still to be taken of the warm-up, for which the schedule waits.
         """
         epochs, done, steps, left = self.config.epochs, 0, self.steps_per_epoch, self.config.max_steps
         if position is not None:

@@ -143,7 +143,7 @@ def _step(
             logged.begin(share.rows, 0)
             step(share)
         ddp.sync_buffers()
-        state.position.count_step()
+        state.position.set(step=state.position.step + 1)
         numbers = {name: each for name, each in logged.over_ranks().items() if not name.startswith(GRAD_NORM)}
         return {**step.totals.over_ranks(runtime.cpu_group()), **numbers}
 

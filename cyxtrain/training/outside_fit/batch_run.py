@@ -30,12 +30,8 @@ class BatchRun:
     If any rank's callbacks have a hook of batches, the ranks take turns and agree after each batch, by a small
     all_reduce, whether to go on: so all end together, with the first batches done.
 
-    Args:
-        kind: "test" or "predict", as in the names of hooks.
-        group, done: As in `BatchShare`.
-
-    Attributes:
-        is_ended: Whether a rank has ended the run before the last batch.
+    `kind` is "test" or "predict", as in the names of hooks; `group` and `done` are those of `BatchShare`; `is_ended`
+    tells whether a rank has ended the run before the last batch.
     """
 
     def __init__(

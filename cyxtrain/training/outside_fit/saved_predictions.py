@@ -206,13 +206,8 @@ def finished(rows: Tensor | list[Tensor], *, as_array: bool) -> Any:
 class ShardFolder:
     """The folder of a prediction, new or continued; all ranks that share the rows make one.
 
-    Attributes:
-        group: Batches of a shard.
-        done: Numbers of shards that are complete.
-        is_complete: Whether all are.
-
-    Raises:
-        ConfigError: It has something else, or not all ranks see it.
+    `group` batches are a shard; `done` has the numbers of complete ones. Raises ConfigError if the folder has something
+    else, or not all ranks see it.
     """
 
     def __init__(
