@@ -32,7 +32,6 @@ from cyxtrain.errors import warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import rule_named
-from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
@@ -197,7 +196,11 @@ class DistributedAMPTrainer:
         if num_rows(rows.inputs):
             share.micro_batches.append(rows)
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
-            loss = self._value_of(share.results[-1].loss)
+            found = share.results[-1].loss
+            if not self._loss.counts_terms:
+                loss = float(found.value.detach())
+            elif found.has_weight:
+                loss = float(found.mean.detach())
         elif is_last:
             step.join_without_rows(share)
         if is_last:
@@ -208,12 +211,6 @@ class DistributedAMPTrainer:
             self._state.position.set(step=self.step + 1)
             self._discard_step()
         return loss
-
-    def _value_of(self, loss: BatchLoss) -> float:
-        """Return the loss as the loss function gives it; 0 if nothing in it counts."""
-        if not self._loss.counts_terms:
-            return float(loss.value.detach())
-        return float(loss.mean.detach()) if loss.has_weight else 0.0
 
     def save_checkpoint(
         self,

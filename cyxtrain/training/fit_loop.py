@@ -225,7 +225,7 @@ class FitLoop:
 
     def _end_epoch(self, step: TrainingStep) -> None:
         """Measure, validate, record and save the epoch."""
-        plan, position = self._plan, self._state.position
+        plan, state, position = self._plan, self._state, self._state.position
         measured = step.totals.over_ranks(runtime.cpu_group())
         seconds = time.perf_counter() - self._epoch_started_at
         if plan.feed.is_over and not position.epoch_steps:
@@ -238,15 +238,19 @@ class FitLoop:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
-        own = rates_by_name(self._state.rates) | self._logged.over_ranks()
+        own = rates_by_name(state.rates) | self._logged.over_ranks()
         self._step = None
-        self._state.end_epoch()
+        state.end_epoch()
         self._record(step, measured, own, seconds, rows)
         if is_validated:
             self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)
         received = self._together(self._call_epoch_end, position.epoch - 1)
         self._apply_end(received)
-        self._explain_end()
+        reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
+        if any(reasons):  # why a callback ends the fit with this epoch
+            state.set(stop_reason=next(filter(None, reasons)))
+            where = f"after epoch {position.epoch} of {self._last_epoch}"
+            plan.display.header([("stopped", f"{where}: {state.stop_reason}")])
         self._manager.after_epoch()
         stop_if_requested(received)
 
@@ -352,15 +356,6 @@ class FitLoop:
         """Make this epoch the last one if a callback on any rank asks for it."""
         if any(received) and received[StopRequest.COMPLETE] > 0:
             self._state.position.set(stopped=1)
-
-    def _explain_end(self) -> None:
-        """Keep and show why a callback ends the fit with this epoch. All ranks call it."""
-        position = self._state.position
-        reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
-        if any(reasons):
-            self._state.set(stop_reason=next(filter(None, reasons)))
-            where = f"after epoch {position.epoch} of {self._last_epoch}"
-            self._plan.display.header([("stopped", f"{where}: {self._state.stop_reason}")])
 
     def _apply(self, received: Sequence[float], step: TrainingStep) -> None:
         """Save, or stop, if any rank requests it."""

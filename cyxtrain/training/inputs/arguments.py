@@ -110,23 +110,18 @@ def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, 
     named = [array for array in named if array is not None]
     require(not more or not named, "fit got X_val and y_val twice: by position and by name.")
     arrays = [*given[:2], *(more or named or (None, None))]
-    _refuse_settings(arrays)
+    wrong = next((each for each in arrays if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
+    if wrong is not None:
+        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
+        raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
+    if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in arrays):
+        raise ConfigError(
+            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
+        )
     count = sum(array is not None for array in arrays)
     right = arrays[0] is not None and len(arrays) == 4
     require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count} arrays.")
     return arrays, config, settings.pop("group_by_length", None)
-
-
-def _refuse_settings(given: Sequence[Any]) -> None:
-    """Refuse configs and settings in the place of arrays."""
-    wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
-    if wrong is not None:
-        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
-        raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
-    if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in given):
-        raise ConfigError(
-            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
-        )
 
 
 def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]) -> DistributedTrainingConfig:

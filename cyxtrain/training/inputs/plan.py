@@ -288,7 +288,6 @@ def plan_fit(
     plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
     may_log = callbacks.may_log or trainer.logged.has_any
     plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
-    _check_best(plan)
     _check_validation(plan)
     return plan, facts
 
@@ -318,8 +317,9 @@ def _is_on_accelerator(trained: nn.Module) -> bool:
     return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
 
 
-def _check_best(plan: FitPlan) -> None:
-    best = plan.config.keep_best
+def _check_validation(plan: FitPlan) -> None:
+    """Refuse a best epoch and validations that cannot be found or made."""
+    config, best = plan.config, plan.config.keep_best
     if best in plan.measured:
         require(
             best.removeprefix("val_") in plan.larger_is_better,
@@ -332,11 +332,6 @@ def _check_best(plan: FitPlan) -> None:
             raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
         meant = nearest(best, plan.measured, "metric")
         raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
-
-
-def _check_validation(plan: FitPlan) -> None:
-    """Refuse validations that cannot be: without data, or at a fraction of an epoch of unknown length."""
-    config = plan.config
     if config.log_every_n_batches and runtime.is_master():
         warn("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
     if config.validates_within_epochs and not plan.validation:
