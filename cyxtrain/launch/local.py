@@ -16,7 +16,7 @@ from cyxtrain.workers.error_lines import is_mistake
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Outcome, Supervisor, would_recur
+from cyxtrain.workers.supervisor import Outcome, Supervisor, stop_all_at_first_failure, would_recur
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
     def note_exit(ended: RankExit) -> bool:
         if ended.code == 0:  # ranks that wait for it to join read this
             exited.write(b"%d\n" % start.ranks[ended.index])
-        return ended.code != 0
+        return stop_all_at_first_failure(ended)
 
     exited = tempfile.NamedTemporaryFile("wb", buffering=0, prefix="cyxtrain-")  # noqa: SIM115 - closed below
     environment = {**environment, "CYXTRAIN_EXITED": exited.name}

@@ -36,6 +36,11 @@ Policy = Callable[[RankExit], bool]
 """Returns whether the end of one rank stops the others."""
 
 
+def stop_all_at_first_failure(ended: RankExit) -> bool:
+    """Stop all ranks after a failure, not after a success."""
+    return ended.code != 0
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How the ranks ended."""
@@ -65,7 +70,7 @@ class Supervisor:
         self,
         specs: Sequence[RankSpec],
         terminal: Terminal,
-        policy: Policy = lambda ended: ended.code != 0,
+        policy: Policy = stop_all_at_first_failure,
         orphan_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._guard = Guard(orphan_seconds)

@@ -14,7 +14,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import Tree, map_tree, tensors
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import ARGUMENT, find_rule, may_take_items, names_items, usual_rule
-from cyxtrain.metrics.weighting import Weighting
+from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.training.model.forward import ModelCall
 
 ROWS = 8
@@ -136,20 +136,19 @@ class WeightCheck:
         output = self._call.with_items(self._model, batch, items)
         return float(self._loss(output, batch).value)
 
-    def _means(self, batch: Batch) -> dict[str, float]:
+    def _losses(self, batch: Batch, kind: Weighting) -> dict[str, BatchLoss]:
+        """Return the losses of that kind by name; "" is an only loss, of any kind."""
         found = self._loss(self._call.without_graph(self._model, batch), batch)
-        if not self._loss.weightings:
-            return {"": float(found.mean)}
-        kinds = self._loss.weightings.items()
-        return {name: float(found.parts[name].mean) for name, kind in kinds if kind is Weighting.SAMPLES}
+        kinds = self._loss.weightings
+        return {name: found.parts[name] for name in kinds if kinds[name] is kind} if kinds else {"": found}
+
+    def _means(self, batch: Batch) -> dict[str, float]:
+        return {name: float(part.mean) for name, part in self._losses(batch, Weighting.SAMPLES).items()}
 
     def _pairs(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Return (sum, weight) of each loss that is a weighted mean."""
-        found = self._loss(self._call.without_graph(self._model, batch), batch)
-        kinds = self._loss.weightings.items()
-        names = [name for name, kind in kinds if kind is Weighting.TERMS]
-        parts = {name: found.parts[name] for name in names} if kinds else {"": found}
-        return {name: (float(part.value * part.terms), float(part.weight)) for name, part in parts.items()}
+        parts = self._losses(batch, Weighting.TERMS).items()
+        return {name: (float(part.value * part.terms), float(part.weight)) for name, part in parts}
 
     def _alone(self) -> Iterator[Batch]:
         return (_part(self._batch, slice(row, row + 1)) for row in range(self._batch.rows))
