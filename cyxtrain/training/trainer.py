@@ -35,7 +35,7 @@ from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
-from cyxtrain.training.evaluation import Evaluation, evaluate, predict, predict_to_folder
+from cyxtrain.training.evaluation import Call, Evaluation, evaluate, predict, predict_to_folder
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
@@ -51,7 +51,6 @@ from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
-from cyxtrain.training.outside_fit.batch_run import Call
 from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
