@@ -1,11 +1,4 @@
-"""Mixed precision in a custom training loop: a call for each micro-batch.
-
-    trainer = cx.DistributedAMPTrainer(model, accumulation_steps=4)
-    for batch in loader:
-        loss = trainer.training_step(batch)
-
-`fit(precision="fp16", accumulation_steps=4)` takes the same steps without the loop, and shards the data.
-"""
+"""Mixed precision in a custom training loop: a call for each micro-batch."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cyxtrain import errors
-from cyxtrain.workers.error_lines import TRACEBACK, is_mistake
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard
-from cyxtrain.workers.output import Terminal
+from cyxtrain.workers.output import TRACEBACK, Terminal, is_mistake
 from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProcess, RankSpec
 
 OWN_END_SECONDS = 2.0

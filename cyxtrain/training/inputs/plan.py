@@ -1,7 +1,4 @@
-"""What a call of `fit` does, after all checks.
-
-Each rank makes a plan, which changes nothing; then the ranks agree.
-"""
+"""What a call of `fit` does, after all checks: each rank makes a plan, which changes nothing; then the ranks agree."""
 
 from __future__ import annotations
 
