@@ -11,8 +11,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.training.inputs.empty_batches import EmptyBatch, inputs_seen
+from cyxtrain.training.inputs.checked_data import CheckedData, EmptyBatch, inputs_seen
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.snapshot import snapshot
