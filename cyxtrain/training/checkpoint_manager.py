@@ -149,7 +149,6 @@ class CheckpointManager:
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
 
     def _is_own(self, found: Found) -> bool:
-        """Return whether a checkpoint is of this fit."""
         return bool(found.position) and found.run.get("id") == self._state.run.get("id")
 
     def _save(self, totals: MetricSums | None, *, is_best: bool = False) -> None:
@@ -189,7 +188,6 @@ class CheckpointManager:
         return problem if problem is not None or self._writer is None else self._writer.wait()
 
     def _name(self) -> str:
-        """Return the name of a checkpoint of the latest step."""
         position = self._state.position
         return f"step-{position.step:08d}" if position.samples else f"epoch-{position.epoch:04d}"
 

@@ -34,7 +34,6 @@ class Trained(nn.Module):
         self._registered = nn.ModuleList(losses.values())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model, or the step."""
         return (self._step or self.model)(*inputs, **named)
 
     def named_modules(

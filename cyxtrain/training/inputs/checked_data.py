@@ -217,7 +217,6 @@ def check_data(
 def _make_call(
     model: nn.Module, loss: Loss, own: OwnStep | None, source: Source, precision: Precision, device: torch.device
 ) -> ModelCall:
-    """Return what calls the model, or a step of the user's own."""
     if own is None or loss.used is None:
         inputs, targets, _ = source.example
         return ModelCall(model, precision, inputs, targets, loss)

@@ -168,7 +168,6 @@ class DryRun:
         return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
-        """Return the model's output and its loss."""
         loss, output = self._loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
@@ -200,7 +199,6 @@ class DryRun:
                 raise
 
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Return the loss that the model computes itself."""
         try:
             self._loss.inspect_result(output, batch.rows)
             return self._loss(output, batch).value

@@ -129,7 +129,6 @@ def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
 
 
 def _split(source: ArraySource, arguments: FitArguments) -> tuple[ArraySource, ArraySource]:
-    """Return the rows that train and those that validate."""
     config = arguments.config
     first = validation_rows(len(source), config.validation_split)
     count = len(source) - first

@@ -164,7 +164,6 @@ def _way_of(model: nn.Module, inputs: Tree) -> _Way:
 
 
 def _not_taken(model: nn.Module, inputs: dict[Any, Any]) -> list[str]:
-    """Return the names of inputs that forward does not take."""
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return [] if takes_all else [name for name in inputs if name not in parameters]
