@@ -34,6 +34,7 @@ class Trained(nn.Module):
         self._registered = nn.ModuleList(losses.values())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Call the model, or the step."""
         return (self._step or self.model)(*inputs, **named)
 
     def named_modules(
