@@ -10,8 +10,7 @@ import contextlib
 import enum
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,17 +48,13 @@ class Verdict(enum.Enum):
     SKIPPED = "not taken, because a loss or a gradient is not finite"
 
 
-@dataclass
-class _Pending:
+class _Pending(NamedTuple):
     """A step whose report has not reached the host, and what restores the state before it."""
 
     share: Share
     recompute: Callable[[], Sequence[Tensor]]
     report: Report
-    buffers: BuffersKept
-    rows: int
-    position: dict[str, Any]
-    undo_rates: Sequence[Callable[[], None]]
+    undo: Callable[[], None]
 
 
 class FiniteGuard:
@@ -174,8 +169,16 @@ class FiniteGuard:
         """
         report = self._ddp.report(losses)
         self.wait_for_verdict()
-        position = {**vars(self._position)}
-        self._pending = _Pending(share, recompute, report, self._buffers, self._rows, position, undo_rates)
+        position, buffers, rows = {**vars(self._position)}, self._buffers, self._rows
+
+        def undo() -> None:
+            buffers.restore()
+            self._ddp.buffer_rows = rows
+            self._position.set(**position)
+            for each in undo_rates:
+                each()
+
+        self._pending = _Pending(share, recompute, report, undo)
         return report
 
     def wait_for_verdict(self) -> None:
@@ -191,25 +194,18 @@ class FiniteGuard:
             self._position.set(skipped=0)
             self._taken += 1
             return
-        self._undo(pending)
+        pending.undo()
         self._ddp.read_report(pending.report)
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in pending.report.nonfinite]
-        self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, lambda: self._undo(pending))
+        self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, pending.undo)
 
     def abort(self) -> None:
         """Undo the latest step if it was skipped: an error ends the fit, on this rank."""
         pending, self._pending = self._pending, None
         with contextlib.suppress(RuntimeError):  # the device may have failed
             if pending is not None and pending.report.arrives_within(_REPORT_SECONDS) and not pending.report.is_good():
-                self._undo(pending)
-
-    def _undo(self, pending: _Pending) -> None:
-        pending.buffers.restore()
-        self._ddp.buffer_rows = pending.rows
-        self._position.set(**pending.position)
-        for undo in pending.undo_rates:
-            undo()
+                pending.undo()
 
     def _explain(
         self,
