@@ -29,7 +29,6 @@ class CheckpointManager:
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
     written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
-
     """
 
     def __init__(

@@ -111,9 +111,7 @@ class TrainingState(_Fields):
         stop_training: Whether a callback on this rank asks to end the fit.
         kept: States of callbacks from a checkpoint, by name, until a callback takes them over.
         arithmetic: Numerics of the latest call of `fit`, for comparison on resume.
-        complete_fits: Completed calls of `fit` in this program.
         runs: Ids of the runs that this training has been.
-        step_seconds: Of each part of a step, in the latest epoch, by rank.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
         stop_reason: Why a callback has ended the latest fit; "": none has.
     """

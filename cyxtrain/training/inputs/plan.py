@@ -48,13 +48,11 @@ class FitPlan:
 
     Attributes:
         validation: Sets of rows to validate with, by name; "" for a set without a name.
-        fused_optimizers: Names of the optimizers that use PyTorch's fused kernels.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: those of the trainer.
         ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.
         defers_verdicts: Whether all ranks compute on accelerators, and the host need not wait for a step.
         attempt: How often a launcher has restarted the ranks, at most.
-        devices: Those in use and those visible, in words.
         may_log: Whether this rank may log numbers of the user's own: the dry run has, or a callback may.
     """
 

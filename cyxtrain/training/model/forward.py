@@ -40,9 +40,6 @@ class ModelCall:
         owners: The objects that such a step may change.
         optimizes: Whether it updates the parameters itself, by `optimize`, as far as it has run.
         alone: What in it excludes several micro-batches per step, in words, or "".
-
-    Raises:
-        ConfigError: The model computes its own loss, takes inputs by name, and has no name for the targets.
     """
 
     step: Callable[[Any], Any] | None = None
