@@ -84,7 +84,6 @@ class TensorBoard(Callback):
         self._norm: Tensor | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Write the settings; prepare the graph and the profile."""
         require(
             not (self.profile_batch and self.trainer.config.profile),
             "TensorBoard(profile_batch=...) and fit(profile=...) both profile steps: choose one.",
@@ -108,17 +107,14 @@ class TensorBoard(Callback):
             self._writer = self._open("train")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step."""
         return {"step": self.trainer.step}
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
-        """Compute the gradient norm if it is written after this step."""
         is_last = self.params["steps"] in (None, batch + 1)  # None: the number of steps is unknown
         if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
             self._norm = gradient_norm(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Write the values of a step."""
         step = self.trainer.step
         if self._profiler is not None:
             self._profiler.step()
@@ -129,7 +125,6 @@ class TensorBoard(Callback):
             self._write_step(step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Write the epoch's metrics."""
         if self._writer is None:
             return
         step = self.trainer.step
@@ -148,7 +143,6 @@ class TensorBoard(Callback):
             writer.flush()
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Write the metrics of a validation."""
         if self._writer is not None:
             self._validation = self._validation or self._open("validation")
             for name, value in (logs or {}).items():
@@ -166,7 +160,6 @@ class TensorBoard(Callback):
             self._writer.add_scalar("step/gradient norm", float(self._norm), step)
 
     def close(self) -> None:
-        """Close the files."""
         if self._graph is not None:
             self._graph.close()
         if self._profiler is not None:
