@@ -9,7 +9,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.config.settings import takes
-from cyxtrain.errors import ConfigError
 
 
 class Schedule(Protocol):
@@ -64,13 +63,3 @@ def is_schedule(given: Any) -> bool:
 def given_schedule(scheduler: LRScheduler | None) -> Any:
     """Return a schedule as the user gave it."""
     return scheduler.given if isinstance(scheduler, GivenSchedule) else scheduler
-
-
-def check_interval(scheduler: LRScheduler | None, interval: str) -> None:
-    """Refuse a schedule that counts other units than those after which `fit` steps it."""
-    own = scheduler.interval if isinstance(scheduler, GivenSchedule) else None
-    if own not in (None, interval):
-        raise ConfigError(
-            f"the {type(given_schedule(scheduler)).__name__} counts {own}s (t_in_epochs={own == 'epoch'}), and "
-            f'scheduler_interval="{interval}": set scheduler_interval="{own}".'
-        )

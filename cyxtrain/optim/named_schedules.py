@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -11,17 +10,12 @@ from typing_extensions import override
 
 
 class FitSchedule(LRScheduler):
-    """A schedule over the steps of one fit; the next fit starts it again.
+    """A schedule over the steps of one fit; the next fit starts it again."""
 
-    Attributes:
-        total_steps: How many times the fit steps it; 0 before the first fit.
-    """
-
-    # its name for trainers
-    label = ""
+    label = ""  # its name for trainers
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.total_steps = 0
+        self.total_steps = 0  # how many times the fit steps it; 0 before the first fit
         super().__init__(optimizer)
 
     def begin(self, total_steps: int) -> None:
@@ -40,9 +34,9 @@ class FitSchedule(LRScheduler):
         factor = self.factor() if self.total_steps else 1.0
         return [rate * factor for rate in self.base_lrs]
 
-    @abstractmethod
     def factor(self) -> float:
         """Return the factor of the learning rate at step `last_epoch` of `total_steps`."""
+        return 1.0
 
     def part(self) -> float:
         """Return the completed fraction of the fit, 0 to 1."""
@@ -53,10 +47,6 @@ class Constant(FitSchedule):
     """Keeps the learning rate."""
 
     label = "constant"
-
-    @override
-    def factor(self) -> float:
-        return 1.0
 
 
 class Linear(FitSchedule):

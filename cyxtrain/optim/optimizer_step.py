@@ -33,7 +33,7 @@ class OptimizerStep:
         if steps is not None:
             self._take(steps)
             return
-        with _unfused(self._groups_with_some_momenta()):
+        with self._unfused_where_needed():
             self._optimizer.step()
 
     def unless(self, skip: Tensor) -> Callable[[], None] | None:
@@ -71,15 +71,22 @@ class OptimizerStep:
         if "step" in vars(self._optimizer):  # a schedule of PyTorch's records the calls
             torch_compat.note_step(self._optimizer)
 
-    def _groups_with_some_momenta(self) -> list[dict[str, Any]]:
-        """Return the groups that fused SGD refuses: some parameters, such as unfrozen ones, have no momentum yet."""
+    @contextlib.contextmanager
+    def _unfused_where_needed(self) -> Iterator[None]:
+        """Do not fuse groups that fused SGD refuses: some parameters, such as unfrozen ones, have no momentum yet."""
         found = []
         for group in self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.SGD) else ():
             if group["momentum"] and group["fused"]:
                 trained = _trained(group)
                 known = sum(self._optimizer.state.get(each, {}).get("momentum_buffer") is not None for each in trained)
                 found += [group] if 0 < known < len(trained) else []
-        return found
+        for group in found:
+            group["fused"] = None
+        try:
+            yield
+        finally:
+            for group in found:
+                group["fused"] = True
 
 
 def _adam_step(
@@ -124,14 +131,3 @@ _PREPARE = {torch.optim.Adam: _adam_step, torch.optim.AdamW: _adam_step, torch.o
 
 def _trained(group: Mapping[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
-
-
-@contextlib.contextmanager
-def _unfused(groups: list[dict[str, Any]]) -> Iterator[None]:
-    for group in groups:
-        group["fused"] = None
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["fused"] = True

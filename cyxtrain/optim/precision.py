@@ -15,7 +15,7 @@ import torch
 
 from cyxtrain.checkpoint.validation import is_loss_scale
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig
-from cyxtrain.data.batches.structure import map_output
+from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.errors import CheckpointError
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,17 +24,12 @@ _LEAST_SCALE = 1.0
 
 
 class Precision:
-    """The precision in which a model computes: "fp32", "bf16" or "fp16".
-
-    Attributes:
-        dtype: Of autocast; None without autocast.
-        is_full: Whether models compute in the dtype of their parameters.
-    """
+    """The precision in which a model computes: "fp32", "bf16" or "fp16"."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.dtype = _HALVES.get(name)
+        self.dtype = _HALVES.get(name)  # of autocast; None without autocast
         self._device_type = device.type
-        self.is_full = self.dtype is None
+        self.is_full = self.dtype is None  # models compute in the dtype of their parameters
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which PyTorch autocasts."""
@@ -46,7 +41,7 @@ class Precision:
 
     def widened(self, output: Any) -> Any:
         """Return a model's output with its 16-bit numbers as float32, for losses and metrics."""
-        return map_output(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)
+        return map_tree(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)
 
 
 @contextlib.contextmanager
@@ -97,11 +92,8 @@ class LossScale:
         return self.is_dynamic and self.value > _LEAST_SCALE
 
     def of_each(self, world_size: int) -> float:
-        """Return the factor of each rank's loss.
-
-        In a mean over N ranks a row counts N times as much on its rank as it would alone: in 16 bits its gradients
-        would overflow N times as early.
-        """
+        """Return the factor of each rank's loss."""
+        # In a mean over N ranks a row counts N times as much on its rank: in 16 bits, gradients would overflow earlier.
         return self.value / world_size
 
     def update(self, *, overflowed: bool) -> None:
