@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from cyxtrain.config.settings import names_checked, require, require_boolean, require_integer
@@ -35,13 +35,6 @@ def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Ind
         words = np.array([seed % _WORD, seed // _WORD, epoch], dtype=np.uint32)
         np.random.RandomState(words).shuffle(order)
     return order
-
-
-def sharded_size(dataset_size: int, world_size: int, drop_last: bool, pad: bool) -> int:
-    """Return how many indices all ranks get together in an epoch; `drop_last` takes precedence over `pad`."""
-    if drop_last:
-        return dataset_size // world_size * world_size
-    return -(-dataset_size // world_size) * world_size if pad else dataset_size
 
 
 @names_checked
@@ -115,7 +108,9 @@ class DistributedSampler(Sampler[int]):
 
     def padded_size(self) -> int:
         """Return the number of indices of all ranks together, after padding or dropping."""
-        return sharded_size(self._total_size, self.world_size, self.drop_last, self.pad)
+        if self.drop_last:  # takes precedence over `pad`
+            return self._total_size // self.world_size * self.world_size
+        return -(-self._total_size // self.world_size) * self.world_size if self.pad else self._total_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order.
@@ -183,15 +178,16 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
         raise ConfigError(f"{owner}: world_size={world_size} and num_replicas={num_replicas} differ. Give one of them.")
     if world_size is None:
         world_size = num_replicas
-    group = _default_group()
-    if group is None and (rank is None) != (world_size is None):
+    has_group = dist.is_initialized()
+    if not has_group and (rank is None) != (world_size is None):
         # A guess here would give several ranks the same samples.
         raise ConfigError(
             f"{owner}: rank={rank} and world_size={world_size}. Give both, or neither after cyxtrain.init()."
         )
-    group_rank, group_size = group or (0, 1)
-    world_size = group_size if world_size is None else world_size
-    rank = group_rank if rank is None else rank
+    if world_size is None:
+        world_size = dist.get_world_size() if has_group else 1
+    if rank is None:
+        rank = dist.get_rank() if has_group else 0
     require_integer(owner, "world_size", world_size, 1)
     require_integer(owner, "rank", rank, 0)
     require(
@@ -200,10 +196,3 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
         f"so the highest is {world_size - 1}.",
     )
     return rank, world_size
-
-
-def _default_group() -> tuple[int, int] | None:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return distributed.get_rank(), distributed.get_world_size()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cyxtrain.config.settings import require
 from cyxtrain.data.batches.batch import Batch, Share
-from cyxtrain.data.batches.structure import map_output
+from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.metrics.logged import LoggedNumbers
@@ -321,7 +321,7 @@ class TrainingStep:
             )
         # Detached: several micro-batches together would keep their graphs.
         output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
-        measured = (map_output(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
+        measured = (map_tree(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
         return Result(loss, correct_of(output, batch.answers, self._loss), measured)
 
     def _nonempty_losses(self, loss: BatchLoss) -> list[tuple[int, float, BatchLoss]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cyxtrain.config.settings import names_checked
 from cyxtrain.data.batches.specs import example_of
-from cyxtrain.data.batches.structure import output_parts, with_parts
+from cyxtrain.data.batches.structure import leaves, with_parts
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.metrics.whole_set import as_numpy
@@ -99,7 +99,7 @@ class Predictions:
             elif isinstance(joined, Tensor) and part.rows_second:
                 joined = joined.transpose(0, 1)
             found.append(finished(joined, as_array=self._is_numpy))
-        names = [name for name, _ in output_parts(self._example)]
+        names = [name for name, _ in leaves(self._example)]
         return with_parts(self._example, dict(zip(names, found, strict=True)))
 
 
