@@ -27,8 +27,8 @@ from cyxtrain.experiment.data import Data, as_validation, open_data
 from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
 from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model
-from cyxtrain.optim.named_schedules import SCHEDULERS
 from cyxtrain.optim.optimizers import ONLY, OPTIMIZERS, parameters_for
+from cyxtrain.optim.schedule_classes import SCHEDULERS
 from cyxtrain.optim.schedules import wants_total_steps
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.training.evaluation import Evaluation

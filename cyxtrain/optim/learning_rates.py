@@ -17,9 +17,8 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, ConfigError, counted
-from cyxtrain.optim.given_schedule import GivenSchedule, given_schedule
-from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
 from cyxtrain.optim.optimizers import ONLY
+from cyxtrain.optim.schedule_classes import FitSchedule, GivenSchedule, OneCycle, given_schedule
 
 # of the optimizer, and of how many times the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]

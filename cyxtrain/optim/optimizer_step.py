@@ -1,4 +1,4 @@
-"""An optimizer's step, which an accelerator skips by itself if a gradient is not finite."""
+"""An optimizer's step, which an accelerator skips by itself if a gradient is not finite, and its closure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from cyxtrain.environment import torch_compat
+from cyxtrain.optim.optimizers import parameters_of
 
 
 class OptimizerStep:
@@ -131,3 +132,29 @@ _PREPARE = {torch.optim.Adam: _adam_step, torch.optim.AdamW: _adam_step, torch.o
 
 def _trained(group: Mapping[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+class Closure:
+    """Evaluates loss and gradients, averaged over ranks, when an optimizer calls it: equally often on every rank.
+
+    `evaluate` sets the gradients, and returns the loss. `loss` is that of an evaluation before the step, which is not
+    repeated if parameters and gradients are still those.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, evaluate: Callable[[], Tensor], loss: Tensor) -> None:
+        self._optimizer, self._evaluate, self._loss = optimizer, evaluate, loss
+        self._known = self._versions()
+
+    def __call__(self) -> Tensor:
+        """Return the loss."""
+        if self._versions() == self._known:
+            return self._loss
+        with torch.enable_grad():
+            self._loss = self._evaluate()
+        self._known = self._versions()
+        return self._loss
+
+    def _versions(self) -> list[Any]:
+        parameters = parameters_of(self._optimizer)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        return [*map(id, gradients), *torch_compat.versions_of(parameters), *torch_compat.versions_of(gradients)]

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import (
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted, warn
-from cyxtrain.optim.given_schedule import GivenSchedule, given_schedule
 from cyxtrain.optim.learning_rates import schedules_in, steps_taken
+from cyxtrain.optim.schedule_classes import GivenSchedule, given_schedule
 
 # the fraction of a rate that is left if a schedule for epochs is stepped per step
 _NEXT_TO_NOTHING = 1e-6

@@ -28,10 +28,9 @@ from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
-from cyxtrain.optim.closure import Closure
-from cyxtrain.optim.factors import Number, as_double, quotient, times
-from cyxtrain.optim.optimizer_step import OptimizerStep
+from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import needs_closure
+from cyxtrain.optim.precision import Number, as_double, quotient, times
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup

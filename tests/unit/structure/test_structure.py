@@ -71,7 +71,7 @@ INSIDE = {
         "legacy_backend registered_backend",
         "backend",
     ],
-    "data": ["rng sampler", "order sharding iterator", "batches", "feed", "sources"],
+    "data": ["rng sampler", "order sharding", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange",
         "bucket powersgd gathering step_report",
