@@ -12,8 +12,7 @@ from cyxtrain.config import (
     DistributedTrainingConfig,
     create_default_amp_config,
 )
-from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.sampler import DistributedSampler
+from cyxtrain.data.sampler import DistributedBatchIterator, DistributedSampler
 from cyxtrain.errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -35,7 +34,7 @@ from cyxtrain.models import get_model, list_models, register_model
 from cyxtrain.parallel import DistributedDataParallel, all_gather_with_grad
 from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory
 from cyxtrain.training.amp_trainer import DistributedAMPTrainer
-from cyxtrain.training.inputs.step_count import count_steps
+from cyxtrain.training.inputs.plan import count_steps
 from cyxtrain.training.outside_fit.saved_predictions import open_predictions
 from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world.collectives import (

@@ -19,11 +19,9 @@ class ProgressBar(Callback):
         self._shown: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Choose a bar or lines."""
         self._display = make_display(runtime.is_master() and not self.params["verbose"])
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Start a bar."""
         self._display.begin_epoch(epoch + 1, self.params["epochs"], self.params["steps"])
         self._shown = epoch
 
@@ -34,11 +32,9 @@ class ProgressBar(Callback):
         self._display.step(self.params["samples_per_step"], lambda: dict(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Replace the bar with the epoch's metrics."""
         logs = logs or {}
         trained, validated = ({n: v for n, v in logs.items() if n.startswith("val_") is each} for each in (False, True))
         self._display.end_epoch(around_validation(numbers(trained), validated, self.params["sets"]))
 
     def close(self) -> None:
-        """Remove the bar."""
         self._display.close()
