@@ -16,7 +16,7 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
-from cyxtrain.errors import is_on_all_ranks, warn
+from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, warn
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.optim.learning_rates import LEARNING_RATE, rates_by_name, rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
@@ -247,7 +247,7 @@ class FitLoop:
         is_validated = plan.validates_epoch(position) and self._validate()
         is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
         where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
-        own = rates_by_name(state.rates) | self._logged.over_ranks()
+        own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._step = None
         state.end_epoch()
         self._record(step, measured, own, seconds, rows, is_validated=is_validated)
@@ -326,10 +326,22 @@ class FitLoop:
         if self._step is not None:
             self._step.guard.wait_for_verdict()
 
+    def _logged_in_epoch(self) -> dict[str, float]:
+        """Return what all ranks have logged outside of validations; refuse names that a validation has."""
+        found, validated = self._logged.over_ranks(), self._state.history.validations[-1:]
+        if twice := next((name for row in validated for name in row if name in found), None):
+            raise on_all_ranks(
+                ConfigError(
+                    f"log({twice!r}) was called in training, and a validation has a number of this name: what it logs "
+                    f"as {twice.removeprefix('val_')!r}. Choose another name for one of them."
+                )
+            )
+        return found
+
     def _call_epoch_end(self, epoch: int) -> None:
         """Call `on_epoch_end`, of those that run last with what the others have logged in theirs."""
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=False)
-        record_numbers(self._state.history, self._logged.over_ranks())
+        record_numbers(self._state.history, self._logged_in_epoch())
         self._logged.reset()
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
         best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch

@@ -149,6 +149,7 @@ class CheckedData(ModelSetup):
         flops_per_row: Operations of forward and backward; None: not counted.
         output: What the model returned in the dry run of a prediction, with tensors on the meta device.
         rows_second: Names of its parts whose rows are in the second dimension, as in the states of an LSTM.
+        name: Of one of several validation sets.
     """
 
     source: Source
@@ -156,6 +157,7 @@ class CheckedData(ModelSetup):
     flops_per_row: float | None = None
     output: Any = None
     rows_second: frozenset[str] = frozenset()
+    name: str = ""
 
     def params(self, verbose: Any) -> dict[str, Any]:
         """Return what callbacks of `evaluate` and `predict` are given with `set_params`."""

@@ -305,7 +305,7 @@ def _check_validation_set(
 ) -> CheckedData:
     with naming_validation(f"validation {name}".rstrip()):
         size = source.batch_size or config.validation_batch_size or config.batch_size
-        return check_data(source, size, config, trainer)
+        return replace(check_data(source, size, config, trainer), name=name)
 
 
 def _is_on_accelerator(trained: nn.Module) -> bool:
