@@ -126,7 +126,7 @@ def test_it_predicts_with_the_weights_that_came_back(kernel):
 @pytest.mark.nightly
 def test_it_is_interrupted_in_an_epoch_and_goes_on(kernel):
     begun = Path(kernel.run("import os; print(os.getcwd())")[0].strip()) / "begun"
-    stop = threading.Thread(target=lambda: (wait_until(begun.exists), kernel.interrupt()))
+    stop = threading.Thread(target=lambda: (wait_until(begun.exists, 50), kernel.interrupt()))
     stop.start()
     written, shown = kernel.run(
         "class Telling(cx.callbacks.Callback):\n"
