@@ -31,7 +31,7 @@ from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import rule_named
-from cyxtrain.metrics.weighting import BatchLoss
+from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
@@ -164,7 +164,8 @@ class DistributedAMPTrainer:
                 It may have no samples, as in the tail of an epoch.
 
         Returns:
-            The loss of this rank's micro-batch, as the loss function gives it; 0 if nothing in it counts.
+            The loss of this rank's micro-batch, as the loss function gives it, with (sum, weight) as a mean; 0 if
+            nothing in it counts.
 
         Raises:
             ConfigError: It is not a batch, has other parts than the first one, or the model cannot take it.
@@ -209,10 +210,10 @@ class DistributedAMPTrainer:
         return loss
 
     def _value_of(self, loss: BatchLoss) -> float:
-        """Return the loss as the loss function gives it; 0 if nothing in it counts."""
-        if not self._loss.counts_terms:
-            return float(loss.value.detach())
-        return float(loss.mean.detach()) if loss.has_weight else 0.0
+        """Return the loss as the loss function gives it, (sum, weight) as a mean; 0 if nothing in it counts."""
+        is_as_given = self._loss.weighting is Weighting.NOTHING or loss.terms is loss.weight
+        value = float((loss.value if is_as_given else loss.mean).detach())
+        return 0.0 if math.isnan(value) and not loss.has_weight else value
 
     def save_checkpoint(
         self,
