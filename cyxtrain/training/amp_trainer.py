@@ -109,7 +109,6 @@ class DistributedAMPTrainer:
         self._state = TrainingState(self.model, 0, rates, self.scaler, loss=self._loss)
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._step: TrainingStep | None = None
-        self._global_rows = 1
         self._share = _CurrentStep(0, 1, self._placement)
         self._between_calls = contextlib.ExitStack()
         self._between_calls.enter_context(self._ddp.no_sync())
@@ -283,13 +282,13 @@ class DistributedAMPTrainer:
             self._loss.use_num_items(rule_named(next(filter(None, rules)), Batch(0, *self._example)))
         # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
         # same number for all ranks and calls, so that gradients can be added.
-        self._share.global_rows = self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
+        self._share.global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
         guard = FiniteGuard(self._ddp, self._state, device, is_fit=False)
         return TrainingStep(self._ddp, self._state, setup, guard, LoggedNumbers())
 
     def _discard_step(self) -> None:
-        self._share = _CurrentStep(self.step, self._global_rows, self._placement)
+        self._share = _CurrentStep(self.step, self._share.global_rows, self._placement)
         self._ddp.forget()
         self._ddp.module.zero_grad()
 
