@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class ConfusionMatrix(WholeSet):
         return predicted.long(), classes.long()
 
     @override
-    def _names(self, name: str, rows: tuple[Any, Any]) -> list[str]:
+    def _names(self, name: str, results: Callable[[], dict[str, float]]) -> list[str]:
         return []  # without drawing: it adds no numbers to the history
 
     def _draw(self, outputs: Any, targets: Any) -> dict[str, float]:

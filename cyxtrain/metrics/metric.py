@@ -30,9 +30,10 @@ from cyxtrain.world import runtime
 
 
 class Metric(ABC):
-    """A number per epoch, or one for each of several `names`."""
+    """A number per epoch, or one for each of several `names`; `select` finds its output and target."""
 
     def __init__(self, name: str, larger_is_better: bool | None) -> None:
+        self.select: Callable[[Any, Any], tuple[Any, Any]] = lambda output, target: (output, target)
         self.name = name
         self.names = [name]
         self.larger_is_better = larger_is_better
@@ -375,7 +376,7 @@ class Metrics:
         if self._metrics:
             with torch.no_grad():
                 for metric in self._metrics:
-                    metric.add(output, target, rows)
+                    metric.add(*metric.select(output, target), rows)
 
     def local_values(self) -> dict[str, float]:
         """Return each number over this rank's rows."""

@@ -12,17 +12,21 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cyxtrain.config.settings import unknown_name
+from cyxtrain.data.batches.structure import parts_by_name
 from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError, brief
-from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.find_accuracy import find_accuracy
+from cyxtrain.metrics.loss import Loss, naming_output
 from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
+from cyxtrain.metrics.sums import correct_of
+from cyxtrain.metrics.weighting import batch_loss_of
 from cyxtrain.metrics.whole_set import WholeSet
 
 _TOP = re.compile(r"top_([1-9]\d*)$")
@@ -61,36 +65,57 @@ _CORRELATIONS = ("pearson", "spearman")
 _KNOWN = [ACCURACY, "top_5", *_OF_CLASSES, *_BY_AVERAGE, *_OF_NUMBERS, *_FROM_LIBRARY, *_CORRELATIONS]
 
 
-def metrics_by_name(metrics: Any) -> dict[str, Any]:
-    """Return a user's metrics (None, one, several, or a dictionary) by name."""
-    if metrics is None:
-        return {}
-    if isinstance(metrics, Mapping):
-        given = [(str(name), each) for name, each in metrics.items()]
-    else:
-        several = [metrics] if isinstance(metrics, str) or not isinstance(metrics, Sequence) else list(metrics)
-        given = [pair for each in several for pair in _named(each)]
-    found: dict[str, Any] = {}
-    for name, each in given:
-        if isinstance(each, type) or not (isinstance(each, str) or callable(each)):
-            what = f"the class {each.__name__}: pass an instance" if isinstance(each, type) else brief(each)
-            raise ConfigError(
-                f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}."
-            )
-        if isinstance(each, str) and each not in _KNOWN and each not in _BUILT_IN and not _TOP.match(each):
-            raise unknown_name("cyxtrain", each, _KNOWN, "metric")
-        if isinstance(each, str) and each in _BUILT_IN:  # torchmetrics' objects compare as equal to anything
-            if each == "loss":
-                continue
-            name, each = ACCURACY, ACCURACY
-        elif not isinstance(metrics, Mapping) and not isinstance(each, str) and not _is_library(each):
-            name = _free_name(name, found)
+class NamedMetrics(dict[str, Any]):
+    """A user's metrics by name in the history; `outputs` has the output's name for those of one of several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[str, str] = {}
+
+    def add(self, name: str, metric: Any, output: str | None = None) -> None:
+        """Add a metric; raise ConfigError if its name is not free."""
         if name.startswith("val_") or name == "loss":
             raise ConfigError(f"the metric {name!r} needs another name: the history uses this one.")
-        if name in found:
+        if name in self:
             raise ConfigError(f"metrics has two named {name!r}: name them, as in metrics={{'mine': ...}}.")
-        found[name] = each
+        self[name] = metric
+        if output is not None:
+            self.outputs[name] = output
+
+
+def metrics_by_name(metrics: Any, outputs: Collection[str] = ()) -> NamedMetrics:
+    """Return a user's metrics (None, one, several, or a dictionary) by name.
+
+    In a dictionary, keys that are among `outputs`, and those of lists and dictionaries, name outputs of the model.
+    """
+    found = NamedMetrics()
+    if isinstance(metrics, NamedMetrics) or metrics is None:
+        return found if metrics is None else metrics
+    for given in metrics if isinstance(metrics, Sequence) and not isinstance(metrics, str) else [metrics]:
+        has_names = isinstance(given, Mapping)
+        for name, each in _named(given):
+            if has_names and (name in outputs or isinstance(each, (list, tuple, Mapping))):
+                for own, metric in metrics_by_name(each).items():
+                    found.add(f"{name}_{own}", metric, output=name)
+                continue
+            _check_kind(each)
+            if isinstance(each, str) and each in _BUILT_IN:  # torchmetrics' objects compare as equal to anything
+                if each == "loss":
+                    continue
+                name, each = ACCURACY, ACCURACY
+            elif not has_names and not isinstance(each, str) and not _is_library(each):
+                name = _free_name(name, found)
+            found.add(name, each)
     return found
+
+
+def _check_kind(metric: Any) -> None:
+    """Refuse what is no metric."""
+    if isinstance(metric, type) or not (isinstance(metric, str) or callable(metric)):
+        what = f"the class {metric.__name__}: pass an instance" if isinstance(metric, type) else brief(metric)
+        raise ConfigError(f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}.")
+    if isinstance(metric, str) and metric not in _KNOWN and metric not in _BUILT_IN and not _TOP.match(metric):
+        raise unknown_name("cyxtrain", metric, _KNOWN, "metric")
 
 
 def _free_name(name: str, found: Mapping[str, Any]) -> str:
@@ -112,21 +137,22 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
     return [(getattr(metric, "__name__", type(metric).__name__), metric)]
 
 
-def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
+def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
     """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
-    given = {name: each for name, each in given.items() if name != ACCURACY or not isinstance(each, str)}
-    given = {name: each for name, each in given.items() if not isinstance(each, WholeSet)}
-    if not given:
-        return Metrics()
-    task = _task_of(loss, output, target)
+    for name, part in given.outputs.items():
+        with naming_output(part):
+            _inspect_output(loss, part, output, target, asked=_is_accuracy(given[name]))
+    made = []
     with warnings.catch_warnings():  # some keep all rows, which is what is wanted
         warnings.simplefilter("ignore")
-        made = [_made(name, each, task) for name, each in given.items()]
+        for name, each in given.items():
+            if not (isinstance(each, WholeSet) or (name == ACCURACY and _is_accuracy(each))):
+                made.append(_made_for(given.outputs.get(name), name, each, loss, output, target))
     for metric in made if output is not None else ():
         try:
             with warnings.catch_warnings():  # in a few rows some classes are missing
                 warnings.simplefilter("ignore")
-                metric.add(output, target, rows)
+                metric.add(*metric.select(output, target), rows)
                 metric.local_values()
         except ConfigError:
             raise
@@ -134,6 +160,39 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any,
             what = f"the metric {metric.name} cannot take the model's output and y"
             raise ConfigError(f"{what}: {error}{remedy_for_devices(error)}") from error
     return Metrics(made).copy()
+
+
+def _is_accuracy(metric: Any) -> bool:
+    return isinstance(metric, str) and metric == ACCURACY
+
+
+def _inspect_output(loss: Loss, name: str, output: Any, target: Any, *, asked: bool) -> None:
+    """Find out what accuracy is of one of several outputs; without a loss, its classes are those of a cross-entropy."""
+    is_new = name not in loss.outputs
+    own = loss.outputs.setdefault(name, Loss("cross_entropy"))
+    if own.accuracy is not None:
+        return
+    part, answer = loss.of_output(name, output, target)
+    if is_new:
+        own.inspect(answer, are_all=False)
+        own.check_shapes(part, answer)
+    value = torch.zeros((), device="cpu") if own.is_known else batch_loss_of(own.function(part, answer), 1).mean
+    own.accuracy = find_accuracy(own, part, answer, value, asked=asked)
+
+
+def _made_for(part: str | None, name: str, metric: Any, loss: Loss, output: Any, target: Any) -> Metric:
+    """Return a metric, of one of several outputs if `part` is not None."""
+    if part is None:
+        names = [*parts_by_name(output)]
+        return _made(name, metric, _task_of(loss, output, target), names[0] if names else "a")
+    own = loss.outputs[part]
+    with naming_output(part):
+        if _is_accuracy(metric):
+            made: Metric = MeanMetric(name, lambda output, target: correct_of(output, target, own), True)
+        else:
+            made = _made(name, metric, _task_of(own, *loss.of_output(part, output, target)), part)
+    made.select = lambda output, target: loss.of_output(part, output, target)
+    return made
 
 
 def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
@@ -149,15 +208,15 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
     return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
 
 
-def _made(name: str, metric: Any, task: _Task | None) -> Metric:
+def _made(name: str, metric: Any, task: _Task | None, part: str) -> Metric:
     if _is_library(metric):
         return LibraryMetric(name, metric)
     if not isinstance(metric, str):
         return MeanMetric(name, metric)
     if task is None:
         raise ConfigError(
-            f"the metric {metric!r} needs a model with one output and one y. For one of several, pass a function: "
-            f"metrics={{{name!r}: lambda output, target: (output['a'] - target['a']).abs()}}."
+            f"the metric {metric!r} compares one output with one y: give it by the output's name, as in "
+            f"metrics={{{part!r}: [{metric!r}]}}, or pass a function of (output, target)."
         )
     top = _TOP.match(metric)
     base, average = _BY_AVERAGE.get(metric, (metric, ""))

@@ -88,6 +88,15 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     return None
 
 
+def parts_by_name(value: Any) -> dict[str, Any]:
+    """Return the parts of an output or a target by name; those of a tuple without names, or of a list, by place."""
+    named = fields_of(value)
+    if named is None:
+        several = value if isinstance(value, (tuple, list)) else ()
+        named = dict(zip(getattr(value, "_fields", range(len(several))), several, strict=True))
+    return {str(name): part for name, part in named.items()}
+
+
 def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:
     """Return a dataclass of a value's class, other fields None; a dictionary if that is none, or cannot be made."""
     make: Any = type(value)

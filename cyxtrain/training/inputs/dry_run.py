@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
-from cyxtrain.metrics.named_metrics import ACCURACY, make_metrics
+from cyxtrain.metrics.named_metrics import ACCURACY, NamedMetrics, make_metrics
 from cyxtrain.metrics.whole_set import WholeSet, tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
@@ -61,7 +61,7 @@ class DryRun:
         loss: Loss,
         call: ModelCall,
         placement: Placement,
-        metrics: Mapping[str, Any],
+        metrics: NamedMetrics,
         *,
         is_of_fit: bool,
     ) -> None:
@@ -136,7 +136,8 @@ class DryRun:
             output, value = self._forward(source, batch)
             measures = self._measuring(output, batch, value)
             output = self._loss.measured_part(output)
-            measures.whole_sets = tried_sets(self._metrics, self._loss, output, batch.answers, batch.rows)
+            given = (self._metrics, self._metrics.outputs)
+            measures.whole_sets = tried_sets(*given, self._loss, output, batch.answers, batch.rows)
             return measures
 
     def predict(self, source: Source) -> Any:
@@ -250,11 +251,11 @@ class DryRun:
         if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
             asked = own is not None
             self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
-        if self._loss.function is None and self._loss.used is None:
+        if self._loss.function is None and self._loss.used is None and not self._metrics.outputs:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_output(Tensor.detach, output)
-            return make_metrics(self._metrics, self._loss, output, batch.targets, batch.rows)
+            return make_metrics(self._metrics, self._loss, output, batch.answers, batch.rows)
 
     def _without_output(self) -> Metrics:
         """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""
