@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 Tree: TypeAlias = Tensor | dict[str, "Tree"] | tuple["Tree", ...] | list["Tree"]
 """Parts of the containers may be None, such as a mask that is not used; the type leaves that out for brevity."""
@@ -36,14 +37,19 @@ def as_tensor(value: Any) -> Tensor:
 
 def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     """Return a model's output, with the result of a function for each tensor; unknown types unchanged."""
-    parts = output_parts(output)
-    return with_parts(output, {name: function(part) if isinstance(part, Tensor) else part for name, part in parts})
+
+    def mapped(part: Any) -> Any:
+        if isinstance(part, PackedSequence):
+            return part._replace(data=function(part.data))
+        return function(part) if isinstance(part, Tensor) else part
+
+    return with_parts(output, {name: mapped(part) for name, part in output_parts(output)})
 
 
 def output_parts(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
     """Yield the name of each part of a model's output, such as "output['scores']", and the part, unless it is None."""
     named = fields_of(output)
-    if named is not None or isinstance(output, (tuple, list)):
+    if named is not None or _is_sequence(output):
         for key, part in enumerate(output) if named is None else named.items():
             yield from output_parts(part, f"{name}[{key!r}]")
     elif output is not None:
@@ -55,10 +61,14 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
     named = fields_of(output)
     if named is not None:
         return with_fields(output, {key: with_parts(part, parts, f"{name}[{key!r}]") for key, part in named.items()})
-    if isinstance(output, (tuple, list)):
+    if _is_sequence(output):
         made = (with_parts(part, parts, f"{name}[{number}]") for number, part in enumerate(output))
         return same_sequence(output, made)
     return None if output is None else parts[name]
+
+
+def _is_sequence(output: Any) -> bool:
+    return isinstance(output, (tuple, list)) and not isinstance(output, PackedSequence)
 
 
 def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.prefetch import Placement
@@ -333,6 +334,7 @@ def _total(result: Any) -> Tensor:
 
 
 def _without_values(part: Any) -> Any:
+    part = pad_packed_sequence(part, batch_first=True)[0] if isinstance(part, PackedSequence) else part
     return torch.empty_like(part, device="meta") if isinstance(part, Tensor) else part
 
 
