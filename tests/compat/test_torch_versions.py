@@ -1,4 +1,4 @@
-"""The core of the suite on every version of PyTorch that cyxtrain says it is tested with, in an environment of its own.
+"""The core of the suite on every version of PyTorch that cyxtrain says it is tested with, in its own environment.
 
 `pytest -m nightly tests/compat/test_torch_versions.py` runs it. `-k 2.15` takes one version, and
 `--python 2.15=/path/python` a Python that has that version and the tests' requirements already. pip's configuration (a

@@ -1,4 +1,4 @@
-"""Over "ring" too: other trainers. Each is installed in a virtual environment of its own.
+"""Over "ring" too: other trainers. Each is installed in its own virtual environment.
 
 PyTorch's wheel for Linux brings CUDA's libraries (5 GB). An index with wheels for CPUs alone, where there is one, is
 taken from PIP_EXTRA_INDEX_URL.

@@ -1,6 +1,6 @@
 """What stands around a cluster: Ray for real, and the manifests of Slurm and Kubernetes as far as they can be read.
 
-Ray is installed in a virtual environment of its own, beside the PyTorch that runs the tests.
+Ray is installed in its own virtual environment, beside the PyTorch that runs the tests.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_every_collective_does_so_with_every_dtype_reduction_length_and_layout(b
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_collective_does_so_over_nccl(world_size):
-    # PyTorch's NCCL gives every rank a GPU of its own.
+    # PyTorch's NCCL gives every rank its own GPU.
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"NCCL needs a GPU for each of {world_size} ranks, this machine has {torch.cuda.device_count()}")
     for collective in COLLECTIVES:

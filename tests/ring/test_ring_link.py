@@ -161,7 +161,7 @@ def test_a_connection_within_a_machine_holds_no_more_than_a_cache(address, near)
         as_it_comes = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         Link(sock, 1)
         found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        with socket.socket() as other:  # the kernel doubles what it is asked for, and has a limit of its own
+        with socket.socket() as other:  # the kernel doubles what it is asked for, and has its own limit
             other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
             asked = other.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         assert as_it_comes != asked

@@ -1,4 +1,4 @@
-"""What ranks do in the survival tests that are busy, slow, wrong or often born, each in a process of its own."""
+"""What ranks do in the survival tests that are busy, slow, wrong or often born, each in its own process."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def hold_the_gil(seconds: float) -> None:
 
 
 def raise_in(folder: str, where: str) -> Facts | None:
-    """Rank 1 raises an error of its own; returns how this rank learnt of it."""
+    """Rank 1 raises its own error; returns how this rank learnt of it."""
     with cx.init():
         try:
             globals()[where](folder)

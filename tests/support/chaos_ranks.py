@@ -182,7 +182,7 @@ def sums_under(plan: Plan, rounds: int) -> tuple[str, float]:
 
 
 def everything_behind(ports: list[int], store_port: int, options: RingOptions) -> str:
-    """Does `everything` in a process of its own, behind a proxy of another process that stands at these ports."""
+    """Does `everything` in its own process, behind a proxy of another process that stands at these ports."""
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options = dataclasses.replace(options, transport="tcp")

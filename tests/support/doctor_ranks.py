@@ -1,4 +1,4 @@
-"""What the ranks of test_doctor.py and test_bench.py do, each in a process of its own; no pytest here."""
+"""What the ranks of test_doctor.py and test_bench.py do, each in its own process; no pytest here."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import cyxtrain as cx
 
 
 class FailsInStep3(cx.callbacks.Callback):
-    """Ends the last rank in its third step: by an error of its own, or by SIGKILL."""
+    """Ends the last rank in its third step: by its own error, or by SIGKILL."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class Throttle:
 
 @dataclass(frozen=True)
 class Slices:
-    """What goes from rank to peer is sent in pieces of so many bytes, each in a system call of its own."""
+    """What goes from rank to peer is sent in pieces of so many bytes, each in its own system call."""
 
     size: int = 1
 
@@ -218,7 +218,7 @@ def install(plan: Plan, rank: int) -> None:
     """Makes the faults of a process happen to this one, which is `rank`, from the next call on.
 
     It counts by wrapping the methods of `Link` that move bytes, and those of `Executor` that do a collective, for the
-    rest of this process's life: call it in a process of its own, before it joins.
+    rest of this process's life: call it in its own process, before it joins.
     """
     from cyxtrain.ring.executor import Executor
     from cyxtrain.ring.wire.link import Link

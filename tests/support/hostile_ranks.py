@@ -1,4 +1,4 @@
-"""What the ranks of test_hostile.py do, each in a process of its own: they join and train, and measure themselves."""
+"""What the ranks of test_hostile.py do, each in its own process: they join and train, and measure themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_hosts.py do, each in a process on a host of its own; no pytest here."""
+"""What the ranks of test_hosts.py do, each in a process on its own host; no pytest here."""
 
 from __future__ import annotations
 

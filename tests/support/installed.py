@@ -1,4 +1,4 @@
-"""Environments of their own for tests that install other packages."""
+"""Separate environments for tests that install other packages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Worlds that stay joined from one test of a module to its next: for claims that are not about joining and ending.
 
-A world of its own costs a test 0.15 to 0.25 s of CPU time, and one more task for a joined world a tenth of that.
+A separate world costs a test 0.15 to 0.25 s of CPU time, and one more task for a joined world a tenth of that.
 A world takes no other task where one failed or left something behind: the next test then has a new one.
 """
 

@@ -123,6 +123,6 @@ def _called_first(original: Callable[..., Any], before: Callable[[], None]) -> C
 
 
 def fit_in_a_world(folder: str, seed: int, moment: Moment | None) -> dict[str, Any]:
-    """The same, in a world of its own."""
+    """The same, in its own world."""
     with cx.init():
         return fit(folder, seed, moment)

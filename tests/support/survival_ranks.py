@@ -1,4 +1,4 @@
-"""What ranks do in test_survival.py and test_survival_nightly.py, each in a process of its own; no pytest here."""
+"""What ranks do in test_survival.py and test_survival_nightly.py, each in its own process; no pytest here."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def barriers_and_their_work() -> None:
 
 
 def collectives_of_several_threads() -> None:
-    """Each thread has a group of its own: nothing else says which call belongs to which."""
+    """Each thread has its own group: nothing else says which call belongs to which."""
     groups = [dist.new_group() for _ in range(3)]
     wrong: list[object] = []
 

@@ -171,12 +171,12 @@ def checkpoints_of_a_sharded_model() -> None:
 
 
 def checkpoints_in_the_background() -> None:
-    """A thread writes, with collectives of its own in a group of its own, while training goes on."""
+    """A thread writes, with its own collectives in its own group, while training goes on."""
     save_in_the_background(AsyncCheckpointerType.THREAD)
 
 
 def checkpoints_in_another_process() -> None:
-    """It asks whether the group has CPU tensors, and makes a world of its own, over Gloo."""
+    """It asks whether the group has CPU tensors, and makes its own world, over Gloo."""
     save_in_the_background(AsyncCheckpointerType.PROCESS)
 
 

@@ -48,7 +48,7 @@ def run_threads(
     store: dist.Store | None = None,
     options: RingOptions | None = None,
 ) -> list[Any]:
-    """Runs `rank_main(group)` as every rank of a ring, each in a thread with a group of its own.
+    """Runs `rank_main(group)` as every rank of a ring, each in a thread with its own group.
 
     Args:
         world_size: How many ranks.
@@ -287,7 +287,7 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 
 def _main(module: str, function: str, args: str, value_file: str) -> None:
-    """Runs one rank's function in a process of its own."""
+    """Runs one rank's function in its own process."""
     value = getattr(importlib.import_module(Path(module).stem), function)(*json.loads(args))
     part = Path(value_file + ".part")
     part.write_text(json.dumps(value))

@@ -23,7 +23,7 @@ FIT = {"epochs": 2, "effective_batch_size": 6, "shuffle": True, "verbose": False
 
 
 class TwoInputs(nn.Module):
-    """Two parts of a row, in arguments of their own."""
+    """Two parts of a row, in their own arguments."""
 
     def __init__(self) -> None:
         super().__init__()

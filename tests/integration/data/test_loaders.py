@@ -115,7 +115,7 @@ def loader_of(kind: str, world_size: int = 1) -> Any:
 
 
 class Longer(Sampler):
-    """Batches of its own: of random rows, the last one shorter."""
+    """Makes its own batches: of random rows, the last one shorter."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -604,7 +604,7 @@ def test_what_a_collate_fn_draws_is_the_same_with_workers_and_where_a_fit_goes_o
 
 
 class Unseeded(Augmented):
-    """Draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self) -> None:
         super().__init__()

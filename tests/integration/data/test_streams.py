@@ -26,7 +26,7 @@ Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Noting(nn.Module):
-    """Notes what it is trained on, and draws random numbers of its own."""
+    """Notes what it is trained on, and draws its own random numbers."""
 
     def __init__(self, drop: float) -> None:
         super().__init__()

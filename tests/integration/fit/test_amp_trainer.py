@@ -393,7 +393,7 @@ def test_loading_a_checkpoint_forgets_what_waits_for_the_rest_of_its_step(tmp_pa
 
 
 def fit_beside(lives: bool) -> Floats:
-    """A fit whose last step has a row on rank 0 alone, of a model that a trainer with a loop of its own knows."""
+    """A fit whose last step has a row on rank 0 alone, of a model that a trainer with its own loop knows."""
     rows = make_rows(17)
     model = make_model()
     first = cx.DistributedAMPTrainer(model, loss_fn="cross_entropy", optimizer=partial(torch.optim.SGD, lr=0.1))

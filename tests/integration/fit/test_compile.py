@@ -59,7 +59,7 @@ def losses_of_watched() -> tuple[float, float]:
     return history.val_losses[0], trainer.evaluate(*rows).loss
 
 
-# In processes of their own: PyTorch's compiler leaves workers behind.
+# In their own processes: PyTorch's compiler leaves workers behind.
 @pytest.mark.nightly
 @needs_compiler
 @pytest.mark.parametrize("world_size", [1, 2])

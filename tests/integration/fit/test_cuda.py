@@ -355,7 +355,7 @@ def test_a_group_of_nccl_is_adopted_and_trains_on_its_gpu():
 
 
 @OF_CUDA
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each rank has a GPU of its own")
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each rank has its own GPU")
 def test_two_ranks_of_nccl_on_one_gpu_are_refused_when_they_join():
     found = run_processes(2, meet, env={"DISTRIBUTED_BACKEND": "nccl"}, seconds=100.0, succeed=False)
     assert all("RendezvousError" in each.stderr and "Two ranks use one GPU" in each.stderr for each in found)

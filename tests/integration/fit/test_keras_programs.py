@@ -102,7 +102,7 @@ def test_validation_data_without_an_end_are_read_as_far_as_asked_for():
 
 
 class WithNumbers(cx.DistributedTrainer):
-    """Returns numbers of its own from its steps."""
+    """Returns its own numbers from its steps."""
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         return {**super().train_step(batch), "mine": torch.tensor(10.0)}

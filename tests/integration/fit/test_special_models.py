@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 
 class Tied(nn.Module):
-    """An encoder and a decoder that share one matrix, and a decoder with a bias of its own."""
+    """An encoder and a decoder that share one matrix, and a decoder with its own bias."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Drifting(nn.Module):
 
 
 class Counted(nn.Module):
-    """A model that depends on a buffer of its own that is in no state_dict, and on one that is made in forward."""
+    """A model that depends on its own buffer that is in no state_dict, and on one that is made in forward."""
 
     steps: Tensor
     late: Tensor | None

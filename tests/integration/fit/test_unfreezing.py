@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {"epochs": 3, "effective_batch_size": BATCH, "verbose
 
 
 class Unfreeze(cx.callbacks.Callback):
-    """Unfreezes the first layer when epoch 1 begins, and gives it to the optimizer in a group of its own."""
+    """Unfreezes the first layer when epoch 1 begins, and gives it to the optimizer in its own group."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 1:

@@ -1,4 +1,4 @@
-"""Claims about losses with a weight of their own: over tokens, and several losses that are added."""
+"""Claims about losses with their own weight: over tokens, and several losses that are added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One experiment on two hosts with addresses of their own, each with a launcher: as alone, or a line that says why not.
+"""One experiment on two hosts with their own addresses, each with a launcher: as alone, or a line that says why not.
 
 The hosts are network namespaces on one bridge: root on Linux only.
 """

@@ -78,7 +78,7 @@ class Kernel:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_behind() -> None:
-    """A kernel is a process of its own, and stays for all tests here: `kernel` sees to what is left of it."""
+    """A kernel is its own process, and stays for all tests here: `kernel` sees to what is left of it."""
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def test_every_flipped_bit_and_every_cut_is_found_and_the_checkpoint_before_is_u
 
 @contextlib.contextmanager
 def mounted(folder: Path, *how: str) -> Iterator[Path]:
-    """A file system of its own on a folder."""
+    """A separate file system on a folder."""
     folder.mkdir(exist_ok=True)
     subprocess.run(["mount", *how, str(folder)], check=True)
     try:

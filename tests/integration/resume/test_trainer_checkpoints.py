@@ -38,7 +38,7 @@ def fit(trainer: cx.DistributedTrainer, epochs: int, **keywords: Any) -> list[fl
 
 
 def enter_own_folder(folder: str) -> Path:
-    """Ranks share no disk: each has a folder of its own."""
+    """Ranks share no disk: each has its own folder."""
     own = Path(folder) / f"rank{cx.get_rank()}"
     own.mkdir(exist_ok=True)
     os.chdir(own)

@@ -56,7 +56,7 @@ def changed(rank: int, **facts: Any) -> tuple[list[Seen], list[str]]:
         (changed(2, no_nccl="require_secret=True"), "rank 2 cannot use NCCL: require_secret=True"),
         # one machine has fewer GPUs than ranks: local rank 3 of 2 takes the GPU of local rank 1
         (changed(7, count=2, uuid="uuid 1 1", slot="0:1:0"), "rank 5 and rank 7 share a GPU"),
-        # two parts of one GPU (MIG), which NCCL refuses: names of their own in one place
+        # two parts of one GPU (MIG), which NCCL refuses: their own names in one place
         (changed(1, uuid="MIG 2", slot="0:0:0"), "rank 0 and rank 1 share a GPU"),
         # two containers of one machine
         (changed(4, uuid="uuid 0 0"), "rank 0 and rank 4 share a GPU"),

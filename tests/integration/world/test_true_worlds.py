@@ -113,7 +113,7 @@ def fork_after_a_world_of_one():
 
 
 def fork_as_a_rank_of_two():
-    """Children of both ranks: as they are, and as a world of their own, which trains beside that of their parents."""
+    """Children of both ranks: as they are, and as their own world, which trains beside that of their parents."""
     with cx.init():
         refused = in_children(fit_in, [{}])
         port = torch.tensor([free_port()])

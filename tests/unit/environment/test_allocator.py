@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(allocator._libc is None, reason="only glibc can 
 
 
 def run(program: str) -> list[float]:
-    """What a program prints, run in a process of its own: settings of memory are a process's."""
+    """What a program prints, run in its own process: settings of memory are a process's."""
     command = [sys.executable, "-c", textwrap.dedent(program)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
     found: list[float] = json.loads(printed.splitlines()[-1])

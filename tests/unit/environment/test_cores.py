@@ -33,7 +33,7 @@ def make_groups(root, groups, **folders):
 @pytest.mark.parametrize(
     ("groups", "folders", "quota"),
     [
-        ("0::/\n", {"__": {"cpu.max": "200000 100000\n"}}, 2.0),  # a container with groups of its own
+        ("0::/\n", {"__": {"cpu.max": "200000 100000\n"}}, 2.0),  # a container with its own groups
         ("0::/\n", {"__": {"cpu.max": "max 100000\n"}}, math.inf),
         ("0::/\n", {}, math.inf),
         ("0::/a/b\n", {"a": {"cpu.max": "150000 100000\n"}, "a__b": {"cpu.max": "max 100000\n"}}, 1.5),  # around it

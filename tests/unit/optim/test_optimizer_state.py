@@ -109,7 +109,7 @@ def test_the_next_steps_are_bit_identical_in_any_order_of_parameters_and_groups(
 
     other = model(seed=9)
     resumed = OPTIMIZERS[name](two_groups(other, reverse=True))
-    train(other, resumed, 1, seed=5)  # state of its own, which must not shine through
+    train(other, resumed, 1, seed=5)  # its own state, which must not shine through
     load_model_state(other, saved.model, "checkpoint test")
     load_optimizer_state_by_name(resumed, other, saved.optimizer, saved.optimizer_groups)
     train(net, optimizer, 3, seed=2)

@@ -79,7 +79,7 @@ def test_first_process_reaps_orphans_passes_signals_on_and_has_the_exit_code_of_
 
 
 def test_launcher_that_is_the_first_process_leaves_no_zombie():
-    """In a container of its own, where the system lets us make one."""
+    """In its own container, where the system lets us make one."""
     own = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*own, "true"], capture_output=True).returncode != 0:
         pytest.skip("no namespaces here")
