@@ -22,6 +22,7 @@ from cyxtrain.config.settings import unknown_name
 from cyxtrain.data.batches.structure import parts_by_name
 from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError, brief
+from cyxtrain.metrics.accuracy import Accuracy
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss, naming_output
 from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
@@ -133,7 +134,7 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
     if _is_library(metric):
         parts = getattr(metric, "items", None)  # a MetricCollection
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
-        return list(parts()) if callable(parts) else [(name, metric)]
+        return list(parts()) if callable(parts) else [(name.strip("_"), metric)]
     return [(getattr(metric, "__name__", type(metric).__name__), metric)]
 
 
@@ -158,7 +159,10 @@ def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows
             raise
         except Exception as error:
             what = f"the metric {metric.name} cannot take the model's output and y"
-            raise ConfigError(f"{what}: {error}{remedy_for_devices(error)}") from error
+            remedy = (
+                remedy_for_devices(error) or ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
+            )
+            raise ConfigError(f"{what}: {error}{remedy}") from error
     return Metrics(made).copy()
 
 
@@ -196,14 +200,17 @@ def _made_for(part: str | None, name: str, metric: Any, loss: Loss, output: Any,
 
 
 def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+    form = Accuracy() if loss.accuracy is None or loss.accuracy.is_one_hot else loss.accuracy
+    pair = form.pair(output, target)
+    if pair is None:
         return None
+    output, target = pair
     if loss.is_binary:
         labels = output.shape[1] if output.dim() > 1 else 1
         as_binary = functools.partial(_as_binary, isinstance(loss.function, nn.BCEWithLogitsLoss))
         return _Task("multilabel" if labels > 1 else "binary", max(labels, 2), loss, as_binary)
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
-        as_classes = functools.partial(_as_classes, isinstance(loss.function, nn.NLLLoss))
+        as_classes = functools.partial(_as_classes, isinstance(loss.function, nn.NLLLoss), form)
         return _Task("multiclass", output.shape[1], loss, as_classes)
     return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
 
@@ -246,9 +253,10 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
     if k > task.num_classes:
         raise ConfigError(f"the metric 'top_{k}' needs at least {k} classes, and the model has {task.num_classes}.")
 
-    def is_among_the_best(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        found = (output.topk(k, dim=1).indices == target.unsqueeze(1)).any(1)
-        counts = torch.ones_like(found) if task.loss.ignored is None else target != task.loss.ignored
+    def is_among_the_best(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        scores, classes = task.prepare(output, target)
+        found = (scores.topk(k, dim=1).indices == classes.unsqueeze(1)).any(1)
+        counts = torch.ones_like(found) if task.loss.ignored is None else classes != task.loss.ignored
         return (found & counts).sum(), counts.sum()
 
     return MeanMetric(name, is_among_the_best, larger_is_better=True)
@@ -313,9 +321,12 @@ def _joined(rows: Any) -> Tensor:
     return rows if isinstance(rows, Tensor) else torch.cat(list(rows))
 
 
-def _as_classes(is_log: bool, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    # torchmetrics takes scores between 0 and 1 for probabilities, also if they are logits.
-    return (output.double().exp() if is_log else output.double().softmax(1)), target
+def _as_classes(is_log: bool, form: Accuracy, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+    """Return probabilities and classes: torchmetrics takes scores between 0 and 1 for such, also if they are logits."""
+    pair = form.pair(output, target)
+    assert pair is not None
+    scores = pair[0].double()
+    return (scores.exp() if is_log else scores.softmax(1)), pair[1]
 
 
 def _as_binary(are_logits: bool, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

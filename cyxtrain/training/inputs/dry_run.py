@@ -252,7 +252,8 @@ class DryRun:
         if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
             asked = own is not None
             self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
-        if self._loss.function is None and self._loss.used is None and not self._metrics.outputs:
+        is_own = self._loss.function is None and self._loss.used is None
+        if is_own and self._loss.accuracy is None and not self._metrics.outputs:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_output(Tensor.detach, output)

@@ -26,8 +26,7 @@ class Call(Display):
         self.trainer, self.rows, self.distributed = trainer, rows, distributed
         self._hook = "on_test" if name == "evaluate" else f"on_{name}"
         self._name, self._verbose = name, verbose
-        found = checked_callbacks(callbacks)
-        self.callbacks, self._has_callbacks = Callbacks(found), bool(found)
+        self.callbacks = Callbacks(checked_callbacks(callbacks))
         self._shown = make_display(bool(verbose) and (not distributed or runtime.is_master()))
         self._ranks = runtime.get_world_size() if distributed else 1
         self._batches = self._rows = 0
@@ -39,7 +38,7 @@ class Call(Display):
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(self._shown))
             stack.enter_context(float32_products(self.trainer.config.float32_precision))
-            if self._has_callbacks and self.distributed:
+            if self.distributed:
                 stack.enter_context(ending_group_on_error())
             self.callbacks.set_trainer(self.trainer, self.rows.params(self._verbose))
             self.callbacks.call(f"{self._hook}_begin", {})

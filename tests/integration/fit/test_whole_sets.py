@@ -382,6 +382,20 @@ def test_its_counts_are_scikit_learns_and_ignored_rows_are_left_out():
     assert metric.figure is not None
 
 
+def matrix_of_many() -> Any:
+    metric = cx.metrics.ConfusionMatrix(None)
+    trainer = cx.DistributedTrainer(make_model(outputs=100), "cross_entropy", "sgd", metrics=metric)
+    inputs, classes = make_rows(4)
+    trainer.evaluate(inputs, classes, batch_size=4)  # of two ranks, rank 0 has no batch
+    return metric.matrix
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_matrix_has_all_classes_of_the_model(world_size):
+    matrix, *_ = everywhere(world_size, matrix_of_many)
+    assert (matrix.shape, matrix.sum()) == ((100, 100), 4)
+
+
 def test_a_matrix_of_two_classes_takes_one_output():
     inputs, classes = make_rows(ROWS)
     metric = cx.metrics.ConfusionMatrix(None)
