@@ -349,7 +349,12 @@ class Loss:
         return batch_loss_of(result, rows)
 
     def of_output(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
-        """Return one of several outputs and its target, in the dtype that its loss needs; one y is for all outputs."""
+        """Return one of several outputs and its target, in the dtype that its loss needs; all if `name` is empty.
+
+        A y that is one tensor is the target of each output.
+        """
+        if not name:
+            return output, target
         own = _part_of(output, name, "the model's output")
         answer = target if isinstance(target, Tensor) else _part_of(target, name, "y")
         if isinstance(answer, Tensor) and isinstance(own, Tensor) and own.is_floating_point():
@@ -462,6 +467,8 @@ def naming_output(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        if not name:
+            raise
         raise ConfigError(f"output {name!r}: {error}") from error
 
 

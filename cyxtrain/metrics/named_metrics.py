@@ -140,15 +140,16 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
 
 def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
     """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
-    for name, part in given.outputs.items():
-        with naming_output(part):
-            _inspect_output(loss, part, output, target, asked=_is_accuracy(given[name]))
     made = []
     with warnings.catch_warnings():  # some keep all rows, which is what is wanted
         warnings.simplefilter("ignore")
         for name, each in given.items():
-            if not (isinstance(each, WholeSet) or (name == ACCURACY and _is_accuracy(each))):
-                made.append(_made_for(given.outputs.get(name), name, each, loss, output, target))
+            part = given.outputs.get(name, "")
+            with naming_output(part):
+                if part:
+                    _inspect_output(loss, part, output, target, asked=_is_accuracy(each))
+                if not (isinstance(each, WholeSet) or (name == ACCURACY and _is_accuracy(each))):
+                    made.append(_made(name, each, loss, part, output, target))
     for metric in made if output is not None else ():
         try:
             with warnings.catch_warnings():  # in a few rows some classes are missing
@@ -159,10 +160,8 @@ def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows
             raise
         except Exception as error:
             what = f"the metric {metric.name} cannot take the model's output and y"
-            remedy = (
-                remedy_for_devices(error) or ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
-            )
-            raise ConfigError(f"{what}: {error}{remedy}") from error
+            remedy = ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
+            raise ConfigError(f"{what}: {error}{remedy_for_devices(error) or remedy}") from error
     return Metrics(made).copy()
 
 
@@ -184,21 +183,6 @@ def _inspect_output(loss: Loss, name: str, output: Any, target: Any, *, asked: b
     own.accuracy = find_accuracy(own, part, answer, value, asked=asked)
 
 
-def _made_for(part: str | None, name: str, metric: Any, loss: Loss, output: Any, target: Any) -> Metric:
-    """Return a metric, of one of several outputs if `part` is not None."""
-    if part is None:
-        names = [*parts_by_name(output)]
-        return _made(name, metric, _task_of(loss, output, target), names[0] if names else "a")
-    own = loss.outputs[part]
-    with naming_output(part):
-        if _is_accuracy(metric):
-            made: Metric = MeanMetric(name, lambda output, target: correct_of(output, target, own), True)
-        else:
-            made = _made(name, metric, _task_of(own, *loss.of_output(part, output, target)), part)
-    made.select = lambda output, target: loss.of_output(part, output, target)
-    return made
-
-
 def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
     form = Accuracy() if loss.accuracy is None or loss.accuracy.is_one_hot else loss.accuracy
     pair = form.pair(output, target)
@@ -215,15 +199,26 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
     return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
 
 
-def _made(name: str, metric: Any, task: _Task | None, part: str) -> Metric:
+def _made(name: str, metric: Any, loss: Loss, part: str, output: Any, target: Any) -> Metric:
+    """Return a metric, of one of several outputs unless `part` is empty."""
+    own = loss.outputs.get(part, loss)
     if _is_library(metric):
-        return LibraryMetric(name, metric)
-    if not isinstance(metric, str):
-        return MeanMetric(name, metric)
+        made: Metric = LibraryMetric(name, metric)
+    elif not isinstance(metric, str):
+        made = MeanMetric(name, metric)
+    elif metric == ACCURACY:
+        made = MeanMetric(name, lambda output, target: correct_of(output, target, own), True)
+    else:
+        made = _by_name(name, metric, _task_of(own, *loss.of_output(part, output, target)), [*parts_by_name(output)])
+    made.select = lambda output, target: loss.of_output(part, output, target)
+    return made
+
+
+def _by_name(name: str, metric: str, task: _Task | None, outputs: Sequence[str]) -> Metric:
     if task is None:
         raise ConfigError(
             f"the metric {metric!r} compares one output with one y: give it by the output's name, as in "
-            f"metrics={{{part!r}: [{metric!r}]}}, or pass a function of (output, target)."
+            f"metrics={{{next(iter(outputs), 'a')!r}: [{metric!r}]}}, or pass a function of (output, target)."
         )
     top = _TOP.match(metric)
     base, average = _BY_AVERAGE.get(metric, (metric, ""))

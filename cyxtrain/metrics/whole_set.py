@@ -117,8 +117,8 @@ def tried_sets(
     """
     tried = []
     for name, metric in [(name, each) for name, each in given.items() if isinstance(each, WholeSet)]:
-        whose = outputs.get(name)
-        keep = metric._kept if whose is None else functools.partial(_kept_of_output, metric, whose)
+        whose = outputs.get(name, "")
+        keep = functools.partial(_kept_of, metric, whose)
         kept = keep(output, target, loss)
         parts = dict(output_parts(kept))
         for part in parts.values():
@@ -130,14 +130,14 @@ def tried_sets(
                 )
         found = with_parts(kept, {each: as_numpy(part.detach().cpu()) for each, part in parts.items()})
         empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
-        results = functools.partial(metric._results, name, "" if whose is None else f"{whose}_")
+        results = functools.partial(metric._results, name, f"{whose}_" if whose else "")
         names = metric._names(name, functools.partial(results, found))
         tried.append(TriedSet(name, keep, results, with_parts(kept, empty), names, metric.higher_is_better))
     return tried
 
 
-def _kept_of_output(metric: WholeSet, name: str, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
-    return metric._kept(*loss.of_output(name, output, target), loss.outputs[name])
+def _kept_of(metric: WholeSet, name: str, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
+    return metric._kept(*loss.of_output(name, output, target), loss.outputs.get(name, loss))
 
 
 def as_numpy(tensor: Tensor) -> Any:
