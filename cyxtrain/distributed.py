@@ -35,7 +35,7 @@ from cyxtrain.models import get_model, list_models, register_model
 from cyxtrain.parallel import DistributedDataParallel, all_gather_with_grad
 from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory
 from cyxtrain.training.amp_trainer import DistributedAMPTrainer
-from cyxtrain.training.inputs.step_count import count_steps
+from cyxtrain.training.inputs.plan import count_steps
 from cyxtrain.training.outside_fit.saved_predictions import open_predictions
 from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world.collectives import (

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from cyxtrain.workers.error_lines import is_mistake
 from cyxtrain.workers.machine import free_port, launch_environment
-from cyxtrain.workers.output import Terminal
+from cyxtrain.workers.output import Terminal, is_mistake
 from cyxtrain.workers.process import RankExit, RankSpec
 from cyxtrain.workers.supervisor import Outcome, Supervisor, stop_all_at_first_failure, would_recur
 

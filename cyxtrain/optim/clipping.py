@@ -32,16 +32,14 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
         norm: Tensor | None = function(values, **{argument: limit})
         return norm
 
-    def clip_all(parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
-        norm = clip(parameters, limits)
-        return {} if norm is None else {"": norm}
+    if not isinstance(limits, Mapping):
+        return lambda parameters: _known({"": clip(parameters, limits)})
+    own = [(name, optimizers[name], limit) for name, limit in limits.items() if name in optimizers]
+    return lambda _: _known({name: clip(parameters_of(each), limit) for name, each, limit in own})
 
-    def clip_each(_: Sequence[nn.Parameter]) -> dict[str, Tensor]:
-        own = {name: limit for name, limit in limits.items() if name in optimizers}
-        norms = {name: clip(parameters_of(optimizers[name]), limit) for name, limit in own.items()}
-        return {name: norm for name, norm in norms.items() if norm is not None}
 
-    return clip_each if isinstance(limits, Mapping) else clip_all
+def _known(norms: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: norm for name, norm in norms.items() if norm is not None}
 
 
 def _used_rows(parameter: nn.Parameter) -> nn.Parameter:

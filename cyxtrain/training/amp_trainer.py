@@ -1,11 +1,4 @@
-"""Mixed precision in a custom training loop: a call for each micro-batch.
-
-    trainer = cx.DistributedAMPTrainer(model, accumulation_steps=4)
-    for batch in loader:
-        loss = trainer.training_step(batch)
-
-`fit(precision="fp16", accumulation_steps=4)` takes the same steps without the loop, and shards the data.
-"""
+"""Mixed precision in a custom training loop: a call for each micro-batch."""
 
 from __future__ import annotations
 
@@ -28,11 +21,11 @@ from cyxtrain.data.batches.collate import as_batch, check_parts
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import num_rows
-from cyxtrain.errors import ConfigError, warn
+from cyxtrain.errors import warn
+from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.metrics.num_items import rule_named
-from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
@@ -197,7 +190,11 @@ class DistributedAMPTrainer:
         if num_rows(rows.inputs):
             share.micro_batches.append(rows)
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
-            loss = self._value_of(share.results[-1].loss)
+            found = share.results[-1].loss
+            if not self._loss.counts_terms:
+                loss = float(found.value.detach())
+            elif found.has_weight:
+                loss = float(found.mean.detach())
         elif is_last:
             step.join_without_rows(share)
         if is_last:
@@ -205,15 +202,9 @@ class DistributedAMPTrainer:
                 self._ddp.sync_buffers()  # rank 0 may save them before the next step
             else:
                 self._ddp.buffer_rows = 0  # all ranks have the buffers of before the step
-            self._state.position.count_step()
+            self._state.position.set(step=self.step + 1)
             self._discard_step()
         return loss
-
-    def _value_of(self, loss: BatchLoss) -> float:
-        """Return the loss as the loss function gives it; 0 if nothing in it counts."""
-        if not self._loss.counts_terms:
-            return float(loss.value.detach())
-        return float(loss.mean.detach()) if loss.has_weight else 0.0
 
     def save_checkpoint(
         self,
@@ -241,7 +232,7 @@ class DistributedAMPTrainer:
             )
             state = replace(self._state.to_checkpoint(), config=asdict(settings), metadata=kept)
             write_checkpoint(path, state if include_optimizer else replace(state, optimizer={}, optimizer_groups=[]))
-        self._state.keep_metadata(kept)
+        self._state.set(metadata=kept)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
@@ -293,8 +284,8 @@ class DistributedAMPTrainer:
         # same number for all ranks and calls, so that gradients can be added.
         self._share.global_rows = self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
-        guard = FiniteGuard(self._ddp, "raise", self._state.position, device, self.scaler, is_fit=False)
-        return TrainingStep(self._ddp, self._state, setup, guard)
+        guard = FiniteGuard(self._ddp, self._state, device, is_fit=False)
+        return TrainingStep(self._ddp, self._state, setup, guard, LoggedNumbers())
 
     def _discard_step(self) -> None:
         self._share = _CurrentStep(self.step, self._global_rows, self._placement)
@@ -326,12 +317,9 @@ def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> Optimiz
 
 def _check_world(rank: int | None, world_size: int | None) -> None:
     """Refuse a rank or a world size that is not this process's."""
-    for name, given, own in (
-        ("rank", rank, runtime.get_rank()),
-        ("world_size", world_size, runtime.get_world_size()),
-    ):
-        if given is not None and given != own:
-            raise ConfigError(
-                f"DistributedAMPTrainer was given {name}={given!r}, and this process has {name} {own} in the world "
-                "that it has joined: a launcher or cyxtrain.init() sets it. Leave it out."
-            )
+    for name, given, own in (("rank", rank, runtime.get_rank()), ("world_size", world_size, runtime.get_world_size())):
+        require(
+            given in (None, own),
+            f"DistributedAMPTrainer was given {name}={given!r}, and this process has {name} {own} in the world that it "
+            "has joined: a launcher or cyxtrain.init() sets it. Leave it out.",
+        )

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
-from cyxtrain.checkpoint.folder import BEST, CheckpointFolder, look_into
+from cyxtrain.checkpoint.folder import BEST, CheckpointFolder, Found, look_into
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
-from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
-from cyxtrain.progress.display import Display
+from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.history import validation_of
+from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.trained import load_state_besides
 from cyxtrain.world import runtime
@@ -34,44 +29,29 @@ class CheckpointManager:
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
     written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
-
-    Args:
-        device: Whose generators are saved, besides the CPU's.
-        compression_state: Returns the state of gradient compression of all ranks, which all call it.
-        larger_is_better: By name of a number of the history, without val_.
     """
 
     def __init__(
-        self,
-        state: TrainingState,
-        config: DistributedTrainingConfig,
-        device: torch.device,
-        compression_state: Callable[[], dict[str, Any]],
-        larger_is_better: Mapping[str, bool],
-        display: Display,
-        logged: LoggedNumbers,
+        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
     ) -> None:
-        self._display = display
-        self._state = state
-        self._compression_state = compression_state
-        self._larger_is_better = larger_is_better
-        self._logged = logged
-        self._config = config
-        self._device = device
-        self.is_on = config.makes_checkpoints
+        self._state, self._plan, self._ddp, self._logged = state, plan, ddp, logged
+        self._config = config = plan.config
+        self._is_on = config.makes_checkpoints
         self._saved = self._place()
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
         own = None if config.save_on_master_only else runtime.get_rank()
-        writes = self.is_on and (own is not None or runtime.is_master())
+        writes = self._is_on and (own is not None or runtime.is_master())
         self._writer = Writer(CheckpointFolder(config.checkpoint_dir, own)) if writes else None
         if self._writer is not None:
             self._writer.folder.remove_leftovers()
             # A kill between a checkpoint and its second name.
             last = self._writer.folder.file(self._name())
-            if look_into(last).position and self._is_best() and self._may_be_best():
-                self._writer.folder.mark_best(last)
+            if look_into(last).position and self._is_best():
+                best = look_into(self._writer.folder.file(BEST))
+                if not best.position or self._is_own(best):  # that of a later fit stays
+                    self._writer.folder.mark_best(last)
 
     def check(self) -> None:
         """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
@@ -98,58 +78,47 @@ class CheckpointManager:
 
     def save_step(self, totals: MetricSums) -> None:
         """Write a checkpoint of this step, in the middle of an epoch, unless there is one."""
-        if self.is_on and self._saved != self._place():
-            self.gather(totals)
-            self._save(self._name())
+        if self._is_on and self._saved != self._place():
+            self._save(totals)
 
-    def gather(self, totals: MetricSums) -> None:
-        """Gather the per-rank state in the middle of an epoch. All ranks call it."""
-        own = {
-            "generators": generators_as_json(self._device),
-            "sums": totals.table.tolist(),
-            "metrics": totals.metrics.state(),
-            "logged": self._logged.state(),
-            "stop": self._state.stop_training,
-        }
-        texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
-        self._state.keep_ranks([decode_tree(json.loads(text)) for text in texts])
-        self.gather_compression()
-
-    def gather_compression(self) -> None:
-        """Gather the state of gradient compression on the rank that writes. All ranks call it."""
-        state = self._compression_state()
-        self._state.keep_compression(state if self._writer is not None or runtime.is_master() else {})
+    def gather(self, totals: MetricSums | None) -> None:
+        """Gather buffers, compression state and, in the middle of an epoch, sums of all ranks. All ranks call it."""
+        if totals is not None:
+            own = {
+                "generators": generators_as_json(self._plan.data.placement.device),
+                "sums": totals.table.tolist(),
+                "metrics": totals.metrics.state(),
+                "logged": self._logged.state(),
+                "stop": self._state.stop_training,
+            }
+            texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
+            self._state.set(ranks=[decode_tree(json.loads(text)) for text in texts])
+        self._ddp.sync_buffers()
+        state = self._ddp.compression_state()
+        self._state.set(compression=state if self._writer is not None or runtime.is_master() else {})
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""
         every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
-            self.gather_compression()
-            self._save(self._name(), is_best=is_best)
+            self._save(None, is_best=is_best)
 
     def after_validation(self, totals: MetricSums) -> None:
         """Save the latest step if its validation, in the middle of an epoch, is the best one."""
         if self._is_best():
-            self.gather(totals)
-            self._save(self._name(), is_best=True)
+            self._save(totals, is_best=True)
 
     def finish(self, totals: MetricSums | None) -> None:
         """Save the last state, and wait for the disk; `totals`: of the epoch in which the fit stops, or None."""
-        # Also for whoever saves by hand afterwards.
-        if totals is not None:
-            self.gather(totals)
+        if self._is_on and self._saved != self._place():
+            self._save(totals)
         else:
-            self.gather_compression()
-        if not self.is_on:
-            return
-        self._display.phase("saving")
-        if self._saved != self._place():
-            self._save(self._name())
-        # No rank returns before all is on the disk: its exit could end the rank that writes.
-        problem = self._take_problem()
-        raise_together(problem if self._config.on_save_error == "raise" else None)
-        self._warn_of(problem)
+            self.gather(totals)  # also for whoever saves by hand afterwards
+        if self._is_on:
+            self._plan.display.phase("saving")
+            # No rank returns before all is on the disk: its exit could end the rank that writes.
+            self._settle(together=True)
 
     def close(self) -> None:
         """Stop the writing thread, after an error too; it completes the file that it has begun."""
@@ -164,7 +133,8 @@ class CheckpointManager:
         if monitor is None:
             return False
         history, position = self._state.history, self._state.position
-        better = self._larger_is_better.get(monitor.removeprefix("val_"), self._logged.larger_is_better.get(monitor))
+        logged = self._logged.larger_is_better.get(monitor)
+        better = self._plan.larger_is_better.get(monitor.removeprefix("val_"), logged)
         values = history.history.get(monitor, [])
         if validated := [row[monitor] for row in history.validations if monitor in row]:
             values = validated if monitor in validation_of(history, step=position.step) else []
@@ -177,21 +147,14 @@ class CheckpointManager:
         # A first NaN is the best so far; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
 
-    def _may_be_best(self) -> bool:
-        """Return whether the best checkpoint on disk is missing or of this fit, and not of a later one."""
-        assert self._writer is not None
-        path = self._writer.folder.file(BEST)
-        return not look_into(path).position or self._is_own(path)
-
-    def _is_own(self, path: Path) -> bool:
-        """Return whether a file is a checkpoint of this fit."""
-        found = look_into(path)
+    def _is_own(self, found: Found) -> bool:
         return bool(found.position) and found.run.get("id") == self._state.run.get("id")
 
-    def _save(self, name: str, *, is_best: bool = False) -> None:
-        self._display.phase("saving")
+    def _save(self, totals: MetricSums | None, *, is_best: bool = False) -> None:
+        self.gather(totals)
+        self._plan.display.phase("saving")
         self._settle()
-        self._saved = self._place()
+        self._saved, name = self._place(), self._name()
         if self._writer is None:
             return
         folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
@@ -212,20 +175,18 @@ class CheckpointManager:
         except (CheckpointError, ConfigError) as error:
             self._problem = error  # reported with those that come later
 
-    def _settle(self) -> None:
-        """Wait for the previous checkpoint, and report its error."""
-        problem = self._take_problem()
-        if self._config.on_save_error == "raise":
-            raise_together(problem)
-        else:
-            self._warn_of(problem)
+    def _settle(self, *, together: bool = False) -> None:
+        """Wait for the previous checkpoint, if `together` for those of all ranks; report its error."""
+        problem, raises = self._take_problem(), self._config.on_save_error == "raise"
+        if raises or together:
+            raise_together(problem if raises else None)
+        self._warn_of(problem)
 
     def _take_problem(self) -> Exception | None:
         problem, self._problem = self._problem, None
         return problem if problem is not None or self._writer is None else self._writer.wait()
 
     def _name(self) -> str:
-        """Return the name of a checkpoint of the latest step."""
         position = self._state.position
         return f"step-{position.step:08d}" if position.samples else f"epoch-{position.epoch:04d}"
 
@@ -234,7 +195,7 @@ class CheckpointManager:
         if not self._config.load_best:
             return ""
         path = CheckpointFolder(self._config.checkpoint_dir, None if self._config.save_on_master_only else 0).file(BEST)
-        found = read_on_all(lambda: (checkpoint_bytes(path), str(path)) if self._is_own(path) else (b"", ""))
+        found = read_on_all(lambda: (checkpoint_bytes(path), str(path)) if self._is_own(look_into(path)) else (b"", ""))
         if found is None:
             if runtime.is_master():
                 warn(f"load_best: this fit has no {path}, so the model keeps its last weights. See keep_best.")

@@ -19,8 +19,6 @@ class TrainerParts(NamedTuple):
         of_fits: Names of those that only `fit` needs and other calls are not sent: an optimizer's state is large.
         modules: The loss's modules, and the "model", by name.
         local: Names of the trainer's attributes that stay in their process, or are parts themselves.
-        given: What the trainer was given.
-        is_fitting: Whether a fit is running in this process.
     """
 
     owners: dict[str, Any]

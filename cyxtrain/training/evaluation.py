@@ -1,11 +1,13 @@
-"""A model's loss, metrics and outputs over all rows: each counted once, in order."""
+"""A model's loss, metrics and outputs over all rows: each counted once, in order; and the run over their batches."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from typing_extensions import override
 
-from cyxtrain.callbacks.callback import Callbacks
-from cyxtrain.data.batches.batch import Batch
+from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
+from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.batches.structure import output_parts, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
@@ -25,15 +28,23 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.metrics.whole_set import TriedSet
+from cyxtrain.optim.precision import float32_products
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.progress.display import Display
+from cyxtrain.progress.display import Display, Measured, Verbosity, make_display, numbers, pace
 from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.training.outside_fit.batch_run import BatchRun
-from cyxtrain.training.outside_fit.call import Call
-from cyxtrain.training.outside_fit.saved_predictions import Predictions, Shapes, finished, joined_rows, longest_of
-from cyxtrain.training.outside_fit.shards import ShardFolder
+from cyxtrain.training.model.compile import marked_steps
+from cyxtrain.training.model.modes import modes_kept
+from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.outside_fit.saved_predictions import (
+    Predictions,
+    Shapes,
+    ShardFolder,
+    finished,
+    joined_rows,
+    longest_of,
+)
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import on_master
+from cyxtrain.world.agreement import ending_group_on_error, on_master, raise_together
 
 
 class Evaluation:
@@ -94,25 +105,24 @@ class Evaluation:
 
 def evaluate(call: Call, logged: LoggedNumbers) -> Evaluation:
     """Return loss, accuracy, metrics and what is logged in a call of `DistributedTrainer.evaluate`."""
-    rows, distributed, hooks = call.rows, call.distributed, call.callbacks
-    run = partial(evaluate_rows, call.trainer.model, rows, distributed=distributed, logged=logged, callbacks=hooks)
+    distributed = call.distributed
     with call.running() as measured:
-        evaluation = run(display=call)
-        assert evaluation is not None
-        measured.update(evaluation.to_dict())
+        found = evaluate_rows(call.trainer.model, call.rows, call.callbacks, call, logged, distributed=distributed)
+        assert found is not None
+        measured.update(found)
     return Evaluation(**{**measured, **logged.values(distributed=distributed)})
 
 
 def evaluate_rows(
     model: nn.Module,
     rows: CheckedData,
-    *,
-    distributed: bool,
+    callbacks: Callbacks,
+    display: Display,
     logged: LoggedNumbers,
+    *,
+    distributed: bool = True,
     should_stop: Callable[[], bool] = lambda: False,
-    callbacks: Callbacks | None = None,
-    display: Display | None = None,
-) -> Evaluation | None:
+) -> dict[str, float] | None:
     """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
 
     If a callback ends the evaluation, they are over the first batches: those that were done. `should_stop` is called
@@ -145,7 +155,7 @@ def evaluate_rows(
         kept.is_complete = not is_stopped
         measured |= _over_whole_set(each, kept, rows.source, distributed=distributed)
     measured |= logged.values(distributed=distributed)
-    return None if is_stopped else Evaluation(**measured)
+    return None if is_stopped else measured
 
 
 def _over_whole_set(tried: TriedSet, kept: _Outputs, source: Source, *, distributed: bool) -> dict[str, float]:
@@ -377,3 +387,143 @@ def _gathered(
         elif len(part) and rank != own_rank:
             dist.recv(part, rank, group=group)
     return values
+
+
+class BatchRun:
+    """A run of a model, in evaluation mode, over a rank's share of batches, with callbacks and a display.
+
+    If any rank's callbacks have a hook of batches, the ranks take turns and agree after each batch, by a small
+    all_reduce, whether to go on: so all end together, with the first batches done.
+
+    `kind` is "test" or "predict", as in the names of hooks; `group` and `done` are those of `BatchShare`; `is_ended`
+    tells whether a rank has ended the run before the last batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: CheckedData,
+        kind: str,
+        callbacks: Callbacks,
+        display: Display,
+        group: int = 0,
+        done: frozenset[int] = frozenset(),
+        *,
+        distributed: bool,
+    ) -> None:
+        self._model, self._rows, self._kind, self._distributed = model, rows, kind, distributed
+        self._callbacks, self._display = callbacks, display
+        self._agrees = distributed and _any_rank(self._callbacks.may_end(kind))[0]
+        ranks = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
+        self._share = BatchShare(*ranks, group or int(self._agrees), done)
+        batches = rows.source.num_batches(rows.batch_size)
+        self._own = 0 if batches is None else len(self._share.of(batches))
+        self._done = 0
+        self.is_ended = False
+        self._phase = {"test": "validating", "predict": "predicting"}[kind]
+
+    def all_batches(
+        self,
+        step: Callable[[Batch], object],
+        should_stop: Callable[[], bool] = lambda: False,
+        finish: Callable[[], object] = lambda: None,
+        begin: Callable[[int, int], object] = lambda rows, number: None,
+    ) -> bool:
+        """Call `step` with each of this rank's batches; return whether `should_stop` ended it on this rank.
+
+        An error on any rank is raised on all. `step` calls `end_batch`; `finish` is called after the last batch,
+        `begin` before each with its rows and number.
+        """
+        self._display.phase(self._phase, 0, self._own)
+        problem, is_stopped = None, False
+        rows, modules = self._rows, (self._model, *self._rows.loss.modules)
+        try:
+            with memory_explained(trains=False), modes_kept(*modules):
+                for module in modules:
+                    module.eval()
+                batches = rows.source.whole_batches(rows.batch_size, rows.placement, self._share)
+                for batch in self._until_end(marked_steps(batches, rows.placement.device)):
+                    begin(batch.rows, batch.number)
+                    self._callbacks.on_batch_begin(self._kind, self._done)
+                    step(batch)
+                    is_stopped = should_stop()
+                    self.is_ended = is_stopped or self._callbacks.wants_end(self._kind)
+                if not self.is_ended:
+                    finish()
+        except Exception as error:
+            problem = error
+            if self._agrees:
+                _any_rank(True, False)
+        if self._distributed:
+            raise_together(problem)
+        elif problem is not None:
+            raise problem
+        return is_stopped
+
+    def _until_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches until this rank ends the run or, if the ranks agree, any of them."""
+        goes_on = True
+        while goes_on and not self.is_ended:
+            batch = next(batches, None)
+            if batch is not None:
+                yield batch
+            goes_on = batch is not None
+            if self._agrees:
+                self.is_ended, goes_on = _any_rank(self.is_ended, goes_on)
+        self._agrees = False
+
+    def end_batch(self, batch: Batch, look: Callable[[], dict[str, Any]], measured: Measured = dict) -> None:
+        """Call the hooks after a batch, with logs of `look`, and show the numbers that are `measured` so far."""
+        self._callbacks.on_batch_end(self._kind, self._done, look)
+        self._done += 1
+        self._display.phase(self._phase, self._done, self._own, batch.rows, measured)
+
+
+class Call(Display):
+    """A call of `evaluate` or `predict`, shown as an epoch is: a bar, or with verbose=2 only a line at the end."""
+
+    def __init__(
+        self, name: str, trainer: Trainer, rows: CheckedData, callbacks: Any, verbose: Verbosity, *, distributed: bool
+    ) -> None:
+        self.trainer, self.rows, self.distributed = trainer, rows, distributed
+        self._hook = "on_test" if name == "evaluate" else f"on_{name}"
+        self._name, self._verbose = name, verbose
+        self.callbacks = Callbacks(checked_callbacks(callbacks))
+        self._shown = make_display(bool(verbose) and (not distributed or runtime.is_master()))
+        self._ranks = runtime.get_world_size() if distributed else 1
+        self._batches = self._rows = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[dict[str, Any]]:
+        """Set up the call; yield a dictionary for the numbers that callbacks and the display get at its end."""
+        measured: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(self._shown))
+            stack.enter_context(float32_products(self.trainer.config.float32_precision))
+            if self.distributed:
+                stack.enter_context(ending_group_on_error())
+            self.callbacks.set_trainer(self.trainer, self.rows.params(self._verbose))
+            self.callbacks.call(f"{self._hook}_begin", {})
+            began = time.perf_counter()
+            yield measured
+            took = pace(time.perf_counter() - began, self._batches, self._rows)
+            if self._verbose == 2:
+                self._shown.begin(self._name, self._batches)
+            self._shown.end_epoch("  ".join(filter(None, (numbers(measured), took))))
+            self.callbacks.call(f"{self._hook}_end", measured)
+
+    @override
+    def phase(self, name: str, done: int = 0, total: int = 0, rows: int = 0, measured: Measured = dict) -> None:
+        rows *= self._ranks
+        self._batches, self._rows = done, self._rows + rows
+        if self._verbose != 2 and done:
+            self._shown.step(rows, measured)
+        elif self._verbose != 2:
+            self._shown.begin(self._name, total or None)
+
+
+def _any_rank(*flags: bool) -> list[bool]:
+    """Return for each flag whether it is set on any rank; collective."""
+    found = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=runtime.cpu_group())
+    return [bool(flag) for flag in found.tolist()]

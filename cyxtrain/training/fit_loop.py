@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cyxtrain.checkpoint.format.optimizer_state import drop_groups
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
@@ -32,11 +33,11 @@ from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.nonfinite import FiniteGuard
-from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank, stop_requested_in
+from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
-from cyxtrain.training.trained import params_without_optimizer, warn_of_params_without_optimizer
+from cyxtrain.training.trained import warn_of_params_without_optimizer
 from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
@@ -58,7 +59,7 @@ class FitLoop:
         self._state = state
         self._plan = plan
         self._ddp = ddp
-        self._checkpoint = self._pending_restore = checkpoint
+        self._checkpoint = checkpoint  # None as soon as all of it is restored
         self._device = plan.data.placement.device
         self._logged = logged
         logged.reserved |= {name.removeprefix("val_") for name in plan.measured}
@@ -68,12 +69,10 @@ class FitLoop:
         speed, rows = state.history.samples_per_second, plan.feed.rows_of(plan.steps_per_epoch)
         self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
         self._training_seconds = self._trained_rows / speed if speed else 0.0
-        self._manager = CheckpointManager(
-            state, plan.config, self._device, self._prepare_to_write, plan.larger_is_better, plan.display, logged
-        )
+        self._manager = CheckpointManager(state, plan, ddp, logged)
         self._requests = StopSignals(plan.config, state, keeps_time=runtime.is_master())
         self._callbacks = plan.callbacks
-        state.begin_loop(plan.callbacks, plan.feed.state_dict)
+        state.set(callbacks=plan.callbacks, data=plan.feed.state_dict, stop_training=False)
         self._step: TrainingStep | None = None  # None between two epochs
         self._samples_before = 0
         self._clock_step = -1
@@ -108,14 +107,26 @@ class FitLoop:
 
     def _train_one_epoch(self) -> None:
         """Train for one epoch, or for the rest of one; then validate, record and save."""
-        step = self._begin_epoch()
-        if not self._state.position.stopped:
-            with self._shares(step) as shares:
-                for share in shares:
-                    self._train_one_step(step, share)
-                    if self._state.position.stopped:
-                        break
-            self._end_steps(step)
+        step, position = self._begin_epoch(), self._state.position
+        if not position.stopped:
+            with memory_explained(), contextlib.closing(self._plan.shares(position)) as shares:
+                try:
+                    for share in marked_steps(step.clock.data.each(shares), self._device):
+                        self._train_one_step(step, share)
+                        if position.stopped:
+                            break
+                    step.guard.wait_for_verdict()
+                except BaseException:
+                    step.guard.abort()
+                    raise
+            self._logged.rows = 1
+            position.have_read(self._plan.feed.position)
+            if self._plan.feed.is_over:
+                position.set(stopped=1)
+            if self._plan.defers_verdicts:  # requests arrived with the last step
+                requests = self._ddp.received()
+                self._apply_end(requests)
+                self._apply(requests, step)
         self._end_epoch(step)
 
     def _train_one_step(self, step: TrainingStep, share: Share) -> None:
@@ -150,23 +161,26 @@ class FitLoop:
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._profile)
             stack.enter_context(self._requests.catching_signals())
-            stack.enter_context(_errors_reported(self._ddp))  # before the writer closes, which may take long
+            stack.enter_context(ending_group_on_error())  # before the writer closes, which may take long
             try:
                 yield
             except BaseException as error:
                 self._callbacks.on_exception(error)
+                if is_on_all_ranks(error):  # their models become equal, and the group stays
+                    self._ddp.sync_buffers()
                 raise
 
     def _release_data(self) -> None:
-        self._state.release_data()
+        self._state.set(data=partial(dict, self._state.data()))
         del self._manager  # it refers to this object: a cycle would keep the data's workers until garbage collection
 
     def _begin(self) -> None:
         """Call `on_train_begin`; if the fit resumes, load the checkpoint."""
         self._callbacks.call("set_params", self._plan.params(self._last_epoch))
         if self._checkpoint is not None:
-            self._state.drop_callback_param_groups()  # a callback may add them when training begins
-        self._call("on_train_begin", {})
+            for rates in self._state.rates.values():
+                drop_groups(rates.optimizer, rates.built_groups)  # a callback may add them when training begins
+        self._together(self._callbacks.call, "on_train_begin", {})
         if self._checkpoint is not None:
             self._logged.reset()  # the checkpoint has what on_train_begin logged
             # Reload: on_train_begin may have altered the model or rates, and the checkpoint already includes that.
@@ -177,13 +191,15 @@ class FitLoop:
                 rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
             self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
             self._ddp.load_compression_state(self._state.compression)
-            self._state.request_stop(self._state.stop_training or stop_requested_in(checkpoint))
+            # A callback may have requested to end the fit before the ranks have agreed on it.
+            requested = any(each.get("stop") is True for each in checkpoint.ranks)
+            self._state.set(stop_training=self._state.stop_training or requested)
         self._manager.check()
 
     def _begin_epoch(self) -> TrainingStep:
         plan, state, position = self._plan, self._state, self._state.position
         if position.samples == 0:
-            self._call("on_epoch_begin", position.epoch, {})
+            self._together(self._callbacks.call, "on_epoch_begin", position.epoch, {})
         for name in plan.fused_optimizers:
             fuse(state.optimizers[name])
         reset_peak_memory(self._device)
@@ -194,51 +210,24 @@ class FitLoop:
         self._epoch_started_at = time.perf_counter()
         # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
         may_defer = plan.defers_verdicts and self._ddp.config.compression != "powersgd"
-        guard = FiniteGuard(
-            self._ddp,
-            plan.config.on_nonfinite,
-            position,
-            self._device,
-            state.loss_scale,
-            ends_fit=plan.ends_on_nan,
-            may_defer=may_defer,
-        )
+        guard = FiniteGuard(self._ddp, state, self._device, ends_fit=plan.ends_on_nan, may_defer=may_defer)
         self._step = step = TrainingStep(self._ddp, state, plan.data, guard, self._logged, self._updates)
         seed_generators(plan.config.seed, position.epoch, position.samples, runtime.get_rank(), self._device)
-        if self._pending_restore is not None:
-            restore_rank(*self._pending_restore, step.totals, self._logged, self._device)
-            self._pending_restore = None
+        if self._checkpoint is not None:
+            restore_rank(*self._checkpoint, step.totals, self._logged, self._device)
+            self._checkpoint = None
             if position.samples and self._validates_within_epochs and plan.validates_at(position):
                 self._validate_within_epoch(step)  # unless the checkpoint has it
-        self._warn_of_params_without_optimizer()
+        # Again in each epoch: a callback may have unfrozen some.
+        warn_of_params_without_optimizer(state.trained, state.optimizers.values(), self._warned_params)
         self._put_into_training()
         return step
 
-    @contextlib.contextmanager
-    def _shares(self, step: TrainingStep) -> Iterator[Iterable[Share]]:
-        """Yield this rank's shares of the rest of the epoch; on exit, wait for pending verdicts."""
-        with memory_explained(), contextlib.closing(self._plan.shares(self._state.position)) as shares:
-            try:
-                yield marked_steps(step.clock.data.each(shares), self._device)
-                step.guard.wait_for_verdict()
-            except BaseException:
-                step.guard.abort()
-                raise
-
-    def _end_steps(self, step: TrainingStep) -> None:
-        """Record where in the data the epoch ended; apply requests that arrived with its last step."""
-        feed, self._logged.rows = self._plan.feed, 1
-        self._state.position.end_steps(feed.position, is_over=feed.is_over)
-        if self._plan.defers_verdicts:
-            requests = self._ddp.received()
-            self._apply_end(requests)
-            self._apply(requests, step)
-
     def _end_epoch(self, step: TrainingStep) -> None:
         """Measure, validate, record and save the epoch."""
-        plan, position = self._plan, self._state.position
+        plan, state, position = self._plan, self._state, self._state.position
         measured = step.totals.over_ranks(runtime.cpu_group())
-        seconds, note = time.perf_counter() - self._epoch_started_at, step.guard.explain_epoch()
+        seconds = time.perf_counter() - self._epoch_started_at
         if plan.feed.is_over and not position.epoch_steps:
             self._step = None
             return  # the data had ended before the epoch began
@@ -249,16 +238,19 @@ class FitLoop:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
-        own = rates_by_name(self._state.rates) | self._logged.over_ranks()
+        own = rates_by_name(state.rates) | self._logged.over_ranks()
         self._step = None
-        self._state.end_epoch()
-        self._publish_times(step)
-        self._record(measured, own, seconds, step.clock.steps, rows, note)
+        state.end_epoch()
+        self._record(step, measured, own, seconds, rows)
         if is_validated:
-            self._call("on_validation_end", position.epoch - 1, self._validation)
-        received = self._together(partial(self._call_epoch_end, position.epoch - 1))
+            self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)
+        received = self._together(self._call_epoch_end, position.epoch - 1)
         self._apply_end(received)
-        self._explain_end()
+        reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
+        if any(reasons):  # why a callback ends the fit with this epoch
+            state.set(stop_reason=next(filter(None, reasons)))
+            where = f"after epoch {position.epoch} of {self._last_epoch}"
+            plan.display.header([("stopped", f"{where}: {state.stop_reason}")])
         self._manager.after_epoch()
         stop_if_requested(received)
 
@@ -272,7 +264,7 @@ class FitLoop:
                 return
         plan, position = self._plan, self._state.position
         plan.display.line(f"step {position.step:,}  {numbers(plan.shown(self._validation))}")
-        received = self._call("on_validation_end", position.epoch, self._validation)
+        received = self._together(self._callbacks.call, "on_validation_end", position.epoch, self._validation)
         self._apply_end(received)
         self._manager.after_validation(step.totals)
         self._epoch_started_at += time.perf_counter() - began
@@ -286,18 +278,11 @@ class FitLoop:
         position, measured = self._state.position, dict[str, float]()
         if self._validation:
             return False
+        model, display, should_stop = self._state.model, self._plan.display, self._requests.want_to_stop
         with self._logged.apart([*self._plan.validation]) as logged:
-            self._call("on_test_begin", {})
+            self._together(self._callbacks.call, "on_test_begin", {})
             for name, rows in self._plan.validation.items():
-                found = evaluate_rows(
-                    self._state.model,
-                    rows,
-                    distributed=True,
-                    logged=logged,
-                    should_stop=lambda: self._requests.want_to_stop,
-                    callbacks=self._callbacks,
-                    display=self._plan.display,
-                )
+                found = evaluate_rows(model, rows, self._callbacks, display, logged, should_stop=should_stop)
                 received, stopping_rank = self._requests.agree(flagged=found is None)
                 if stopping_rank is not None:
                     self._callbacks.call("on_test_end", {})
@@ -305,10 +290,9 @@ class FitLoop:
                 assert found is not None
                 if name:
                     logged.reset()
-                numbers_found = {each: found[each] for each in found.keys()}  # noqa: SIM118
-                named = {f"{name}_{each}" if name else each: number for each, number in numbers_found.items()}
-                measured = {**(measured or numbers_found), **named}  # the first set has the plain names too
-            self._call("on_test_end", measured)
+                named = {f"{name}_{each}" if name else each: number for each, number in found.items()}
+                measured = {**(measured or found), **named}  # the first set has the plain names too
+            self._together(self._callbacks.call, "on_test_end", measured)
             measured |= logged.over_ranks()
         record_validation(self._state.history, position.step, position.epoch + 1, measured)
         return True
@@ -321,21 +305,14 @@ class FitLoop:
     def prepare_to_save(self) -> None:
         """Gather per-rank state, and any rank's request to end. All ranks call it."""
         self._wait_for_verdict()
-        if self._step is not None:
-            self._manager.gather(self._step.totals)
-        else:
-            self._manager.gather_compression()
+        self._manager.gather(None if self._step is None else self._step.totals)
+        if self._step is None:
             self._apply_end(self._requests.agree()[0])
 
     def prepare_to_evaluate(self) -> None:
         """Make the model the same on every rank. All ranks call it."""
         self._wait_for_verdict()
         self._ddp.sync_buffers()
-
-    def _prepare_to_write(self) -> dict[str, Any]:
-        """Gather buffers and compression state on rank 0, which writes. All ranks call it."""
-        self._ddp.sync_buffers()
-        return self._ddp.compression_state()
 
     def _wait_for_verdict(self) -> None:
         if self._step is not None:
@@ -355,11 +332,7 @@ class FitLoop:
                 "checkpoint is the best one until it is logged."
             )
 
-    def _call(self, hook: str, *arguments: Any) -> list[float]:
-        """Call a hook of all callbacks, as `_together`."""
-        return self._together(partial(self._callbacks.call, hook, *arguments))
-
-    def _together(self, call: Callable[[], None]) -> list[float]:
+    def _together(self, call: Callable[..., None], *arguments: Any) -> list[float]:
         """Call callbacks; return the requests of all ranks.
 
         Learning rates that callbacks set on any rank are set on all; the lowest such rank wins. Callbacks
@@ -367,7 +340,7 @@ class FitLoop:
         """
         state, optimizers = self._state, self._state.optimizers.values()
         before, trained = rates_of(*optimizers), trained_facts(state.trained, optimizers)
-        call()
+        call(*arguments)
         for rates in state.rates.values():
             rates.follow_groups()
         facts = trained_facts(state.trained, optimizers)
@@ -382,16 +355,7 @@ class FitLoop:
     def _apply_end(self, received: Sequence[float]) -> None:
         """Make this epoch the last one if a callback on any rank asks for it."""
         if any(received) and received[StopRequest.COMPLETE] > 0:
-            self._state.position.stop()
-
-    def _explain_end(self) -> None:
-        """Keep and show why a callback ends the fit with this epoch. All ranks call it."""
-        position = self._state.position
-        reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
-        if any(reasons):
-            self._state.keep_stop_reason(next(filter(None, reasons)))
-            where = f"after epoch {position.epoch} of {self._last_epoch}"
-            self._plan.display.header([("stopped", f"{where}: {self._state.stop_reason}")])
+            self._state.position.set(stopped=1)
 
     def _apply(self, received: Sequence[float], step: TrainingStep) -> None:
         """Save, or stop, if any rank requests it."""
@@ -418,13 +382,6 @@ class FitLoop:
             step.guard.wait_for_verdict()
             self._manager.save_step(step.totals)
 
-    def _warn_of_params_without_optimizer(self) -> None:
-        """Warn once about each trained parameter that is not in the optimizer, also after a callback unfroze it."""
-        found = params_without_optimizer(self._state.trained, self._state.optimizers.values())
-        if runtime.is_master() and (new := [name for name in found if name not in self._warned_params]):
-            warn_of_params_without_optimizer(self._state.trained, new)
-        self._warned_params.update(found)
-
     def _show(self, step: TrainingStep, share: Share) -> None:
         plan = self._plan
         plan.display.step(share.global_rows, step.totals.cheap_values)
@@ -448,25 +405,17 @@ class FitLoop:
         history = self._state.history
         return {name: values[-1] for name, values in history.history.items() if len(values) == len(history.epochs)}
 
-    def _publish_times(self, step: TrainingStep) -> None:
-        """Publish the time per phase of the epoch's steps, on all ranks."""
+    def _record(
+        self, step: TrainingStep, measured: dict[str, float], own: dict[str, float], seconds: float, rows: int
+    ) -> None:
+        """Publish the times of an epoch, and add it to the history."""
         clock = step.clock
         clock.communicated(clock.data, self._plan.feed.seconds_communicated())
         clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
         ranks, steps = clock.over_ranks(), max(clock.steps, 1)
-        self._state.set_step_seconds([{name: value / steps for name, value in parts.items()} for parts in ranks])
+        self._state.set(step_seconds=[{name: value / steps for name, value in parts.items()} for parts in ranks])
         self._profile.add(ranks, clock.steps)
-
-    def _record(
-        self,
-        measured: dict[str, float],
-        own: dict[str, float],
-        seconds: float,
-        steps: int,
-        rows: int,
-        note: str,
-    ) -> None:
-        """Add an epoch to the history. Times are rank 0's, so that the history is the same on every rank."""
+        # Rank 0's, so that the history is the same on every rank.
         times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
@@ -480,19 +429,7 @@ class FitLoop:
         history.total_time_seconds = total_seconds
         history.samples_per_second = self._trained_rows / self._training_seconds
         flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
-        self._state.set_device_usage(usage_of(self._device, flops, plan.dtype))
+        self._state.set(device_usage=usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)
-        parts = (text, pace(epoch_seconds, steps, rows), *usage, note)
+        parts = (text, pace(epoch_seconds, clock.steps, rows), *usage, step.guard.explain_epoch())
         plan.display.end_epoch("  ".join(filter(None, parts)))
-
-
-@contextlib.contextmanager
-def _errors_reported(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Report an error to the other ranks; if all have the same one, make their models equal and keep the group."""
-    with ending_group_on_error():
-        try:
-            yield
-        except BaseException as error:
-            if is_on_all_ranks(error):
-                ddp.sync_buffers()
-            raise

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
-from cyxtrain.config import DDPConfig, DistributedTrainingConfig
+from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches.structure import leaves, parts_by_name
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import schedulers
@@ -45,13 +45,13 @@ _PRODUCTS = {
 def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[tuple[str, str]]:
     """Return (what, how) of a fit, in the order in which they are shown."""
     model, position = state.model, state.position
-    effective = plan.feed.effective_batch_size
-    loss = plan.data.loss
-    world_size = dist.get_world_size()
+    effective, loss, world_size = plan.feed.effective_batch_size, plan.data.loss, dist.get_world_size()
     first, last = position.epoch + 1, position.first_epoch + plan.epochs
     epochs = f"epoch {last}" if first == last else f"epochs {first} to {last}"
     epochs = epochs if plan.knows_epochs else f"from epoch {first}"
     left = "no epoch left" if plan.is_over(position) else epochs
+    layout = "channels_last" if plan.config.channels_last else ""
+    how = explain_compiled(plan.config.compile, plan.compiles_layers)
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", _world(plan.config.num_processes)),
@@ -63,12 +63,12 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         *_parts_of_batches(plan.data.source, plan.data.call.left_out),
         ("device", plan.devices),
         *_precision(model, plan),
-        ("model", _model(model, plan)),
+        ("model", ", ".join(filter(None, (type(model).__name__, _parameters(model), layout, how)))),
         *_flops(plan),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
-        *_optimizers(state, plan, _scaling(plan.config, effective)),
+        *_optimizers(state, plan),
     ]
-    besides = _count(state.trained) - _count(model)
+    besides = sum(each.numel() for each in {*state.trained.parameters()} - {*model.parameters()})
     if besides:
         facts.append(("loss", f"learns its own {counted(besides, 'parameter')}"))
     if loss.items is not None and loss.uses_num_items:
@@ -80,12 +80,6 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         whose, gives = (whose, gives) if loss.used is None else ("train_step's", "it")
         facts.append(("loss", f"{whose} loss: assumed to be a mean over samples; {gives} may return (sum, weight)"))
     return facts
-
-
-def _model(model: nn.Module, plan: FitPlan) -> str:
-    how = explain_compiled(plan.config.compile, plan.compiles_layers)
-    layout = "channels_last" if plan.config.channels_last else ""
-    return ", ".join(filter(None, (type(model).__name__, _parameters(model), layout, how)))
 
 
 def _precision(model: nn.Module, plan: FitPlan) -> Iterator[tuple[str, str]]:
@@ -114,7 +108,10 @@ def _flops(plan: FitPlan) -> Iterator[tuple[str, str]]:
         yield "flops", f"{in_words(flops)} per sample, forward and backward{known}"
 
 
-def _optimizers(state: TrainingState, plan: FitPlan, scaling: str) -> Iterator[tuple[str, str]]:
+def _optimizers(state: TrainingState, plan: FitPlan) -> Iterator[tuple[str, str]]:
+    config = plan.config
+    given, effective = config.batch_size * config.accumulation_steps, plan.feed.effective_batch_size
+    scaling = f"{config.learning_rate_scaling}: given for {given:,} samples, and a step has {effective:,}"
     for name, rates in state.rates.items():
         own = "" if name == ONLY else f"{name}: "
         spares = spares_norms_and_biases(rates.optimizer, state.trained)
@@ -186,12 +183,6 @@ def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
     return f"sent as {config.compression}{others}"
 
 
-def _scaling(config: DistributedTrainingConfig, effective_batch_size: int) -> str:
-    """Describe how the learning rate was scaled."""
-    given = config.batch_size * config.accumulation_steps
-    return f"{config.learning_rate_scaling}: given for {given:,} samples, and a step has {effective_batch_size:,}"
-
-
 def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str:
     whole, rest = divmod(effective_batch_size, world_size)
     per_rank = f"{whole:,}" if rest == 0 else f"{whole:,} or {whole + 1:,}"
@@ -207,9 +198,5 @@ def _steps(plan: FitPlan) -> str:
 
 def _parameters(model: nn.Module) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    frozen = _count(model) - trained
+    frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
     return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +20,13 @@ from cyxtrain.data.batches.rows import rows_not_finite
 from cyxtrain.data.batches.structure import leaves
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
-from cyxtrain.optim.precision import LossScale
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.training.model.buffers import BuffersKept
-from cyxtrain.training.state import Position
+from cyxtrain.training.model.snapshot import BuffersKept
+from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
-SKIP = "skip"
 MAX_SKIPPED = 10
 """Skipped steps in a row before training stops with an error."""
 _SHOWN_RANKS = 4
@@ -52,17 +48,13 @@ class Verdict(enum.Enum):
     SKIPPED = "not taken, because a loss or a gradient is not finite"
 
 
-@dataclass
-class _Pending:
+class _Pending(NamedTuple):
     """A step whose report has not reached the host, and what restores the state before it."""
 
     share: Share
     recompute: Callable[[], Sequence[Tensor]]
     report: Report
-    buffers: BuffersKept
-    rows: int
-    position: dict[str, Any]
-    undo_rates: Callable[[], None]
+    undo: Callable[[], None]
 
 
 class FiniteGuard:
@@ -73,8 +65,7 @@ class FiniteGuard:
     has been launched, or at `wait_for_verdict`.
 
     Args:
-        on_nonfinite: "raise", or "skip": the step is skipped, and training continues.
-        scale: Of the loss, or None; updated here. An overflow that a smaller one may cure is not an error.
+        state: Its loss scale is updated here. An overflow that a smaller one may cure is not an error.
         ends_fit: Whether such a step ends the fit in good order.
         may_defer: Whether all ranks compute on accelerators, and the wrapper uses reports: a verdict may be late.
         is_fit: Whether `fit` takes the steps, and not a loop of the user's.
@@ -85,10 +76,8 @@ class FiniteGuard:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        on_nonfinite: str,
-        position: Position,
+        state: TrainingState,
         device: torch.device,
-        scale: LossScale | None = None,
         *,
         ends_fit: bool = False,
         may_defer: bool = False,
@@ -96,22 +85,25 @@ class FiniteGuard:
         part: str = "",
     ) -> None:
         self._ddp = ddp
-        is_dynamic = scale is not None and scale.is_dynamic
-        self.defers_verdicts = may_defer and on_nonfinite != SKIP and not ends_fit and not is_dynamic
+        self._scale, self._skips = state.loss_scale, state.config.on_nonfinite == "skip"
+        is_dynamic = self._scale is not None and self._scale.is_dynamic
+        self.defers_verdicts = may_defer and not (self._skips or ends_fit or is_dynamic)
         """Whether the verdict on a step arrives in the next one: what the next step does must not depend on it."""
         self._pending: _Pending | None = None
         self._spare = BuffersKept(ddp.module) if self.defers_verdicts else None
-        self._skips = on_nonfinite == SKIP
         self._ends_fit = ends_fit
         self._is_fit = is_fit
         self._part = part
-        self._position = position
+        self._state = state
         self._device = device
-        self._scale = scale
         self._used_scale = 1.0
         self._taken = self._overflows = 0
         self._buffers = BuffersKept(ddp.module)
         self._rows = 0
+
+    @property
+    def _position(self) -> Position:
+        return self._state.position
 
     def before_step(self) -> None:
         """Copy what a forward changes."""
@@ -138,15 +130,14 @@ class FiniteGuard:
             if not self._part:
                 self._scale.update(overflowed=not finite)
         if finite:
-            self._position.count_skipped(skipped=False)
+            self._position.set(skipped=0)
             self._taken += 1
             return Verdict.TAKEN
         if scale_can_fall and self._ddp.losses_are_finite():
             self.restore()
             self._overflows += 1
             return Verdict.OVERFLOW
-        nonfinite = self._nonfinite_gradients()
-        self._explain(share, losses, recompute, nonfinite, self.restore)
+        self._explain(share, losses, recompute, self._nonfinite_gradients(), self.restore)
         return Verdict.SKIPPED
 
     def end_updates(self, verdicts: Collection[Verdict]) -> Verdict:
@@ -169,53 +160,52 @@ class FiniteGuard:
         share: Share,
         losses: Sequence[Tensor],
         recompute: Callable[[], Sequence[Tensor]],
-        undo_rates: Callable[[], None],
+        undo_rates: Sequence[Callable[[], None]],
     ) -> Report:
         """Start to send the verdict on a step to the host; then read that of the previous step.
 
         All ranks call it, after backward. The step may be launched so that the device skips it if the report is bad.
-        `undo_rates` restores learning rates and schedule. Raises as `wait_for_verdict`.
+        `undo_rates` restore learning rates and schedules. Raises as `wait_for_verdict`.
         """
         report = self._ddp.report(losses)
         self.wait_for_verdict()
-        position = {**vars(self._position)}
-        self._pending = _Pending(share, recompute, report, self._buffers, self._rows, position, undo_rates)
+        position, buffers, rows = {**vars(self._position)}, self._buffers, self._rows
+
+        def undo() -> None:
+            buffers.restore()
+            self._ddp.buffer_rows = rows
+            self._position.set(**position)
+            for each in undo_rates:
+                each()
+
+        self._pending = _Pending(share, recompute, report, undo)
         return report
 
     def wait_for_verdict(self) -> None:
         """Wait for the report of the latest step; all ranks call it at the same point.
 
-        Raises:
-            NonFiniteError: The step was skipped; all is as before it.
-            DistributedTrainingError: A parameter was unused on some rank, in that step.
+        Raises NonFiniteError if the step was skipped, and DistributedTrainingError if a parameter was unused in it.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return
         if pending.report.is_good():
             self._ddp.read_report(pending.report)
-            self._position.count_skipped(skipped=False)
+            self._position.set(skipped=0)
             self._taken += 1
             return
-        self._undo(pending)
+        pending.undo()
         self._ddp.read_report(pending.report)
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in pending.report.nonfinite]
-        undo = functools.partial(self._undo, pending)
-        self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, undo)
+        self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, pending.undo)
 
     def abort(self) -> None:
         """Undo the latest step if it was skipped: an error ends the fit, on this rank."""
         pending, self._pending = self._pending, None
         with contextlib.suppress(RuntimeError):  # the device may have failed
             if pending is not None and pending.report.arrives_within(_REPORT_SECONDS) and not pending.report.is_good():
-                self._undo(pending)
-
-    def _undo(self, pending: _Pending) -> None:
-        pending.buffers.restore()
-        self._ddp.buffer_rows = pending.rows
-        self._position.restore(pending.position)
-        pending.undo_rates()
+                pending.undo()
 
     def _explain(
         self,
@@ -232,7 +222,7 @@ class FiniteGuard:
         undo()
         self._ddp.sync_buffers()  # as the next forward would
         facts_by_rank = [json.loads(text) for text in runtime.gather_texts(json.dumps(facts))]
-        self._raise_or_warn(share, facts_by_rank, _words(facts_by_rank, nonfinite, self._ddp.config.compression))
+        self._raise_or_warn(share, facts_by_rank, nonfinite)
 
     def explain_epoch(self) -> str:
         """Return how many steps of the epoch the loss scale has cost, or ""; warn if no step changed the model."""
@@ -250,34 +240,36 @@ class FiniteGuard:
                 f"epoch {self._position.epoch + 1}: {problem}, at a loss scale that is {self._scale.value:g} now. "
                 f'{remedy}, or take precision="bf16", whose range is that of float32.'
             )
-        overflows = counted(self._overflows, "step") + f" overflowed, loss scale {self._scale.value:g}"
+        overflows = f"{counted(self._overflows, 'step')} overflowed, loss scale {self._scale.value:g}"
         return overflows if self._overflows else ""
 
-    def _raise_or_warn(self, share: Share, facts_by_rank: Sequence[dict[str, Any]], words: str) -> None:
+    def _raise_or_warn(self, share: Share, facts_by_rank: Sequence[dict[str, Any]], nonfinite: Sequence[str]) -> None:
         """Raise, or warn and continue with the next step."""
-        position, ranks = self._position, _ranks_at_fault(facts_by_rank)
+        position, ranks = self._position, [rank for rank, facts in enumerate(facts_by_rank) if any(facts.values())]
+        words = _words({rank: facts_by_rank[rank] for rank in ranks}, nonfinite, self._ddp.config.compression)
         where = f"step {position.step + 1}: {words}."
         if self._is_fit:
             number = f"step {share.number + 1} ({position.step + 1} in all)"
             where = f"epoch {position.epoch + 1}, {number}{self._part}: {words}."
-        position.count_skipped(skipped=True)
+        position.set(skipped=position.skipped + 1)
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
                 count = "" if position.skipped == 1 else f", {position.skipped} in a row"
                 warn(f"{where} The step is skipped{count}.")
             return
         if self._ends_fit:
-            position.stop()
+            position.set(stopped=1)
             if runtime.is_master():
                 warn(f"{where} The step is not taken, and a callback ends the fit.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips or not self._is_fit else ', or skip such steps with on_nonfinite="skip"'
-        has_data = any(facts.get("data") for facts in facts_by_rank)
-        look = _LOOK if self._is_fit else _LOOK_IN_LOOP
-        remedy = "Fix or drop those rows of the data" if has_data else look
+        remedy = _LOOK if self._is_fit else _LOOK_IN_LOOP
+        if any(facts.get("data") for facts in facts_by_rank):
+            remedy = "Fix or drop those rows of the data"
         kept = "The step was not taken: the model is as before."
-        kept = "The update was not taken: its parameters are as before." if self._part else kept
+        if self._part:
+            kept = "The update was not taken: its parameters are as before."
         error = NonFiniteError(
             f"{where} {in_a_row}{kept} {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
@@ -316,14 +308,9 @@ class FiniteGuard:
         }
 
 
-def _ranks_at_fault(facts_by_rank: Sequence[dict[str, Any]]) -> list[int]:
-    return [rank for rank, facts in enumerate(facts_by_rank) if any(facts.values())]
-
-
-def _words(facts_by_rank: Sequence[dict[str, Any]], nonfinite: Iterable[str], compression: str | None) -> str:
+def _words(at_fault: Mapping[int, dict[str, Any]], nonfinite: Iterable[str], compression: str | None) -> str:
     """Describe which rank has what that is not finite."""
-    ranks = _ranks_at_fault(facts_by_rank)
-    if not ranks:
+    if not at_fault:
         too_large = "to be added" if compression is None else f"for compression={compression!r}"
         return (
             f"the gradients of {shortened(nonfinite)} are not finite in the average over ranks; those that each rank "
@@ -331,8 +318,7 @@ def _words(facts_by_rank: Sequence[dict[str, Any]], nonfinite: Iterable[str], co
             "dropout"
         )
     texts = []
-    for rank in ranks[:_SHOWN_RANKS]:
-        facts = facts_by_rank[rank]
+    for rank, facts in [*at_fault.items()][:_SHOWN_RANKS]:
         parts = [
             facts["data"],
             f"parameters are not finite ({facts['parameters']})" if facts["parameters"] else "",
@@ -340,7 +326,7 @@ def _words(facts_by_rank: Sequence[dict[str, Any]], nonfinite: Iterable[str], co
             f"gradients are not finite ({facts['gradients']})" if facts["gradients"] else "",
         ]
         texts.append(f"on rank {rank}, {', '.join(filter(None, parts))}")
-    return "; ".join([*texts, *(["the same on more ranks"] if len(ranks) > _SHOWN_RANKS else [])])
+    return "; ".join([*texts, *(["the same on more ranks"] if len(at_fault) > _SHOWN_RANKS else [])])
 
 
 def _first_not_finite(losses: Sequence[Tensor]) -> str | None:
@@ -357,11 +343,10 @@ def _rows(share: Share) -> list[str]:
             if not _is_finite(values):
                 found.setdefault(name, []).extend(before + row for row in rows_not_finite(values))
         before += batch.rows
-    words = []
-    for name, rows in found.items():
-        what = "row" if len(rows) == 1 else "rows"
-        words.append(f"{name} holds NaN or infinities ({what} {shortened(share.names(rows))})")
-    return words
+    return [
+        f"{name} holds NaN or infinities ({'row' if len(rows) == 1 else 'rows'} {shortened(share.names(rows))})"
+        for name, rows in found.items()
+    ]
 
 
 def _is_finite(tensor: Tensor) -> bool:

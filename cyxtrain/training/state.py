@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import secrets
@@ -20,7 +19,6 @@ from cyxtrain.checkpoint.checkpoint_file import CheckpointState
 from cyxtrain.checkpoint.format.encoding import encode_tree
 from cyxtrain.checkpoint.format.names import plain_parameters, plain_state
 from cyxtrain.checkpoint.format.optimizer_state import (
-    drop_groups,
     load_optimizer_state_by_name,
     optimizer_state_by_name,
     rebuild_groups,
@@ -42,8 +40,17 @@ from cyxtrain.training.trained import check_state_besides, load_state_besides, s
 from cyxtrain.world import runtime
 
 
+class _Fields:
+    """Fields, which other modules set by `set` alone."""
+
+    def set(self, **values: Any) -> None:
+        """Set fields by name."""
+        assert values.keys() <= vars(self).keys()
+        vars(self).update(values)
+
+
 @dataclass
-class Position:
+class Position(_Fields):
     """Training progress: the same on every rank, and enough to determine the next step."""
 
     epoch: int = 0
@@ -83,30 +90,13 @@ class Position:
             )
         return cls(**values)
 
-    def count_step(self) -> None:
-        """Count a step that has no place in an epoch."""
-        self.step += 1
-
-    def count_skipped(self, *, skipped: bool) -> None:
-        """Count a skipped step, or end the row of skipped ones."""
-        self.skipped = self.skipped + 1 if skipped else 0
-
-    def end_steps(self, read: tuple[int, int, int], *, is_over: bool) -> None:
-        """Note what an epoch has read of the data, and whether they have ended for good."""
+    def have_read(self, read: tuple[int, int, int]) -> None:
+        """Note what has been read of the data: passes, batches and order."""
         self.passes, self.batches, self.order = read
-        self.stopped |= int(is_over)
-
-    def stop(self) -> None:
-        """Make the current epoch the last one of this fit."""
-        self.stopped = 1
-
-    def restore(self, values: Mapping[str, int]) -> None:
-        """Return to an earlier position."""
-        vars(self).update(values)
 
 
 @dataclass
-class TrainingState:
+class TrainingState(_Fields):
     """What changes while a model is trained. Only this module assigns its fields and those of its position.
 
     Attributes:
@@ -121,9 +111,7 @@ class TrainingState:
         stop_training: Whether a callback on this rank asks to end the fit.
         kept: States of callbacks from a checkpoint, by name, until a callback takes them over.
         arithmetic: Numerics of the latest call of `fit`, for comparison on resume.
-        complete_fits: Completed calls of `fit` in this program.
         runs: Ids of the runs that this training has been.
-        step_seconds: Of each part of a step, in the latest epoch, by rank.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
         stop_reason: Why a callback has ended the latest fit; "": none has.
     """
@@ -232,25 +220,13 @@ class TrainingState:
             self._begin_run(data)
             self.complete_fits = max(0, self.position.fits - 1)
 
-    def change_epochs(self, epochs: int) -> None:
-        """Change how many epochs the fit has."""
-        self.config = dataclasses.replace(self.config, epochs=epochs)
-
-    def begin_loop(self, callbacks: Callbacks, data: Callable[[], dict[str, Any]]) -> None:
-        """Take over the callbacks of a fit, and what returns the state of its data."""
-        self.callbacks, self.data, self.stop_training = callbacks, data, False
-
-    def release_data(self) -> None:
-        """Keep the state of the data instead of the data, which may have workers."""
-        self.data = functools.partial(dict, self.data())
-
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
-        """Count a step of so many rows over all ranks; `read` of the data: passes, batches and order."""
+        """Count a step of so many rows over all ranks; `read`: as for `Position.have_read`."""
         position = self.position
-        position.count_step()
+        position.step += 1
         position.samples += rows
         position.epoch_steps += 1
-        position.passes, position.batches, position.order = read
+        position.have_read(read)
         self._clear_rank_states()  # gathered for a checkpoint before this step
 
     def end_epoch(self) -> None:
@@ -264,34 +240,6 @@ class TrainingState:
     def complete_fit(self) -> None:
         """Count a completed call of `fit`."""
         self.complete_fits = self.position.fits
-
-    def request_stop(self, value: bool) -> None:
-        """Ask to end the fit on all ranks, or withdraw that."""
-        self.stop_training = value
-
-    def keep_stop_reason(self, reason: str) -> None:
-        """Keep why a callback ends the fit."""
-        self.stop_reason = reason
-
-    def set_step_seconds(self, seconds: list[dict[str, float]]) -> None:
-        """Publish what the parts of a step took."""
-        self.step_seconds = seconds
-
-    def set_device_usage(self, usage: dict[str, float]) -> None:
-        """Publish what the latest epoch used of this rank's device."""
-        self.device_usage = usage
-
-    def keep_ranks(self, ranks: list[dict[str, Any]]) -> None:
-        """Store per-rank state for the next checkpoint."""
-        self.ranks = ranks
-
-    def keep_compression(self, compression: dict[str, Any]) -> None:
-        """Store the error feedback of gradient compression for the next checkpoint."""
-        self.compression = compression
-
-    def keep_metadata(self, metadata: dict[str, Any]) -> None:
-        """Take a user's JSON values into later checkpoints."""
-        self.metadata = metadata
 
     def _begin_run(self, data: Mapping[str, str]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
@@ -443,11 +391,6 @@ class TrainingState:
             if parameter.requires_grad != (name in trained):
                 parameter.requires_grad_(name in trained)
 
-    def drop_callback_param_groups(self) -> None:
-        """Remove the groups that callbacks added to the optimizers since the fit began."""
-        for rates in self.rates.values():
-            drop_groups(rates.optimizer, rates.built_groups)
-
 
 class _SavedOptimizer(NamedTuple):
     """What a checkpoint has of an optimizer: its state by parameter name, its groups, its schedule and its rates."""
@@ -535,4 +478,4 @@ class TrainerView:
 
     @stop_training.setter
     def stop_training(self, value: bool) -> None:
-        self._state.request_stop(bool(value))
+        self._state.set(stop_training=bool(value))

@@ -52,12 +52,7 @@ class Result(NamedTuple):
 
 
 class TrainingStep:
-    """One update of the parameters per global batch.
-
-    Attributes:
-        totals: Sums of the epoch.
-        clock: Timer of step phases.
-    """
+    """One update of the parameters per global batch; `totals` are the sums of the epoch."""
 
     def __init__(
         self,
@@ -65,7 +60,7 @@ class TrainingStep:
         state: TrainingState,
         setup: ModelSetup,
         guard: FiniteGuard,
-        logged: LoggedNumbers | None = None,
+        logged: LoggedNumbers,
         updates: Updates | None = None,
     ) -> None:
         self._ddp = ddp
@@ -77,7 +72,7 @@ class TrainingStep:
         self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
         self._rates = [*state.rates.values()]
         self._clip = make_clip(state.config, state.optimizers)
-        self._logged = logged or LoggedNumbers()
+        self._logged = logged
         self._scale, self._multiplier = state.loss_scale, 1.0
         self._before_update = state.callbacks.before_optimizer_step
         self._world_size = dist.get_world_size()
@@ -196,8 +191,7 @@ class TrainingStep:
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
             return verdict, self._updates(share) if verdict is Verdict.TAKEN else ()
-        undos = [rates.undoable() for rates in self._rates]
-        report = self.guard.report(share, losses, recompute, partial(_call_each, undos))
+        report = self.guard.report(share, losses, recompute, [rates.undoable() for rates in self._rates])
         late = [step.unless(report.bad) for step in self._steps] if self._before_update is None else [None]
         if None not in late:
             return Verdict.TAKEN, [step for step in late if step is not None]
@@ -236,14 +230,16 @@ class TrainingStep:
         """Compute the averaged gradients of the global batch; return the result of each micro-batch of this rank."""
         results: list[Result] = []
         if self._loss.gathers or self._setup.without_rows is not None:
-            max_micro_batches, min_micro_batches = self._max_and_min_micro_batches(len(share))
+            counts = torch.tensor([len(share), -len(share)], device="cpu")
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=runtime.cpu_group())
+            most, least = int(counts[0]), -int(counts[1])
             require(
-                max_micro_batches == min_micro_batches or not self._setup.call.optimizes,
+                most == least or not self._setup.call.optimizes,
                 f"step {share.number + 1} has no rows for some rank, and its train_step needs those of all ranks at "
                 "once (SyncBatchNorm or gathered rows) and calls optimize: set drop_last=True.",
             )
-            if max_micro_batches != min_micro_batches:
-                return self._accumulate_unevenly(share, max_micro_batches)
+            if most != least:
+                return self._accumulate_unevenly(share, most)
         items, divisors = self._precompute_divisors(share)
         if share.rows == 0:
             self.join_without_rows(share, divisors)
@@ -284,12 +280,6 @@ class TrainingStep:
         self._ddp.backward_without_batch()
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
-
-    def _max_and_min_micro_batches(self, count: int) -> tuple[int, int]:
-        counts = torch.tensor([count, -count], device="cpu")
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=runtime.cpu_group())
-        max_micro_batches, min_micro_batches = counts.tolist()
-        return max_micro_batches, -min_micro_batches
 
     def _recompute_locally(self, share: Share) -> list[Tensor]:
         """Compute this rank's gradients of a share without averaging them; return its losses."""
@@ -429,8 +419,3 @@ class TrainingStep:
             dist.all_reduce(totals, group=dist.group.WORLD if stays else runtime.cpu_group())
             self.clock.communicated(within, time.perf_counter() - began)
         return [*totals.unbind()] if stays else totals.tolist()
-
-
-def _call_each(functions: Sequence[Callable[[], object]]) -> None:
-    for function in functions:
-        function()

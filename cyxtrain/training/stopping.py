@@ -49,11 +49,10 @@ REASONS = {
     StopRequest.INTERRUPT: "interrupted by Ctrl-C",
     StopRequest.FINISH: "max_time_seconds has passed",
 }
-"""Why a fit stops before its end, for people."""
+"""Why a fit stops before its end, for people; the most urgent first."""
 _SIGNALS = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
 if sys.platform == "win32":
     _SIGNALS[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
-_URGENCY = (StopRequest.TERMINATE, StopRequest.INTERRUPT, StopRequest.FINISH)
 _PATIENCE_SECONDS = 8.0
 """After SIGTERM a process ends within ten seconds, even in a step that does not end."""
 
@@ -86,7 +85,11 @@ class StopSignals:
     def local(self) -> list[float]:
         """Return the requests of this rank as signals."""
         if self._has_clock:
-            self._check_clock(time.monotonic())
+            now = time.monotonic()
+            if self._ends is not None and now >= self._ends:
+                self._requested.add(StopRequest.FINISH)
+            if any(self._due(now)):
+                self._requested.add(StopRequest.CLOCK)
         if self._state.stop_training:
             self._requested.add(StopRequest.COMPLETE)
         if not self._requested:
@@ -109,9 +112,8 @@ class StopSignals:
         self._requested.clear()
         self._ends, self._has_clock = None, False
 
-    @property
     def want_to_stop(self) -> bool:
-        """Whether this rank requests to stop."""
+        """Return whether this rank requests to stop."""
         return first_reason_to_stop(self.local()) is not None
 
     def agree(self, *, flagged: bool = False) -> tuple[list[float], int | None]:
@@ -164,12 +166,6 @@ class StopSignals:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _check_clock(self, now: float) -> None:
-        if self._ends is not None and now >= self._ends:
-            self._requested.add(StopRequest.FINISH)
-        if any(self._due(now)):
-            self._requested.add(StopRequest.CLOCK)
-
     def _due(self, now: float) -> list[bool]:
         return [now - latest >= seconds for latest, seconds in zip(self._latest, self._intervals, strict=True)]
 
@@ -202,7 +198,7 @@ def _second_ctrl_c_handled() -> Iterator[None]:
 
 def first_reason_to_stop(received: Sequence[float]) -> StopRequest | None:
     """Return the most urgent request of any rank to stop before the end; None: there is none."""
-    return next((each for each in _URGENCY if received[each] > 0), None)
+    return next((each for each in REASONS if received[each] > 0), None)
 
 
 def stop_if_requested(received: Sequence[float]) -> None:
@@ -212,7 +208,7 @@ def stop_if_requested(received: Sequence[float]) -> None:
         raise StoppedError(request)
 
 
-def exit_for(request: StopRequest | None) -> None:
+def exit_for(request: StopRequest) -> None:
     """Exit after SIGTERM, with a shell's code; raise KeyboardInterrupt after Ctrl-C, but not at a prompt."""
     if request is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
@@ -222,10 +218,8 @@ def exit_for(request: StopRequest | None) -> None:
 
 def explain_stop(request: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
     """Describe where a fit has stopped before its end, and why."""
-    kept = (
-        f"a checkpoint is in {config.checkpoint_dir}"
-        if config.makes_checkpoints
-        else "checkpoints are off, nothing was saved"
-    )
+    kept = "checkpoints are off, nothing was saved"
+    if config.makes_checkpoints:
+        kept = f"a checkpoint is in {config.checkpoint_dir}"
     where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
     return f"{where}: {REASONS[request]}; {kept}"

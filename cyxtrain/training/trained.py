@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, shortened, warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import parameters_of
-
-_LOSS = "loss_fn"
+from cyxtrain.world import runtime
 
 
 class Trained(nn.Module):
@@ -51,7 +50,7 @@ class Trained(nn.Module):
 def trained_with(model: nn.Module, loss: Loss | None, step: Callable[[Any], Any] | None = None) -> nn.Module:
     """Return the model and what is trained with it; the model itself if that is all. A call runs `step`, if any."""
     parts = {id(part) for part in model.modules()}
-    prefix = _LOSS + "_" * any(name == _LOSS for name, _ in model.named_children())
+    prefix = "loss_fn" + "_" * any(name == "loss_fn" for name, _ in model.named_children())
     found = {} if loss is None else loss.named_modules(prefix)
     losses = {name: each for name, each in found.items() if id(each) not in parts and _has_state(each)}
     return Trained(model, losses, step) if losses or step is not None else model
@@ -70,8 +69,14 @@ def params_without_optimizer(trained: nn.Module, optimizers: Iterable[torch.opti
     return [plain_name(name) for name, each in named if each.requires_grad and id(each) not in known]
 
 
-def warn_of_params_without_optimizer(trained: nn.Module, names: Sequence[str]) -> None:
-    """Warn about parameters of the model or its loss that are not in the optimizer."""
+def warn_of_params_without_optimizer(
+    trained: nn.Module, optimizers: Iterable[torch.optim.Optimizer], warned: set[str]
+) -> None:
+    """Warn on rank 0 about trained parameters that are in no optimizer, but for those `warned` of, and note them."""
+    names = [name for name in params_without_optimizer(trained, optimizers) if name not in warned]
+    warned.update(names)
+    if not names or not runtime.is_master():
+        return
     own_loss = isinstance(trained, Trained)
     require = "require" if len(names) > 1 else "requires"
     everything = "[*model.parameters(), *loss_fn.parameters()]" if own_loss else "model.parameters()"
@@ -97,8 +102,9 @@ def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: st
     """Refuse a state of other losses, names or shapes, before anything has changed."""
     losses, given = trained.losses if isinstance(trained, Trained) else {}, state.get("losses", {})
     if losses.keys() != given.keys():
+        theirs, ours = (", ".join(each) or "no loss" for each in (given, losses))
         raise CheckpointError(
-            f"Cannot load {source}: it has a state of {_words(given)}, and this trainer of {_words(losses)}. Give the "
+            f"Cannot load {source}: it has a state of {theirs}, and this trainer of {ours}. Give the "
             "loss_fn that it was trained with; cyxtrain.load_weights(model, path) takes the model's weights alone."
         )
     for name, module in losses.items():
@@ -120,7 +126,3 @@ def load_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str
         elif own in buffers:  # made in forward, or of another size since
             device = next((each.device for each in trained.parameters()), saved.device)
             buffers[own] = saved.to(device if now is None else now.device)
-
-
-def _words(losses: Iterable[str]) -> str:
-    return ", ".join(losses) or "no loss"

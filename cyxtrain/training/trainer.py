@@ -35,14 +35,13 @@ from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
-from cyxtrain.training.evaluation import Evaluation, evaluate, predict, predict_to_folder
+from cyxtrain.training.evaluation import Call, Evaluation, evaluate, predict, predict_to_folder
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
-from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
+from cyxtrain.training.inputs.arguments import Data, FitArguments, FitSettings, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
 from cyxtrain.training.inputs.checks import checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
-from cyxtrain.training.inputs.fit_keywords import Data, FitSettings
 from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
@@ -51,9 +50,7 @@ from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
-from cyxtrain.training.outside_fit.call import Call
-from cyxtrain.training.resume.resume_diff import numerics_of
-from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
+from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
 from cyxtrain.training.trained import trained_with
@@ -293,16 +290,14 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
-        exit_for(stopped)
+            exit_for(stopped)
         return self._state.history
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
         """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
-        if self._fit is not None:
-            raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
-        self._check_same_call("fit", works_alone=False)
+        self._begin("fit")
         plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error():
             numerics = numerics_of(self.model, plan, self.ddp_config)
@@ -328,7 +323,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             warn_of_data(facts_by_rank)
         return plan
 
-    def _begin_batch(self, call: str) -> None:
+    def _begin(self, call: str) -> None:
         """Join the world, and check that all ranks make the same call, outside a fit."""
         if self._fit is not None:
             raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
@@ -389,15 +384,13 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             ConfigError: The input is wrong: two samples of it are tried first.
             CollectiveMismatchError: Ranks make different calls.
         """
-        given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
-        given |= {"steps": steps, "verbose": verbose}
+        options: dict[str, Any] = {"distributed": distributed, "steps": steps, "verbose": verbose}
+        given = {"batch_size": batch_size, "sample_weight": sample_weight, **options}
         evaluation: Evaluation | None = None if callbacks else delegated(self, "evaluate", (X, y), given)
         if evaluation is None:
-            distributed = self._check_same_call("evaluate", works_alone=True, distributed=distributed)
-            options = {"steps": steps, "callbacks": callbacks, "verbose": verbose}
-            rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed, **options)
+            call = self._call("evaluate", (X, y, sample_weight), batch_size, callbacks=callbacks, **options)
             with self._logging() as logged:
-                evaluation = evaluate(Call("evaluate", self, rows, callbacks, verbose, distributed=distributed), logged)
+                evaluation = evaluate(call, logged)
         return evaluation.to_dict() if return_dict else evaluation
 
     def predict(
@@ -436,16 +429,22 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                 row per sample, or its forward requires the targets, which are not passed.
             CollectiveMismatchError: Ranks make different calls.
         """
-        options: dict[str, Any] = {"steps": steps, "verbose": verbose, "pad_value": pad_value, "output_dir": output_dir}
-        given = {"batch_size": batch_size, "distributed": distributed, **options}
+        options: dict[str, Any] = {"distributed": distributed, "steps": steps, "verbose": verbose}
+        options |= {"pad_value": pad_value, "output_dir": output_dir}
+        given = {"batch_size": batch_size, **options}
         if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
             return output
-        distributed = self._check_same_call("predict", works_alone=True, distributed=distributed)
-        options["callbacks"] = callbacks
-        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True, **options)
-        call = Call("predict", self, rows, callbacks, verbose, distributed=distributed)
+        call = self._call("predict", (X,), batch_size, callbacks=callbacks, predicting=True, **options)
         with self._logging():
             return predict(call, pad_value) if output_dir is None else predict_to_folder(call, output_dir, pad_value)
+
+    def _call(
+        self, name: str, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any
+    ) -> Call:
+        """Return a call of `evaluate` or `predict`; `distributed`: asked for. `options`: of `check_rows`."""
+        distributed = self._check_same_call(name, works_alone=True, distributed=distributed)
+        rows = self._rows(data, batch_size, distributed=distributed, **options)
+        return Call(name, self, rows, options["callbacks"], options["verbose"], distributed=distributed)
 
     def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
         """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
@@ -504,9 +503,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
             ConfigError: A callback calls it.
         """
-        if self._fit is not None:
-            raise ConfigError("load_checkpoint was called within fit, by a callback: call it when the fit has ended.")
-        self._check_same_call("load_checkpoint", works_alone=False)
+        self._begin("load_checkpoint")
         self._state.load_file(path)
 
     def _check_same_call(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:

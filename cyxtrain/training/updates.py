@@ -106,7 +106,7 @@ class Updates:
         verdict = self._guard.end_updates(verdicts)
         self._idle -= self._verdicts.keys()
         skipped = self._skipped + 1 if Verdict.SKIPPED in verdicts else 0
-        self._state.position.restore({"skipped": skipped})
+        self._state.position.set(skipped=skipped)
         for name, rates in self._state.rates.items():
             if Verdict.TAKEN in self._verdicts.get(name, [Verdict.TAKEN]):
                 torch_compat.note_step(rates.optimizer)  # each schedule counts steps, also those without an update
@@ -190,7 +190,7 @@ class Updates:
         with self._call.precision.suspended():
             value = evaluate() if evaluate else self._backward(part, loss, retain_graph=retain_graph)
             own = [] if self._own is None else [self._own]
-            self._state.position.restore({"skipped": self._skipped})
+            self._state.position.set(skipped=self._skipped)
             try:
                 verdict = part.guard.verdict(self._share, own, partial(part.losses_again, own))
             except NonFiniteError:
@@ -298,15 +298,8 @@ class _Part:
             raise ConfigError(f"self.optimize does not average {what}: use {remedy}.")
         # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
         self.ddp = DistributedDataParallel(self.owned, dataclasses.replace(config, broadcast_parameters=False))
-        self.guard = FiniteGuard(
-            self.ddp,
-            state.config.on_nonfinite,
-            state.position,
-            plan.data.placement.device,
-            state.loss_scale,
-            ends_fit=plan.ends_on_nan,
-            part=f", {described_name(name)}",
-        )
+        part, device = f", {described_name(name)}", plan.data.placement.device
+        self.guard = FiniteGuard(self.ddp, state, device, ends_fit=plan.ends_on_nan, part=part)
         self.step = OptimizerStep(self.optimizer)
         self.clip = make_clip(state.config, {name: self.optimizer})
 

@@ -1,9 +1,13 @@
-"""Copy the output of many ranks to one terminal: whole lines, each with its rank, and the bar of rank 0 below them."""
+"""Copy the output of many ranks to one terminal: whole lines, each with its rank, and the bar of rank 0 below them.
+
+Of errors in stderr a user's mistake is shown once, and no traceback of Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -11,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, Protocol
 
-from cyxtrain.workers.error_lines import ErrorFilter
+from cyxtrain import errors
+from cyxtrain.environment.uncaught import HEADER
 
 KEPT_LINES = 100
 """Lines at the end of a rank's stderr that are repeated after a failure."""
@@ -21,6 +26,18 @@ _KEPT_BYTES = 8192  # of each kept line
 _LINE_BYTES = 4 << 20  # longer lines are printed in pieces, so that memory stays bounded
 _READ_BYTES = 1 << 16
 _ERASE_LINE = b"\r\x1b[K"
+
+TRACEBACK = b"Traceback (most recent call last):"
+_SHORT = HEADER.encode()
+_IN_ONE_LINE = (errors.ConfigError, errors.CheckpointError, errors.BackendUnavailableError, errors.NonFiniteError)
+"""What the command line prints for a mistake."""
+_RANKS = re.compile(rb"(?:\[rank\d+\]: )*")
+"""What PyTorch puts before each line of a traceback, once for each group that a program has made."""
+_MISTAKE = re.compile(
+    rb"^%s(?:%s|(?:%s): )"
+    % (_RANKS.pattern, re.escape(_SHORT), b"|".join(kind.__name__.encode() for kind in _IN_ONE_LINE)),
+    re.MULTILINE,
+)
 
 
 class Stream(Protocol):
@@ -129,6 +146,54 @@ class LineAssembler:
 
 def _states(line: bytes) -> list[bytes]:
     return [state for state in line.split(b"\r") if state]
+
+
+def is_mistake(stderr: bytes | None) -> bool:
+    """Return whether the last error of a rank is a user's mistake, printed in short."""
+    return _MISTAKE.search((stderr or b"").rpartition(TRACEBACK)[2]) is not None
+
+
+class ErrorFilter:
+    """Leaves out of a rank's stderr a mistake that another rank has printed, and tracebacks of Ctrl-C."""
+
+    def __init__(self, label: str, mistakes: dict[bytes, str]) -> None:
+        self._label = label
+        self._mistakes = mistakes
+        self._held: list[bytes] = []  # the beginning of an error
+        self._is_dropping = False
+        self.hides_interrupts = False
+        """Set when the launcher has sent SIGINT."""
+
+    def feed(self, lines: list[bytes]) -> list[bytes]:
+        """Return the lines to print, with those that were held back."""
+        printed: list[bytes] = []
+        for line in lines:
+            text = _RANKS.sub(b"", line, count=1)
+            begins = text.startswith(_SHORT) or (self.hides_interrupts and text.startswith(TRACEBACK))
+            in_one_line = not begins and _MISTAKE.match(text) is not None
+            if begins or in_one_line:
+                printed += self.finish()
+            if begins or in_one_line or self._held:
+                self._held.append(line)
+                if in_one_line or not (begins or text.startswith(b" ")):  # the message follows the frames
+                    self._is_dropping = self._is_left_out(text)
+                    printed += [] if self._is_dropping else self._held
+                    self._held = []
+            elif not (self._is_dropping and text.startswith(b" ")):  # the message continues
+                self._is_dropping = False
+                printed.append(line)
+        return printed
+
+    def finish(self) -> list[bytes]:
+        """Return the lines that are held back, and forget them."""
+        held, self._held = self._held, []
+        return held
+
+    def _is_left_out(self, message: bytes) -> bool:
+        texts = [_RANKS.sub(b"", line, count=1) for line in self._held]
+        if texts[0].startswith(TRACEBACK):
+            return message.startswith(b"KeyboardInterrupt")
+        return self._mistakes.setdefault(b"\n".join(texts), self._label) != self._label
 
 
 class OutputReader:

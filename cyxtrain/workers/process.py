@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from cyxtrain.workers.error_lines import ErrorFilter
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group
-from cyxtrain.workers.output import OutputReader, Terminal
+from cyxtrain.workers.output import ErrorFilter, OutputReader, Terminal
 
 DRAIN_SECONDS = 2.0
 """Seconds that a pipe may stay open after the last process of the rank has ended."""

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cyxtrain import errors
-from cyxtrain.workers.error_lines import TRACEBACK, is_mistake
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard
-from cyxtrain.workers.output import Terminal
+from cyxtrain.workers.output import TRACEBACK, Terminal, is_mistake
 from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProcess, RankSpec
 
 OWN_END_SECONDS = 2.0
@@ -109,7 +108,17 @@ class Supervisor:
             finally:
                 stopped_at = time.monotonic()
                 self._end_all()
-        return self._outcome(stopped_at)
+        exits = tuple(sorted(self._exits, key=lambda ended: ended.at_seconds))
+        lines = {rank.index: rank.last_lines() for rank in self._ranks}
+        own = [ended for ended in exits if ended.at_seconds < stopped_at]
+        first = find_first_failure(own, lines)
+        return Outcome(
+            exits=exits,
+            first_failure=first,
+            last_lines=lines[first.index] if first else None,
+            stopped_by=self._requests[0] if self._requests else None if first else find_stop(own),
+            unstoppable=tuple(rank.label for rank in self._ranks if rank.index not in {each.index for each in exits}),
+        )
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Handle events until the condition holds, the time is up, or no rank is left."""
@@ -141,19 +150,6 @@ class Supervisor:
         self._wait(KILLED_SECONDS, lambda: False)
         for rank in self._ranks:
             rank.join(0.0 if rank.index in self._alive else 1.0)
-
-    def _outcome(self, stopped_at: float) -> Outcome:
-        exits = tuple(sorted(self._exits, key=lambda ended: ended.at_seconds))
-        lines = {rank.index: rank.last_lines() for rank in self._ranks}
-        own = [ended for ended in exits if ended.at_seconds < stopped_at]
-        first = find_first_failure(own, lines)
-        return Outcome(
-            exits=exits,
-            first_failure=first,
-            last_lines=lines[first.index] if first else None,
-            stopped_by=self._requests[0] if self._requests else None if first else find_stop(own),
-            unstoppable=tuple(rank.label for rank in self._ranks if rank.index not in {each.index for each in exits}),
-        )
 
 
 def _lines_naming(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:

@@ -1,19 +1,89 @@
-"""The ways of calling `fit`, brought to one form."""
+"""The ways of calling `fit`: their types, for editors and mypy (a test compares them with the config), and one form."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+
+from torch.utils.data import Dataset
 
 from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import require, require_integer, unknown_name
 from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.errors import ConfigError
+
+
+class SupportsArray(Protocol):
+    """A table or an array of another library, such as a data frame."""
+
+    def __array__(self) -> Any: ...
+
+
+_Arrays: TypeAlias = SupportsArray | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
+# Not Iterable[Any], which would include the path of a file: a text is an iterable of texts.
+Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iterable[Any]]
+"""Arrays, tensors, several by name, datasets, DataLoaders, and what gives batches."""
+
+
+class FitSettings(TypedDict, total=False):
+    """The fields of `DistributedTrainingConfig`; Keras's values of `verbose`, and x; and `group_by_length`."""
+
+    epochs: int
+    batch_size: int
+    effective_batch_size: int | None
+    shuffle: bool
+    seed: int
+    verbose: bool | int | str
+    log_every_n_batches: int
+    checkpoint_every_n_epochs: int
+    checkpoint_dir: str
+    save_on_master_only: bool
+    validation_split: float
+    checkpoint_every_n_steps: int
+    checkpoint_every_n_minutes: float
+    max_time_seconds: float | None
+    keep_last: int
+    keep_best: str | None
+    on_save_error: Literal["warn", "raise"]
+    on_nonfinite: Literal["raise", "skip"]
+    check_replicas_every_n_steps: int | None
+    accumulation_steps: int
+    clip_norm: float | Mapping[str, float] | None
+    clip_value: float | Mapping[str, float] | None
+    clip_adaptive: float | Mapping[str, float] | None
+    precision: Literal["fp32", "bf16", "fp16"]
+    amp: AMPConfig | None
+    compile: bool | str
+    sync_batchnorm: bool
+    learning_rate_scaling: Literal["linear", "sqrt"] | None
+    warmup_steps: int | float
+    fused_optimizer: bool | str
+    validation_freq: int | float | list[int]
+    steps_per_epoch: int | None
+    fast_dev_run: bool | int
+    sharded_data: bool | None
+    profile: bool | str
+    validation_steps: int | None
+    validation_batch_size: int | None
+    num_processes: int | str | None
+    scheduler_interval: Literal["step", "epoch"] | None
+    drop_last: bool
+    float32_precision: Literal["highest", "high", "medium"] | None
+    channels_last: bool
+    max_steps: int | None
+    validate_every_n_steps: int
+    validate_every_n_minutes: float
+    log_every_n_steps: int
+    validation_stratify: bool
+    load_best: bool
+    group_by_length: Any
+    x: Data
+
 
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
@@ -39,10 +109,7 @@ _TRIED: dict[str, Any] = {
 class FitArguments:
     """The arguments of `DistributedTrainer.fit`, in one form.
 
-    Attributes:
-        validation: (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
-        config: Complete and valid.
-        groups: `validation_groups`.
+    `validation` has (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
     """
 
     inputs: Any
@@ -85,13 +152,12 @@ def parse_fit(
     right = class_weight is None or isinstance(class_weight, Mapping)
     require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
     checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
-    _check_groups(validation_groups, checked)
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation(validation_data, checked),
+        validation=_validation(validation_data, checked, validation_groups),
         config=checked,
         resume=None if checked.fast_dev_run else path,
         callbacks=checked_callbacks(callbacks),
@@ -99,15 +165,6 @@ def parse_fit(
         groups=validation_groups,
         group_by_length=lengths,
     )
-
-
-def _check_groups(groups: Any, config: DistributedTrainingConfig) -> None:
-    """Refuse settings that exclude validation_groups."""
-    if groups is None:
-        return
-    require(bool(config.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
-    twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
-    require(not config.validation_stratify, twice)
 
 
 def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any, Any]:
@@ -123,23 +180,18 @@ def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, 
     named = [array for array in named if array is not None]
     require(not more or not named, "fit got X_val and y_val twice: by position and by name.")
     arrays = [*given[:2], *(more or named or (None, None))]
-    _refuse_settings(arrays)
+    wrong = next((each for each in arrays if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
+    if wrong is not None:
+        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
+        raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
+    if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in arrays):
+        raise ConfigError(
+            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
+        )
     count = sum(array is not None for array in arrays)
     right = arrays[0] is not None and len(arrays) == 4
     require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count} arrays.")
     return arrays, config, settings.pop("group_by_length", None)
-
-
-def _refuse_settings(given: Sequence[Any]) -> None:
-    """Refuse configs and settings in the place of arrays."""
-    wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
-    if wrong is not None:
-        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
-        raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
-    if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in given):
-        raise ConfigError(
-            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
-        )
 
 
 def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]) -> DistributedTrainingConfig:
@@ -178,8 +230,12 @@ def _path(resume: Any) -> str | None:
     return None if resume is None else os.fspath(resume)
 
 
-def _validation(validation: Any, settings: DistributedTrainingConfig) -> dict[str, tuple[Any, Any, Any]]:
+def _validation(validation: Any, settings: DistributedTrainingConfig, groups: Any) -> dict[str, tuple[Any, Any, Any]]:
     """Return the sets of validation data by name; a mapping of arrays is one set, with inputs by name."""
+    if groups is not None:
+        require(bool(settings.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
+        twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
+        require(not settings.validation_stratify, twice)
     if validation is None:
         return {}
     if settings.validation_split:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from cyxtrain.callbacks.callback import checked_callbacks
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer
+from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
@@ -25,14 +28,16 @@ from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
+from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.inputs.checks import check_targets
 from cyxtrain.training.inputs.dry_run import DryRun
-from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
+from cyxtrain.training.model.modes import modes_kept, put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
+from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 
@@ -42,13 +47,7 @@ LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[s
 
 
 class TrainerArguments(NamedTuple):
-    """What a trainer was given.
-
-    Attributes:
-        loss_fn: With the factors of several losses.
-        steps: Of the user's own.
-        logged: What the dry run logs.
-    """
+    """What a trainer was given, the loss_fn with its factors; and what the dry run logs."""
 
     model: nn.Module
     loss_fn: Any
@@ -57,6 +56,72 @@ class TrainerArguments(NamedTuple):
     metrics: NamedMetrics
     steps: OwnSteps
     logged: LoggedNumbers
+
+
+class EmptyBatch:
+    """A forward of a model and its loss on a batch without rows, whose gradients are zeros.
+
+    With SyncBatchNorm and uneven micro-batches a rank that has run out of rows runs it: each forward and backward of
+    such a layer is a collective, which all ranks must make equally often. It computes in full precision: with autocast
+    SyncBatchNorm sends float32 for 16-bit rows, but an empty batch in its own type.
+    """
+
+    def __init__(self, source: Source, placement: Placement, call: ModelCall, loss: Loss) -> None:
+        self._batch = Batch(0, *placement.place(source.first(1).mapped(lambda tensor: tensor[:0])))
+        self._device = placement.device
+        self._call = copy.copy(call)
+        self._call.precision = Precision("fp32", placement.device)
+        self._loss = loss
+
+    def forward(self, model: Callable[..., Any]) -> Any:
+        """Return the model's output."""
+        return self._call(model, self._batch)
+
+    def __call__(self, model: Callable[..., Any]) -> Tensor:
+        """Return what to call `backward` on, 0-dim."""
+        found = self._loss(self.forward(model), self._batch)
+        return torch.stack([each.value for _, _, each in self._loss.terms(found)]).sum() * 0.0
+
+    @staticmethod
+    @contextlib.contextmanager
+    def using_running_statistics(model: nn.Module) -> Iterator[None]:
+        """Make SyncBatchNorm use its running statistics, so that no rank needs another one."""
+        layers = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+        with modes_kept(*layers):
+            for layer in layers:
+                layer.eval()
+            yield
+
+    def problem(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
+        """Return why a model cannot compute on no rows, or ""; no rank waits for another. `layers`: the shared ones."""
+        loss = self._loss
+        trained = [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
+        kept = snapshot([model, *loss.functions], self._device, copies=True)
+        dtypes: set[torch.dtype] = set()
+        with kept, torch.enable_grad(), gathering_alone():
+            put_into_training(model, *loss.modules)
+            try:
+                with inputs_seen(layers, lambda tensor: dtypes.add(tensor.dtype)):
+                    found = torch.autograd.grad(self(model), trained, allow_unused=True)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            made = [*filter(None.__ne__, found), *(each for each in model.buffers() if each.is_floating_point())]
+            if not all(bool(torch.isfinite(each).all()) for each in made):
+                return "its gradients or buffers are not finite then."
+        if dtypes & {torch.float16, torch.bfloat16}:
+            return "PyTorch's SyncBatchNorm sends other types for no rows than for rows of 16 bits."
+        return ""
+
+
+@contextlib.contextmanager
+def inputs_seen(layers: Iterable[nn.Module], look: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call `look` with what reaches the layers within; they evaluate, as a SyncBatchNorm would wait for other ranks."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            layer.eval()
+            hook = layer.register_forward_pre_hook(lambda _, inputs: look(inputs[0]))
+            stack.callback(hook.remove)
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +218,6 @@ def check_data(
 def _make_call(
     model: nn.Module, loss: Loss, own: OwnStep | None, source: Source, precision: Precision, device: torch.device
 ) -> ModelCall:
-    """Return what calls the model, or a step of the user's own."""
     if own is None or loss.used is None:
         inputs, targets, _ = source.example
         return ModelCall(model, precision, inputs, targets, loss)

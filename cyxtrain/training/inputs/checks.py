@@ -30,16 +30,28 @@ def check_trained(
     """Refuse a model without trainable parameters, and optimizers or a precision that it cannot have."""
     if not trained_parameters(trained):
         raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
+    clips = {name: getattr(config, name) for name in ("clip_norm", "clip_value", "clip_adaptive")}
+    clips = {name: limits for name, limits in clips.items() if limits is not None}
     for optimizer in optimizers.values():
         _check_optimizer(optimizer, trained)
-        _check_closure(optimizer, config)
+        # It evaluates the loss several times per step, between which these would change it.
+        excluded = [*clips, *(["precision='fp16'"] if config.precision == "fp16" else [])]
+        if excluded and needs_closure(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} evaluates the loss several times per step, which {excluded[0]} would "
+                f"change between two evaluations: leave {excluded[0]} out, or use Adam or SGD."
+            )
     _check_owners(trained, optimizers)
-    for name in ("clip_norm", "clip_value", "clip_adaptive"):
-        limits = getattr(config, name)
+    for name, limits in clips.items():
         unknown = [*(limits.keys() - optimizers.keys())] if isinstance(limits, Mapping) else []
         if unknown:
             raise unknown_name(f"{name}={dict(limits)!r}: the trainer", str(unknown[0]), [*optimizers], "optimizer")
-    _check_precision(trained, config.precision)
+    halves = [name for name, each in trained_parameters(trained) if each.dtype in (torch.float16, torch.bfloat16)]
+    if config.precision == "fp16" and halves:  # their gradients could not be unscaled
+        raise ConfigError(
+            f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are of 16: "
+            "give the model as float32."
+        )
 
 
 def _check_owners(trained: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -58,17 +70,6 @@ def _check_owners(trained: nn.Module, optimizers: Mapping[str, torch.optim.Optim
         raise ConfigError(
             f"none of the optimizers {', '.join(map(repr, optimizers))} has {shortened(left)}: add the parameters to "
             "one of them, or freeze them with requires_grad_(False)."
-        )
-
-
-def _check_closure(optimizer: torch.optim.Optimizer, config: DistributedTrainingConfig) -> None:
-    """Refuse what an optimizer that evaluates the loss several times per step cannot have."""
-    clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(config, name) is not None]
-    asked = [*clips, *(["precision='fp16'"] if config.precision == "fp16" else [])]
-    if asked and needs_closure(optimizer):
-        raise ConfigError(
-            f"{type(optimizer).__name__} evaluates the loss several times per step, which {asked[0]} would change "
-            f"between two evaluations: leave {asked[0]} out, or use Adam or SGD."
         )
 
 
@@ -156,15 +157,4 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
         raise ConfigError(
             f"y holds class {value} (row {row}), and the model has outputs for classes 0 to {classes - 1}. Number the "
             "classes from 0, or give the model's last layer more outputs."
-        )
-
-
-def _check_precision(model: nn.Module, precision: str) -> None:
-    """Refuse 16-bit parameters with a scaled loss: their gradients could not be unscaled."""
-    narrow = (torch.float16, torch.bfloat16)
-    halves = [name for name, parameter in trained_parameters(model) if parameter.dtype in narrow]
-    if precision == "fp16" and halves:
-        raise ConfigError(
-            f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are of 16: "
-            "give the model as float32."
         )

@@ -48,13 +48,7 @@ _REENTRANT = "Checkpointing is not compatible"
 
 
 class DryRun:
-    """Tries a model, its loss and its metrics on some rows.
-
-    Args:
-        loss: Learns whether it returns (sum, weight).
-        metrics: What is to be measured, by name.
-        is_of_fit: Whether a fit is tried: then parameters are restored too.
-    """
+    """Tries a model, its loss and its metrics on some rows; `is_of_fit`: then parameters are restored, too."""
 
     def __init__(
         self,
@@ -78,14 +72,10 @@ class DryRun:
         """Names of the parts of a prediction whose rows are in the second dimension."""
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
-        """Try a step of training; return the metrics, which have seen nothing.
+        """Try a step of training on copies of a micro-batch's `rows`; return the metrics, which have seen nothing.
 
-        Cost: that of one micro-batch, and a copy of what is trained; twice that if operations are counted.
-
-        Args:
-            source: Whose rows they are.
-            rows: Of one micro-batch, as copies: a model may change its input.
-            counts_flops: Whether to count operations on a CPU, too.
+        Cost: that of one micro-batch, and a copy of what is trained; twice that if operations are counted, which
+        `counts_flops` asks for on a CPU, too.
         """
         batch = self._placed(rows)
         if batch.rows == 0:
@@ -106,7 +96,9 @@ class DryRun:
                 self._backward(value)
             measures = self._measuring(output, batch, value)
             if counts_flops or is_accelerator(self._placement.device):
-                self._count_flops(source, batch)
+                with contextlib.suppress(Exception):  # training continues without it
+                    flops = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1]))
+                    self.flops_per_row = flops / batch.rows
             self._find_weights(check)
             return measures
 
@@ -120,11 +112,6 @@ class DryRun:
         with torch.no_grad(), gathering_alone():
             self._put_into_evaluation()
             self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
-
-    def _count_flops(self, source: Source, batch: Batch) -> None:
-        """Count operations; if that fails, training continues without it."""
-        with contextlib.suppress(Exception):
-            self.flops_per_row = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1])) / batch.rows
 
     def evaluate(self, source: Source) -> Metrics:
         """Try an evaluation of a source's first rows; return the metrics."""
@@ -155,7 +142,11 @@ class DryRun:
             self._model.eval()
             output = self._output(batch, predicting=True)
             self.rows_second = self._find_rows_second(source, output, batch.rows)
-        return with_parts(output, {name: _without_values(part) for name, part in output_parts(output)})
+        parts = dict(output_parts(output))
+        for name, part in parts.items():
+            rows = pad_packed_sequence(part, batch_first=True)[0] if isinstance(part, PackedSequence) else part
+            parts[name] = torch.empty_like(rows, device="meta") if isinstance(rows, Tensor) else rows
+        return with_parts(output, parts)
 
     def _find_rows_second(self, source: Source, output: Any, rows: int) -> frozenset[str]:
         """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
@@ -179,7 +170,6 @@ class DryRun:
         return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
-        """Return the model's output and its loss."""
         loss, output = self._loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
@@ -211,7 +201,6 @@ class DryRun:
                 raise
 
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Return the loss that the model computes itself."""
         try:
             self._loss.inspect_result(output, batch.rows)
             return self._loss(output, batch).value
@@ -332,11 +321,6 @@ def _total(result: Any) -> Tensor:
         return torch.stack([_total(each) for each in result.values()]).sum()
     found: Tensor = result[0] if isinstance(result, tuple) else result
     return found.mean()
-
-
-def _without_values(part: Any) -> Any:
-    part = pad_packed_sequence(part, batch_first=True)[0] if isinstance(part, PackedSequence) else part
-    return torch.empty_like(part, device="meta") if isinstance(part, Tensor) else part
 
 
 def _shapes(tree: Tree) -> str:

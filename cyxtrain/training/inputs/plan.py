@@ -1,12 +1,9 @@
-"""What a call of `fit` does, after all checks.
-
-Each rank makes a plan, which changes nothing; then the ranks agree.
-"""
+"""What a call of `fit` does, after all checks: each rank makes a plan, which changes nothing; then the ranks agree."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch import nn
 
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import nearest
+from cyxtrain.config.settings import nearest, require
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.sources.source import Source
@@ -26,11 +23,11 @@ from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import can_fuse
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
-from cyxtrain.training.inputs.arguments import FitArguments
+from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments, check_data
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
-from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation
+from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
@@ -41,6 +38,7 @@ from cyxtrain.training.model.placement import (
 )
 from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
+from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
 
 
@@ -50,13 +48,11 @@ class FitPlan:
 
     Attributes:
         validation: Sets of rows to validate with, by name; "" for a set without a name.
-        fused_optimizers: Names of the optimizers that use PyTorch's fused kernels.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: those of the trainer.
         ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.
         defers_verdicts: Whether all ranks compute on accelerators, and the host need not wait for a step.
         attempt: How often a launcher has restarted the ranks, at most.
-        devices: Those in use and those visible, in words.
         may_log: Whether this rank may log numbers of the user's own: the dry run has, or a callback may.
     """
 
@@ -187,11 +183,9 @@ class FitPlan:
         return self.schedule_steps(self.warmup_steps if rates.warms_up_first else 0)
 
     def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
-        """Return how often the fit steps its schedule; None: unknown.
+        """Return how often the fit, from a position, steps its schedule; None: unknown.
 
-        Args:
-            warmup_steps: Of the warm-up that are still to be taken; the schedule waits for it.
-            position: Of the fit; None: it begins.
+        `warmup_steps` are those still to be taken of the warm-up, for which the schedule waits.
         """
         epochs, done, steps, left = self.config.epochs, 0, self.steps_per_epoch, self.config.max_steps
         if position is not None:
@@ -285,10 +279,10 @@ def plan_fit(
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
     fused = tuple(name for name, each in optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
-    ways = (fused, compiles_by_layer(model, config.compile, data.placement.device, world_size))
-    plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
-    plan = replace(plan, may_log=callbacks.may_log or trainer.logged.has_any)
-    _check_best(plan)
+    by_layer = compiles_by_layer(model, config.compile, data.placement.device, world_size)
+    plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
+    may_log = callbacks.may_log or trainer.logged.has_any
+    plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
     _check_validation(plan)
     return plan, facts
 
@@ -318,27 +312,21 @@ def _is_on_accelerator(trained: nn.Module) -> bool:
     return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
 
 
-def _check_best(plan: FitPlan) -> None:
-    best = plan.config.keep_best
-    if best is None or (best not in plan.measured and plan.may_log):
-        return
-    if best in plan.measured:
-        if best.removeprefix("val_") not in plan.larger_is_better:
-            raise ConfigError(
-                f"keep_best={best!r}: it is unknown whether larger is better. For a function in metrics, set "
-                "my_function.higher_is_better = True; for a number of a step, record it by trainer.log(name, value, "
-                "larger_is_better=True) under another name."
-            )
-        return
-    if best.removeprefix("val_") in plan.measured:
-        raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
-    meant = nearest(best, plan.measured, "metric")
-    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
-
-
 def _check_validation(plan: FitPlan) -> None:
-    """Refuse validations that cannot be: without data, or at a fraction of an epoch of unknown length."""
-    config = plan.config
+    """Refuse a best epoch and validations that cannot be found or made."""
+    config, best = plan.config, plan.config.keep_best
+    if best in plan.measured:
+        require(
+            best.removeprefix("val_") in plan.larger_is_better,
+            f"keep_best={best!r}: it is unknown whether larger is better. For a function in metrics, set "
+            "my_function.higher_is_better = True; for a number of a step, record it by trainer.log(name, value, "
+            "larger_is_better=True) under another name.",
+        )
+    elif best is not None and not plan.may_log:
+        if best.removeprefix("val_") in plan.measured:
+            raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
+        meant = nearest(best, plan.measured, "metric")
+        raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
     if config.log_every_n_batches and runtime.is_master():
         warn("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
     if config.validates_within_epochs and not plan.validation:
@@ -359,16 +347,55 @@ def _check_validation(plan: FitPlan) -> None:
 
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
     """Warn on rank 0 of data that are not finite, and of a loss that is weighted wrongly."""
+    if not runtime.is_master():
+        return
     warnings = [facts["_loss"] for facts in facts_by_rank if facts["_loss"]]
-    if warnings and runtime.is_master():
+    if warnings:
         warn(warnings[0])
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts["_not_finite"]):
         found = [facts["_not_finite"][name] for facts in facts_by_rank if name in facts["_not_finite"]]
-        if runtime.is_master():
-            where, count = found[0][0], sum(rows for _, rows in found)
-            more = f", the first of {count:,} such rows" if count > 1 else ""
-            what = "on_nonfinite decides what happens if that makes the loss NaN."
-            if name != "training":
-                where = f"{name.replace('validation', 'validation data')}: {where}"
-                what = "val_loss may become NaN, and then no epoch is the best one."
-            warn(f"{where}{more}. {what} Fill or drop such rows first.")
+        where, count = found[0][0], sum(rows for _, rows in found)
+        more = f", the first of {count:,} such rows" if count > 1 else ""
+        what = "on_nonfinite decides what happens if that makes the loss NaN."
+        if name != "training":
+            where = f"{name.replace('validation', 'validation data')}: {where}"
+            what = "val_loss may become NaN, and then no epoch is the best one."
+        warn(f"{where}{more}. {what} Fill or drop such rows first.")
+
+
+def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
+    """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments, at most.
+
+    For schedules that need it: the numbers are the same on every rank, and smaller with more ranks. All ranks call it;
+    like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
+
+    Args:
+        *data: As `DistributedTrainer.fit`: X and y, or what gives batches; a `DistributedTrainingConfig`, or none.
+        **keywords: As `DistributedTrainer.fit`.
+
+    Raises:
+        ConfigError: As `fit`; or the number of batches is unknown.
+    """
+    runtime.join_if_nobody_has()
+    runtime.check_same_call("count_steps")
+    config = parse_fit(*data, **keywords).config
+    if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have
+        steps = requested_steps(config)
+    else:
+        arguments, opened = open_fit(lambda: parse_fit(*data, **keywords), None, 0)
+        config = arguments.config
+        steps = steps_per_epoch(config, opened[0].feed(config, *_rank_and_world_size(config)))
+    total = all_steps(config, steps)
+    if total is None:
+        raise ConfigError("the number of batches is unknown: set steps_per_epoch, or max_steps.")
+    return total if steps is None else steps, total
+
+
+def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:
+    """Return those of this process, or those of the workers that a notebook would start."""
+    rank, world_size, asked = runtime.get_rank(), runtime.get_world_size(), config.num_processes
+    if asked is None or world_size > 1 or process_env.is_launched():
+        return rank, world_size
+    if asked == "auto" and accelerator.visible() is not None:
+        raise ConfigError('num_processes="auto" depends on where the model is: give count_steps a number of processes.')
+    return rank, ranks_by_cores(process_env.to_pass_on()) if asked == "auto" else int(asked)

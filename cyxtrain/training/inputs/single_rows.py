@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from cyxtrain.data.batches.batch import Batch
-from cyxtrain.data.sharding import UnevenStep
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.training.inputs.empty_batches import EmptyBatch, inputs_seen
+from cyxtrain.training.inputs.checked_data import CheckedData, EmptyBatch, inputs_seen
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.snapshot import snapshot
@@ -71,23 +69,19 @@ def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     data = plan.data
     part = EmptyBatch(data.source, data.placement, data.call, data.loss)
     problem = part.problem(model, layers)
-    if problem:
-        raise ConfigError(f"{_described(uneven, plan)}, and the model cannot compute on no rows: {problem}")
-    return part
-
-
-def _described(uneven: UnevenStep, plan: FitPlan) -> str:
-    needs = "SyncBatchNorm needs all ranks in each forward"
-    if not uneven.counts:
-        return f"{needs}, ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
+    if not problem:
+        return part
+    rows, counts = counted(uneven.global_rows, "row"), ", ".join(map(str, uneven.counts))
+    which, remedy = f"a step has {rows}", "set another batch_size or accumulation_steps"
     if uneven.is_tail:
-        which = f"the last step of an epoch has {counted(uneven.global_rows, 'row')} of {plan.data.source.describe()}"
+        which = f"the last step of an epoch has {rows} of {data.source.describe()}"
         remedy = "set drop_last=True, or another batch_size"
-    else:
-        which = f"a step has {counted(uneven.global_rows, 'row')}"
-        remedy = "set another batch_size or accumulation_steps"
-    counts = ", ".join(map(str, uneven.counts))
-    return f"{needs}, {which}, which are {counts} micro-batches by rank ({remedy})"
+    what = f"{which}, which are {counts} micro-batches by rank ({remedy})"
+    if not uneven.counts:
+        what = "ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
+    raise ConfigError(
+        f"SyncBatchNorm needs all ranks in each forward, {what}, and the model cannot compute on no rows: {problem}"
+    )
 
 
 def _layers_together(model: nn.Module, *, converts: bool) -> list[nn.Module]:

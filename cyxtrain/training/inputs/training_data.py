@@ -60,11 +60,11 @@ def open_rows(
 
     if not distributed:
         sources, facts = open_and_describe()
-        _reconcile(sources, [facts], 0, config.sharded_data)
+        _reconcile(sources, [facts], 0, None)
     else:
         sources, facts_by_rank = agree_on(open_and_describe)
         with raised_on_all_ranks():
-            _reconcile(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
+            _reconcile(sources, facts_by_rank, runtime.get_rank(), None)
     return sources[0]
 
 
@@ -106,12 +106,13 @@ def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
     own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
     for name, each in arguments.validation.items():
         with naming_validation(f"validation {name}".rstrip()):
-            validation[name] = open_source(*each, own, 0, trains=False)
-            if validation[name].reads_once and (config.epochs > 1 or config.validates_within_epochs):
+            held_out = open_source(*each, own, 0, trains=False)
+            if held_out.reads_once and (config.epochs > 1 or config.validates_within_epochs):
                 raise ConfigError(
                     "it gives its batches once, and each epoch is validated: give the function that makes it, without "
                     "calling it, or a DataLoader."
                 )
+            validation[name] = _limited(held_out, config)
     if arguments.group_by_length is not None and arguments.group_by_length is not False:
         source.group_by_length(arguments.group_by_length)
     if config.validation_split:
@@ -119,10 +120,8 @@ def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
             raise ConfigError(
                 "validation_split divides arrays; of other data, give validation_data=, such as a second DataLoader."
             )
-        source, validation[""] = _split(source, arguments)
-    for name, held_out in validation.items():
-        with naming_validation(f"validation {name}".rstrip()):
-            validation[name] = _limited(held_out, config)
+        source, held_out = _split(source, arguments)
+        validation[""] = _limited(held_out, config)
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
@@ -130,16 +129,15 @@ def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
 
 
 def _split(source: ArraySource, arguments: FitArguments) -> tuple[ArraySource, ArraySource]:
-    """Return the rows that train and those that validate."""
     config = arguments.config
     first = validation_rows(len(source), config.validation_split)
-    if not (config.validation_stratify or arguments.groups is not None):
-        return source.part(0, first), source.part(first, len(source))
     count = len(source) - first
     if config.validation_stratify:
         held_out = stratified_rows(source.targets, count, config.seed)
-    else:
+    elif arguments.groups is not None:
         held_out = grouped_rows(arguments.groups, len(source), count, config.seed)
+    else:
+        return source.part(0, first), source.part(first, len(source))
     return source.chosen(~held_out), source.chosen(held_out)
 
 

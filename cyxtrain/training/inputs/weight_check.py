@@ -14,7 +14,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import Tree, map_tree, tensors
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import ARGUMENT, find_rule, may_take_items, names_items, usual_rule
-from cyxtrain.metrics.weighting import Weighting
+from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.training.model.forward import ModelCall
 
 ROWS = 8
@@ -46,10 +46,11 @@ class WeightCheck:
         if loss.weighting is not Weighting.SAMPLES or not self._reacts():
             return ""
         try:
-            counts = [self._counted_items(each) for each in (self._batch, *self._alone())]
+            values = [(self._value(each, 1), self._value(each, None)) for each in (self._batch, *self._alone())]
         except Exception:  # forward does without the argument, or takes one row, never
             loss.use_num_items(usual_rule(self._batch))
             return ""
+        counts = [total / mean if total and math.isfinite(mean) else 0.0 for total, mean in values]
         whole = all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts)
         rule = find_rule([self._batch, *self._alone()], [round(count) for count in counts]) if whole else None
         loss.use_num_items(rule or usual_rule(self._batch))
@@ -110,12 +111,12 @@ class WeightCheck:
         own = self._loss.function is None
         what = f"{name!r}, a loss," if name else "the loss"
         is_what = "the sum over rows" if is_sum else "no mean over rows"
-        where = 'in place of the loss (or as {"loss": (sum, weight)})' if own else "from loss_fn"
-        others = (
-            f", let forward divide the sum by an argument {ARGUMENT}, or give a loss_fn that does it from the outputs"
-            if own and self._loss.used is None
-            else ""
-        )
+        where, others = "from loss_fn", ""
+        if own:
+            where = 'in place of the loss (or as {"loss": (sum, weight)})'
+        if own and self._loss.used is None:
+            others = f", let forward divide the sum by an argument {ARGUMENT}"
+            others += ", or give a loss_fn that does it from the outputs"
         return (
             f"{what} of {rows} rows is {value:.6g}, and the mean of their losses one by one is {mean:.6g}: it is "
             f"{is_what}, such as one over tokens. It is weighted by rows, so the result depends on the number of ranks "
@@ -131,28 +132,23 @@ class WeightCheck:
             return False
         return math.isfinite(one) and abs(one - two) > self._tolerance * abs(one)
 
-    def _counted_items(self, batch: Batch) -> float:
-        total, mean = self._value(batch, 1), self._value(batch, None)
-        return total / mean if total and math.isfinite(mean) else 0.0
-
     def _value(self, batch: Batch, items: int | None) -> float:
         output = self._call.with_items(self._model, batch, items)
         return float(self._loss(output, batch).value)
 
-    def _means(self, batch: Batch) -> dict[str, float]:
+    def _losses(self, batch: Batch, kind: Weighting) -> dict[str, BatchLoss]:
+        """Return the losses of that kind by name; "" is an only loss, of any kind."""
         found = self._loss(self._call.without_graph(self._model, batch), batch)
-        if not self._loss.weightings:
-            return {"": float(found.mean)}
-        kinds = self._loss.weightings.items()
-        return {name: float(found.parts[name].mean) for name, kind in kinds if kind is Weighting.SAMPLES}
+        kinds = self._loss.weightings
+        return {name: found.parts[name] for name in kinds if kinds[name] is kind} if kinds else {"": found}
+
+    def _means(self, batch: Batch) -> dict[str, float]:
+        return {name: float(part.mean) for name, part in self._losses(batch, Weighting.SAMPLES).items()}
 
     def _pairs(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Return (sum, weight) of each loss that is a weighted mean."""
-        found = self._loss(self._call.without_graph(self._model, batch), batch)
-        kinds = self._loss.weightings.items()
-        names = [name for name, kind in kinds if kind is Weighting.TERMS]
-        parts = {name: found.parts[name] for name in names} if kinds else {"": found}
-        return {name: (float(part.value * part.terms), float(part.weight)) for name, part in parts.items()}
+        parts = self._losses(batch, Weighting.TERMS).items()
+        return {name: (float(part.value * part.terms), float(part.weight)) for name, part in parts}
 
     def _alone(self) -> Iterator[Batch]:
         return (_part(self._batch, slice(row, row + 1)) for row in range(self._batch.rows))
@@ -160,10 +156,8 @@ class WeightCheck:
 
 def _picked(batch: Batch) -> Batch:
     """Return a few rows with different counts of what may be padding: the most frequent value of a table."""
-    if batch.rows <= ROWS:
-        return _part(batch, slice(0, ROWS))
     tables = [each for each in (*tensors(batch.targets), *tensors(batch.inputs)) if each.dim() > 1 and each.numel()]
-    if not tables:
+    if batch.rows <= ROWS or not tables:
         return _part(batch, slice(0, ROWS))
     flat = tables[0].reshape(batch.rows, -1)
     order = (flat == flat.mode().values.mode().values).sum(1).argsort(stable=True)

@@ -29,17 +29,13 @@ def check_compiler(mode: bool | str, device: torch.device) -> None:
     Cost: some seconds, the first time in a process, which the model's own compilation saves.
     """
     try:
-        torch.compile(_small)(torch.ones(2, device=device))
+        torch.compile(lambda tensor: tensor + 1)(torch.ones(2, device=device))
     except Exception as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"compile={mode!r}: torch.compile does not work here: {type(error).__name__}: {reason}. It needs "
             "a C++ compiler on CPUs and Triton on GPUs; without compile the model runs as it is."
         ) from error
-
-
-def _small(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + 1
 
 
 def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, world_size: int) -> bool:

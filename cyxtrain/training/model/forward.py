@@ -40,9 +40,6 @@ class ModelCall:
         owners: The objects that such a step may change.
         optimizes: Whether it updates the parameters itself, by `optimize`, as far as it has run.
         alone: What in it excludes several micro-batches per step, in words, or "".
-
-    Raises:
-        ConfigError: The model computes its own loss, takes inputs by name, and has no name for the targets.
     """
 
     step: Callable[[Any], Any] | None = None
@@ -62,10 +59,16 @@ class ModelCall:
         self.differentiates = False
         """Whether the model makes derivatives in forward, and needs gradients outside training too."""
         self._way = _way_of(model, inputs)
-        self.left_out = _not_taken(model, inputs) if self._way is _Way.NAMED else []
+        self.left_out = _not_taken(model, inputs) if isinstance(inputs, dict) and self._way is _Way.NAMED else []
         """Names of inputs, such as ids, that forward does not take."""
-        self.names_differ = _names_differ(model, inputs) if self._way is _Way.WHOLE else ""
+        self.names_differ = ""
         """Which names forward takes and which the inputs have, for an error; "" where they have none."""
+        if isinstance(inputs, dict) and self._way is _Way.WHOLE:
+            names, given = ", ".join(inspect.signature(model.forward).parameters), ", ".join(map(str, inputs))
+            self.names_differ = (
+                f" (forward takes {names}, and X has {given}, so X is passed whole: use forward's names to pass its "
+                "parts)"
+            )
         self._gives_targets = loss is not None and loss.function is None and targets is not None
         if self._gives_targets and self._way is _Way.WHOLE and not takes(model.forward, 2):
             raise ConfigError(
@@ -75,9 +78,8 @@ class ModelCall:
         self._loss = loss
         if loss is not None and loss.function is None and names_items(model):
             loss.items = usual_rule(Batch(0, inputs, targets))
-        self._target_name = ""
-        if self._gives_targets and self._way is _Way.NAMED and not isinstance(targets, dict):
-            self._target_name = _name_of_targets(model)
+        by_name = self._gives_targets and self._way is _Way.NAMED and not isinstance(targets, dict)
+        self._target_name = _name_of_targets(model) if by_name else ""
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return the output for a batch; a model that computes its own loss gets the targets too."""
@@ -158,19 +160,10 @@ def _way_of(model: nn.Module, inputs: Tree) -> _Way:
     return _Way.EACH if inspect.Parameter.VAR_POSITIONAL in kinds or len(places) >= len(inputs) else _Way.WHOLE
 
 
-def _not_taken(model: nn.Module, inputs: Tree) -> list[str]:
-    """Return the names of inputs that forward does not take."""
+def _not_taken(model: nn.Module, inputs: dict[Any, Any]) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
-    if not isinstance(inputs, dict) or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return []
-    return [name for name in inputs if name not in parameters]
-
-
-def _names_differ(model: nn.Module, inputs: Tree) -> str:
-    if not isinstance(inputs, dict):
-        return ""
-    taken, given = ", ".join(inspect.signature(model.forward).parameters), ", ".join(map(str, inputs))
-    return f" (forward takes {taken}, and X has {given}, so X is passed whole: use forward's names to pass its parts)"
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [] if takes_all else [name for name in inputs if name not in parameters]
 
 
 def _name_of_targets(model: nn.Module) -> str:

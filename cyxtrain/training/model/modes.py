@@ -14,10 +14,8 @@ def put_into_training(*modules: nn.Module) -> Callable[[], None]:
     """Put modules that are in evaluation mode into training mode, with all their parts.
 
     A module in training mode is not changed: its parts in evaluation mode, such as a frozen batch norm, are the user's
-    choice. A model in evaluation mode is one as `from_pretrained` returns it.
-
-    Returns:
-        What to call before each epoch: it undoes an `eval()` of a whole module in between.
+    choice. A model in evaluation mode is one as `from_pretrained` returns it. The returned function, called before each
+    epoch, undoes an `eval()` of a whole module in between.
     """
     for module in modules:
         if not module.training:

@@ -32,7 +32,10 @@ def memory_explained(*, trains: bool = True) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         if is_full(error):
-            held = "" if _is_of_the_cpu(error) else _held()
+            device = None if _is_of_the_cpu(error) else accelerator.in_use()
+            peak = None if device is None else accelerator.peak_memory(device, "reserved")
+            held = "" if peak is None else f"PyTorch has held up to {peak / 2**30:.1f} GiB of {device}. "
+            held += "" if _is_of_the_cpu(error) else f"{_IN_PIECES} "
             less = _LESS + (_IN_TRAINING if trains else _IN_EVALUATION)
             reason = str(error).rstrip(". \n") or type(error).__name__
             error.args = (f"rank {runtime.get_rank()} is out of memory: {reason}. {held}{less}. {_ON_GPUS}",)
@@ -49,11 +52,3 @@ def is_full(error: Exception) -> bool:
 
 def _is_of_the_cpu(error: Exception) -> bool:
     return isinstance(error, MemoryError) or _OF_THE_CPU in str(error)
-
-
-def _held() -> str:
-    """Describe how much PyTorch has held on this rank's accelerator, and the fix for fragmentation."""
-    device = accelerator.in_use()
-    held = None if device is None else accelerator.peak_memory(device, "reserved")
-    words = "" if held is None else f"PyTorch has held up to {held / 2**30:.1f} GiB of {device}. "
-    return f"{words}{_IN_PIECES} "

@@ -15,9 +15,6 @@ from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, shortened
 from cyxtrain.world import consensus, runtime
 
-_NOT_COUNTED = ("cpu", "meta")
-"""Kinds of device that are always there."""
-
 
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
     """Return the device that a user named, "auto" unchanged; raise ConfigError if it cannot be used."""
@@ -32,7 +29,7 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
         ) from error
     asked = f"device={str(device)!r}"
     is_there = visible is not None and visible.type == found.type
-    if not (is_there or found.type in _NOT_COUNTED or accelerator.is_there(found.type)):
+    if not (is_there or found.type in ("cpu", "meta") or accelerator.is_there(found.type)):
         raise ConfigError(f"{asked}: no {found.type.upper()} device is visible. Use 'auto' or 'cpu'.")
     if is_there and (found.index or 0) >= count:
         numbers = f"{found.type}:0" + (f" to {found.type}:{count - 1}" if count > 1 else "")
@@ -67,7 +64,8 @@ def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
     if visible is None or chosen.type != visible.type:
         return chosen
     if chosen.index is None:
-        chosen = torch.device(chosen.type, own_index())
+        index = torch.accelerator.current_device_index()  # the program's choice
+        chosen = torch.device(chosen.type, index or runtime.get_local_rank() % accelerator.count())
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == chosen.type and bound != chosen:
         what = f"the model is on {chosen}" if asked == "auto" else f"device={str(asked)!r}"
@@ -88,12 +86,6 @@ def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) ->
             f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, whose statistics are "
             "those of each rank's samples, or nn.GroupNorm, which needs no others."
         )
-
-
-def own_index() -> int:
-    """Return the number of this rank's accelerator: the program's choice, otherwise by local rank."""
-    current = torch.accelerator.current_device_index()
-    return current or runtime.get_local_rank() % accelerator.count()
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

@@ -15,18 +15,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cyxtrain.errors import ConfigError
-from cyxtrain.training.model.buffers import BuffersKept
+from cyxtrain.training.model.snapshot import BuffersKept
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the layers that keep only their inputs.
+    """Return the layers that keep only their inputs, of the classes or names that are `wanted`.
 
-    Args:
-        model: Not wrapped.
-        wanted: Classes, or names in the model; none: what is in its outermost Sequentials and ModuleLists, without
-            layers that have no parameters; if it has none of these, its children.
+    None: what is in the outermost Sequentials and ModuleLists, otherwise the children; of these, those with parameters.
     """
     if wanted:
         named = dict(model.named_modules())

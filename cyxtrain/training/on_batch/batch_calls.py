@@ -70,7 +70,7 @@ class BatchCalls(TrainerView, TrainerSteps):
             ConfigError: The input is wrong, on any rank, or a callback calls it.
             NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`.
         """
-        self._begin_batch("train_on_batch")
+        self._begin("train_on_batch")
         given = (x, y, sample_weight, class_weight)
         (source, config, form), _ = agree_on(lambda: _opened(self._state, *given))
         if self._batch_plan is None or self._batch_plan[0] != form:
@@ -130,11 +130,11 @@ def _step(
     """Take a step on a batch; return what was measured, over all ranks."""
     config, data, rank = plan.config, plan.data, runtime.get_rank()
     device = data.placement.device
-    state.begin_loop(Callbacks(), state.data)
+    state.set(callbacks=Callbacks(), stop_training=False)
     with generators_kept(device):
         seed_generators(config.seed, 0, state.position.step, rank, device)
         put_into_training(state.model, *data.loss.modules)
-        guard = FiniteGuard(ddp, config.on_nonfinite, state.position, device, state.loss_scale)
+        guard = FiniteGuard(ddp, state, device)
         updates = make_updates(state, plan, ddp)
         step = TrainingStep(ddp, state, data, guard, logged, updates)
         shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
@@ -143,7 +143,7 @@ def _step(
             logged.begin(share.rows, 0)
             step(share)
         ddp.sync_buffers()
-        state.position.count_step()
+        state.position.set(step=state.position.step + 1)
         numbers = {name: each for name, each in logged.over_ranks().items() if not name.startswith(GRAD_NORM)}
         return {**step.totals.over_ranks(runtime.cpu_group()), **numbers}
 

@@ -1,1 +1,1 @@
-"""What `evaluate` and `predict` do besides computing: callbacks, progress, and predictions in files."""
+"""Predictions in files, as `predict` writes them."""

@@ -1,59 +1,68 @@
-"""Which checkpoint a fit continues from, whether it fits, and what of it belongs to this rank."""
+"""Which checkpoint a fit continues from, whether it fits, what differs from it, and what of it belongs to this rank.
+
+The checkpoint wins for the optimizer, the schedule and changed learning rates; the program for how later steps are
+taken.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
 from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
 from cyxtrain.checkpoint.validation import check_content, taking_over
-from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
+from cyxtrain.optim.optimizers import ONLY
+from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
+from cyxtrain.optim.schedules import schedule_settings
 from cyxtrain.training.inputs.plan import FitPlan, place_of
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
-from cyxtrain.training.resume import resume_diff
+from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
 AUTO = "auto"
 _SAME_FIELDS = (
-    "shuffle",
-    "seed",
-    "validation_split",
-    "validation_stratify",
-    "batch_size",
-    "effective_batch_size",
-    "steps_per_epoch",
-    "drop_last",
+    *("shuffle", "seed", "validation_split", "validation_stratify"),
+    *("batch_size", "effective_batch_size", "steps_per_epoch", "drop_last"),
 )
 """What decides the samples of a step, besides the data."""
 _BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
 """What a checkpoint was made with that is older than a field."""
+_APPLIED_ONCE = ("learning_rate_scaling", "warmup_steps")
+"""Settings applied once to learning rates: a checkpoint has the resulting rates."""
+_EACH_STEP = (
+    *("accumulation_steps", "clip_norm", "clip_value", "clip_adaptive", "sync_batchnorm"),
+    *("scheduler_interval", "channels_last"),
+)
+"""Settings of each step; precision and compilation are reported with the numerics."""
+_NO_OPTIONS = {"params", "lr", "initial_lr"}
+"""Entries of a parameter group that are not compared as options; learning rates are compared by initial value."""
 _DATA = {"data": "the training data differ", "validation": "the validation data differ"}
 
 
 Checkpoint = tuple[CheckpointState, str]
 """A checkpoint, and its name for messages."""
-
-
-def stop_requested_in(checkpoint: CheckpointState) -> bool:
-    """Return whether a callback had requested to end the fit, and ranks had not yet agreed on it."""
-    return any(each.get("stop") is True for each in checkpoint.ranks)
+HeaderLines = list[tuple[str, str]]
 
 
 def restore_rank(
@@ -77,7 +86,7 @@ def restore_rank(
         raise CheckpointError(f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}.") from error
 
 
-def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
+def find_checkpoint(plan: FitPlan, state: TrainingState) -> Checkpoint | None:
     """Return the checkpoint to continue from, on every rank; None: there is none, or `resume` is not set.
 
     A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
@@ -108,32 +117,41 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 def start_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
+) -> tuple[FitPlan, Checkpoint | None, HeaderLines]:
     """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header."""
     try:
-        return _begin_or_resume(state, plan, numerics)
+        found = find_checkpoint(plan, state)
+        return _begin(state, plan, numerics) if found is None else _resume(state, plan, numerics, found)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
         runtime.gather_texts("")  # all ranks have read it when the first one leaves
         raise
 
 
-def _begin_or_resume(
-    state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[FitPlan, Checkpoint | None, list[tuple[str, str]]]:
-    found, is_named = find_checkpoint(plan, state), plan.resume not in (None, AUTO)
-    data = plan.digests()
-    if found is None:
-        plan = with_batch_norm_checked(state, plan)
-        _check_schedules(plan, state)
-        lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
-        state.begin_fit(plan.config, data, plan.feed.effective_batch_size, lengths, plan.initial_epoch, numerics)
-        return plan, None, _describe_start(plan, state)
-    (checkpoint, name), source = found, f"checkpoint {found[1]}"
+def _begin(state: TrainingState, plan: FitPlan, numerics: dict[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
+    plan = with_batch_norm_checked(state, plan)
+    for rates in state.rates.values():
+        scheduled = plan.scheduled(rates)
+        _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
+    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
+        warn(
+            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
+            "will not reach its value."
+        )
+    lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
+    effective = plan.feed.effective_batch_size
+    state.begin_fit(plan.config, plan.digests(), effective, lengths, plan.initial_epoch, numerics)
+    return plan, None, _describe_start(plan, state)
+
+
+def _resume(
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any], found: Checkpoint
+) -> tuple[FitPlan, Checkpoint, HeaderLines]:
+    (checkpoint, name), source, data = found, f"checkpoint {found[1]}", plan.digests()
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
-    given, asked, trained = resume_diff.restored_settings(state, plan.config), plan.config, _trained(state)
-    plan = replace(plan, config=resume_diff.as_in_checkpoint(asked, checkpoint.config))
-    state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=is_named)
+    given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
+    plan = replace(plan, config=as_in_checkpoint(asked, checkpoint.config))
+    state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=plan.resume not in (None, AUTO))
     with taking_over(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
         plan.feed.resume_from(state.position.effective_batch_size)
@@ -141,9 +159,9 @@ def _begin_or_resume(
         plan = with_batch_norm_checked(state, plan)
     if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
-        state.change_epochs(max(left, 0))
+        state.set(config=replace(state.config, epochs=max(left, 0)))
         plan = replace(plan, config=state.config)
-    restored = resume_diff.describe_restored(given, resume_diff.restored_settings(state, plan.config))
+    restored = describe_restored(given, restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
     if header_lines and not plan.config.verbose and runtime.is_master():
         warn(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
@@ -154,22 +172,17 @@ def _begin_or_resume(
             _check_schedule(plan, rates.scheduler, plan.schedule_steps(rates.warmup_steps_left, state.position))
     if checkpoint.others.get("compression") and runtime.get_world_size() == 1:
         header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
-    computed = resume_diff.differences(checkpoint.arithmetic, numerics)
-    _warn_of_differences(name, computed, resume_diff.describe_changes(asked, checkpoint.config))
+    computed = differences(checkpoint.arithmetic, numerics)
+    if computed and runtime.is_master():
+        warn(
+            f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
+            "bits, or more."
+        )
+    done = describe_changes(asked, checkpoint.config)
+    if done and runtime.is_master():
+        warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
-
-
-def _check_schedules(plan: FitPlan, state: TrainingState) -> None:
-    """Warn of schedules and warm-ups that a fit, from its beginning, does not complete."""
-    for rates in state.rates.values():
-        scheduled = plan.scheduled(rates)
-        _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
-    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
-        warn(
-            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
-            "will not reach its value."
-        )
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:
@@ -179,11 +192,11 @@ def _trained(state: TrainingState) -> dict[str, bool]:
 def _describe_frozen(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> list[tuple[str, str]]:
     """Return the header's line about parameters that the checkpoint has frozen or unfrozen."""
     found = {True: "frozen", False: "trained"}
-    words = []
-    for value, before in found.items():
-        names = [name for name in checkpoint if checkpoint[name] is value and program[name] is not value]
-        if names:
-            words.append(f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)")
+    words = [
+        f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)"
+        for value, before in found.items()
+        if (names := [name for name in checkpoint if checkpoint[name] is value and program[name] is not value])
+    ]
     return [("trained", "; ".join(words))] if words else []
 
 
@@ -247,17 +260,6 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]
     return [("resume", f"{what}, starting from scratch{keeps}")]
 
 
-def _warn_of_differences(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
-    """Warn of numerics (`computed`) and of steps (`done`) that differ from the checkpoint's."""
-    if computed and runtime.is_master():
-        warn(
-            f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
-            "bits, or more."
-        )
-    if done and runtime.is_master():
-        warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
-
-
 def _newest_of_call(
     folder: CheckpointFolder, call: tuple[Any, Any], launched: tuple[str, int] | None = None
 ) -> tuple[bytes, str]:
@@ -295,7 +297,7 @@ def check_same_fit(
     name: str,
     config: DistributedTrainingConfig,
     data: Mapping[str, str],
-    effective_batch_size: int | None = None,
+    effective_batch_size: int,
 ) -> None:
     """Refuse to continue with other data, or other samples of them; `data`: digests by what the data are for."""
     now = dataclasses.asdict(config)
@@ -303,18 +305,110 @@ def check_same_fit(
     same_steps = state.position.get("effective_batch_size") == effective_batch_size
     if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):
         hidden |= {"batch_size", *(["effective_batch_size"] if same_steps else [])}  # they come to the same
-    differences = [
+    found = [
         f"{field} is {now[field]} and was {state.config.get(field)}"
         for field in _SAME_FIELDS
         if field not in hidden and now[field] != state.config.get(field, _BY_DEFAULT[field])
     ]
-    differences += [
+    found += [
         _DATA[what] + ("" if digest and state.run.get(what) else f": none {'were' if digest else 'are'} given")
         for what, digest in data.items()
         if state.run.get(what) != digest
     ]
-    if differences:
+    if found:
         raise ConfigError(
-            f"fit cannot resume from {name}: {'; '.join(differences)}. Pass what was passed before; or call "
+            f"fit cannot resume from {name}: {'; '.join(found)}. Pass what was passed before; or call "
             "load_checkpoint() and fit() without resume, to begin a new fit with that model."
         )
+
+
+def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> DistributedTrainingConfig:
+    """Return the config with the checkpoint's values of what a fit does once."""
+    fields = {name: saved.get(name, getattr(config, name)) for name in _APPLIED_ONCE}
+    if config.precision == saved.get("precision") == "fp16":
+        initial = _loss_scaling(saved)["initial_scale"]
+        fields["amp"] = dataclasses.replace(config.amp or AMPConfig(), initial_scale=initial)
+    return dataclasses.replace(config, **fields)
+
+
+def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
+    """Return the settings that a checkpoint restores, part by part."""
+    options, schedules = [], []
+    for rates in state.rates.values():
+        _, groups = optimizer_state_by_name(rates.optimizer, state.trained)
+        hidden = _NO_OPTIONS | rates.moved_options
+        for group, rate in zip(groups, rates.program_rates(), strict=True):
+            shown = {name: value for name, value in group.items() if name not in hidden}
+            options.append({name: value for name, value in shown.items() if not isinstance(value, torch.Tensor)})
+            options[-1]["lr"] = rate
+        schedules += schedule_settings(rates.scheduler)
+    own = dataclasses.asdict(config)
+    applied_once = {name: own[name] for name in _APPLIED_ONCE}
+    if config.precision == "fp16":
+        applied_once["initial_scale"] = _loss_scaling(own)["initial_scale"]
+    return {"settings": [applied_once], "optimizer": options, "schedule": schedules}
+
+
+def describe_restored(
+    program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]]
+) -> list[tuple[str, str]]:
+    """Return the header's line about settings of the program that the checkpoint has replaced."""
+    words = {
+        f"{name} {after[name]} as in the checkpoint (the program has {before[name]})"
+        for what, parts in program.items()
+        for before, after in zip(parts, checkpoint[what], strict=False)
+        for name in before.keys() & after.keys()
+        if before[name] != after[name]
+    }
+    return [("restored", "; ".join(sorted(words)))] if words else []
+
+
+def describe_changes(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Describe what steps do differently from now on."""
+    own = dataclasses.asdict(config)
+    found = differences(saved, {name: own[name] for name in _EACH_STEP})
+    if config.precision == saved.get("precision") == "fp16":
+        now = _loss_scaling(own)
+        del now["initial_scale"]  # by now it has become another
+        found += differences(_loss_scaling(saved), now)
+    return found
+
+
+def _loss_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    given: Mapping[str, Any] | None = config.get("amp")
+    return dataclasses.asdict(AMPConfig()) | dict(given or {})
+
+
+def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
+    """Return the numerics in use, as JSON values by their names in messages."""
+    device, names = plan.data.placement.device, ", ".join(name for name in plan.fused_optimizers if name != ONLY)
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    exchange = {
+        "the size of buckets": ddp_config.bucket_size_mb,
+        "the compression of gradients": ddp_config.compression or "none",
+        "the rank of their approximation": ddp_config.matrix_approximation_rank,
+    }
+    return {
+        "PyTorch": torch.__version__,
+        "the parameters' dtypes": ", ".join(dtypes),
+        "the precision": plan.config.precision,
+        "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
+        "the optimizer's kernel": f"fused {names}".rstrip() if plan.fused_optimizers else "as it was built",
+        "the device": device.type,
+        "the backend": dist.get_backend(),
+        **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
+        "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
+        **(exchange if dist.get_world_size() > 1 else {}),  # alone they do not
+    }
+
+
+def _product_precision(device: torch.device, requested: str | None) -> str:
+    """Return the precision of float32 matrix products, whichever of PyTorch's two settings decides it."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with float32_products(requested):
+        return str(backend.fp32_precision)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Describe what has another value than before; what was unknown then is skipped."""
+    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import cyxtrain as cx
-from cyxtrain.training.outside_fit import shards
+from cyxtrain.training.outside_fit import saved_predictions
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -133,8 +133,8 @@ def test_a_shard_has_as_many_batches_as_fit_into_its_bytes_and_is_written_at_onc
             seen.append(len(list(tmp_path.glob("shard-*.npy"))))
 
     seen: list[int] = []
-    monkeypatch.setattr(shards, "SHARD_BYTES", 2 * 3 * 3 * 4)  # two batches of 3 rows of 3 numbers
-    monkeypatch.setattr(shards, "_FEWEST_SHARDS", 1)
+    monkeypatch.setattr(saved_predictions, "SHARD_BYTES", 2 * 3 * 3 * 4)  # two batches of 3 rows of 3 numbers
+    monkeypatch.setattr(saved_predictions, "_FEWEST_SHARDS", 1)
     with one_process():
         trainer_of().predict(make_rows(20)[0], batch_size=3, output_dir=tmp_path, callbacks=Files())
     assert seen == [0, 0, 1, 1, 2, 2, 3]

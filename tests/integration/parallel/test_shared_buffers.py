@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import cyxtrain as cx
 from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of, write
-from cyxtrain.training.model.buffers import BuffersKept
+from cyxtrain.training.model.snapshot import BuffersKept
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),

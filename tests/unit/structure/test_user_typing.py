@@ -16,8 +16,7 @@ from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.training.inputs.arguments import parse_fit
-from cyxtrain.training.inputs.fit_keywords import Data, FitSettings
+from cyxtrain.training.inputs.arguments import Data, FitSettings, parse_fit
 
 ROOT = Path(__file__).resolve().parents[3]
 WIDER = {"verbose": bool | int | str, "x": Data, "group_by_length": typing.Any}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cyxtrain.environment.uncaught import HEADER
-from cyxtrain.workers.error_lines import ErrorFilter, is_mistake
+from cyxtrain.workers.output import ErrorFilter, is_mistake
 
 FRAME = [b'  File "train.py", line 1, in <module>', b"    trainer.fit(X, y)"]
 MESSAGE = b"cyxtrain.errors.ConfigError: epochs is 0"
