@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
-from cyxtrain.data.batches.structure import output_parts, with_parts
+from cyxtrain.data.batches.structure import leaves, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
@@ -291,7 +291,7 @@ class _Outputs:
     def add(self, given: Any, batch: Batch) -> None:
         """Add a batch's output; from an accelerator it is read one batch later, while that computes the next."""
         output, lengths = _checked(given, batch.rows, self.rows_second, self.owner)
-        kinds, expected = _kinds(output), self.kinds or _kinds(dict(output_parts(self.structure)))
+        kinds, expected = _kinds(output), self.kinds or _kinds(dict(leaves(self.structure)))
         if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):
             raise ConfigError(f"{self.owner} needs rows of one kind; the model returned {expected}, then {kinds}.")
         self.kinds = kinds
@@ -326,7 +326,7 @@ def _checked(
 
     Raises ConfigError unless each has a row per input row.
     """
-    found, lengths = dict(output_parts(output)), {}
+    found, lengths = dict(leaves(output)), {}
     for key, part in found.items():
         if isinstance(part, PackedSequence):
             found[key], counts = pad_packed_sequence(part, batch_first=True)

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.batches.structure import Tree, leaves, map_output, output_parts, with_parts
+from cyxtrain.data.batches.structure import Tree, leaves, map_tree, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import is_accelerator, remedy_for_devices
@@ -142,7 +142,7 @@ class DryRun:
             self._model.eval()
             output = self._output(batch, predicting=True)
             self.rows_second = self._find_rows_second(source, output, batch.rows)
-        parts = dict(output_parts(output))
+        parts = dict(leaves(output))
         for name, part in parts.items():
             rows = pad_packed_sequence(part, batch_first=True)[0] if isinstance(part, PackedSequence) else part
             parts[name] = torch.empty_like(rows, device="meta") if isinstance(rows, Tensor) else rows
@@ -152,7 +152,7 @@ class DryRun:
         """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
 
         def shapes(output: Any) -> dict[str, torch.Size]:
-            return {name: part.shape for name, part in output_parts(output) if isinstance(part, Tensor)}
+            return {name: part.shape for name, part in leaves(output) if isinstance(part, Tensor)}
 
         found = {name: shape for name, shape in shapes(output).items() if len(shape) > 2 and shape[1] == rows}
         found = {name: shape for name, shape in found.items() if shape[:2] != (1, 1)}
@@ -245,7 +245,7 @@ class DryRun:
         if is_own and self._loss.accuracy is None and not self._metrics.outputs:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
-            output = map_output(Tensor.detach, output)
+            output = map_tree(Tensor.detach, output)
             return make_metrics(self._metrics, self._loss, output, batch.answers, batch.rows)
 
     def _without_output(self) -> Metrics:
