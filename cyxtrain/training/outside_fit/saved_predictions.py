@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.config.settings import names_checked
-from cyxtrain.data.batches.specs import example_of, form_of
-from cyxtrain.data.batches.structure import fields_of, leaves, same_sequence, with_parts
+from cyxtrain.data.batches.structure import example_of, fields_of, form_of, leaves, same_sequence, with_parts
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
