@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,12 +166,10 @@ def _picked(batch: Batch) -> Batch:
 
 
 def _part(batch: Batch, rows: slice | Tensor) -> Batch:
-    def part(tree: Tree) -> Tree:
+    def part(tree: Tree | None) -> Any:
         return map_tree(lambda tensor: tensor[rows].clone(), tree)  # a model may change its input
 
-    weights = None if batch.weights is None else batch.weights[rows]
-    targets = None if batch.targets is None else part(batch.targets)
-    return replace(batch, inputs=part(batch.inputs), targets=targets, weights=weights)
+    return replace(batch, inputs=part(batch.inputs), targets=part(batch.targets), weights=part(batch.weights))
 
 
 def warning_of(check: Callable[[], str]) -> str:
