@@ -1,4 +1,4 @@
-"""What a call of `fit` does, after all checks: each rank makes a plan, which changes nothing; then the ranks agree."""
+"""What a call of `fit` does, after all checks: each rank makes a plan; then the ranks agree."""
 
 from __future__ import annotations
 

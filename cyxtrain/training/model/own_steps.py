@@ -92,7 +92,7 @@ class BuiltIn:
             return found.value if found.terms == found.weight else found.value * found.terms / (found.weight or 1)
         return found.value * found.terms / torch.where(found.weight == 0, 1, found.weight)
 
-    def optimize(self, loss: Any, name: str | None, trainer: TrainerSteps, *, retain_graph: bool) -> Tensor:
+    def optimize(self, loss: Any, name: str | None, trainer: Any, *, retain_graph: bool) -> Tensor:
         """Call `update`; return the loss, detached."""
         if isinstance(loss, Tensor) and self.weight is not None:
             loss = loss * self.weight, self.weight
@@ -176,11 +176,6 @@ class TrainerSteps:
             alone.
         """
         return self._built_in(TRAIN)(batch)
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers by name; an only one is called "optimizer"."""
-        raise NotImplementedError
 
     def optimize(self, loss: Any, optimizer: str | None = None, *, retain_graph: bool = False) -> Tensor:
         """Update the parameters of one optimizer by the gradients of a loss, in a `train_step` of your own.
@@ -273,7 +268,7 @@ class StepCall(ModelCall):
         self.step = self._run
         self._own = step
         self._returns_loss = step.name != PREDICT
-        self._built_in = built_in
+        self.running = built_in  # what the trainer's methods call while the step runs
         self._batch_name = target_name
         for held in vars(step.trainer).values():
             if isinstance(held, nn.Module):
@@ -299,11 +294,6 @@ class StepCall(ModelCall):
         """Return what the step returns for a batch's inputs alone."""
         return self(model, Batch(batch.number, batch.inputs, None))
 
-    @property
-    def running(self) -> BuiltIn:
-        """What the trainer's methods call while the step runs."""
-        return self._built_in
-
     def run_apart(self, batch: Batch, update: Update) -> None:
         """Run a step within the running one, which keeps its numbers; `optimize` calls a function."""
         before, self.running.update = vars(self.running).copy(), update
@@ -314,7 +304,7 @@ class StepCall(ModelCall):
             vars(self.running).update(before)
 
     def _run(self, given: Any) -> Any:
-        own, built_in = self._own, self._built_in
+        own, built_in = self._own, self.running
         own.running.append(built_in)
         built_in.weight, built_in.losses = None, []
         try:

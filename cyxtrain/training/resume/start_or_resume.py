@@ -1,4 +1,4 @@
-"""Which checkpoint a fit continues from, whether it fits, what differs from it, and what of it belongs to this rank.
+"""Which checkpoint a fit continues from, whether it fits, and what differs from it.
 
 The checkpoint wins for the optimizer, the schedule and changed learning rates; the program for how later steps are
 taken.
