@@ -418,9 +418,9 @@ def try_update(optimizer: torch.optim.Optimizer, loss: Any, name: str, *, retain
     parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
     if torch.is_grad_enabled():
         found: Sequence[Tensor | None] = ()
-        if value.requires_grad and parameters:
+        if value.requires_grad and parameters:  # which may be frozen, for a callback to unfreeze
             found = torch.autograd.grad(value, parameters, retain_graph=retain_graph, allow_unused=True)
-        if all(each is None for each in found):
+        if parameters and all(each is None for each in found):
             raise ConfigError(
                 f"the loss of optimize does not depend on the parameters of the {described_name(name)} ({kind}): "
                 "compute it from their output, without detach(), item() or no_grad()."

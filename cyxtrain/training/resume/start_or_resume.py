@@ -75,14 +75,15 @@ def restore_rank(
         if not any(tables):
             return  # made between two epochs: the next one begins with its own generators
         totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
-        logged.restore([each.get("logged", {}) for each in ranks[rank::world_size]])
+        states = [{**each.get("logged", {})} for each in ranks[rank::world_size]]
+        # Added up once: which rank has counted what changes only the last bits of the result.
+        row = [math.fsum(column) if rank == 0 else 0.0 for column in zip(*(table[0] for table in tables), strict=True)]
         if len(ranks) == world_size:
             set_generators(ranks[rank]["generators"], device)
-            totals.restore(tables[rank])
-        elif rank == 0:
-            # Added up once: which rank has counted what changes only the last bits of the result.
-            totals.restore([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            row = tables[rank][0]
+        totals.restore(row, ranks[0].get("names"), states)
+        logged.restore(states)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}.") from error
 
 
