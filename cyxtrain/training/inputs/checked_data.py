@@ -28,9 +28,8 @@ from cyxtrain.metrics.metric import Metrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.checks import check_targets
+from cyxtrain.training.inputs.checks import check_targets, value_facts
 from cyxtrain.training.inputs.dry_run import DryRun
-from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.modes import modes_kept, put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
