@@ -30,8 +30,8 @@ from cyxtrain.training.evaluation import evaluate_rows
 from cyxtrain.training.inputs.checks import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
-from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.snapshot import put_into_training
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState

@@ -44,9 +44,9 @@ from cyxtrain.training.inputs.checks import checked_ddp_config, value_facts
 from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled, layers_of, recomputed
-from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
+from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState

@@ -35,9 +35,8 @@ from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
 from cyxtrain.training.inputs.checks import check_classes
 from cyxtrain.training.model.forward import ModelCall
-from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
-from cyxtrain.training.model.snapshot import snapshot
+from cyxtrain.training.model.snapshot import put_into_training, snapshot
 from cyxtrain.world import runtime
 
 _COMPARED_ROWS = 8
