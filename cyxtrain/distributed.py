@@ -12,8 +12,7 @@ from cyxtrain.config import (
     DistributedTrainingConfig,
     create_default_amp_config,
 )
-from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.sampler import DistributedSampler
+from cyxtrain.data.sampler import DistributedBatchIterator, DistributedSampler
 from cyxtrain.errors import (
     BackendUnavailableError,
     CheckpointError,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.callbacks.monitored_value import require_count, require_float
-from cyxtrain.config.settings import require, require_boolean
+from cyxtrain.callbacks.monitored_value import require_float
+from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.environment import torch_compat
 
 
@@ -50,7 +50,6 @@ class _Averaging(Callback):
         return self._average
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Start with a copy of the weights."""
         self._average = [each.clone() for each in self._wide()]
         self._own = None
 
@@ -59,17 +58,14 @@ class _Averaging(Callback):
             self._swap_in()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Swap the weights back in."""
         if self._own is not None:
             self._set(self._own)
             self._own = None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Restore the weights after an error in validation."""
         self.on_test_end()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Overwrite the weights with the average."""
         if self.overwrites_at_end:
             self._set(self._at_end())
 
@@ -131,13 +127,12 @@ class EMA(_Averaging):
     ) -> None:
         require_float("EMA", "decay", decay)
         require(0 < decay < 1, f"EMA.decay must be between 0 and 1, got {decay!r}.")
-        require_count("EMA", start_step=start_step)
+        require_integer("EMA", "start_step", start_step, 0)
         super().__init__(validates, overwrites_at_end)
         self.decay = decay
         self.start_step = start_step
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Update the average."""
         weight = 1.0 - self.decay if self.trainer.step > self.start_step else 1.0
         torch_compat.lerp_all(self._average, self._wide(), weight)
 
@@ -163,13 +158,12 @@ class SWA(_Averaging):
     _averages_buffers = True
 
     def __init__(self, start_epoch: int, validates: bool = True, overwrites_at_end: bool = True) -> None:
-        require_count("SWA", start_epoch=start_epoch)
+        require_integer("SWA", "start_epoch", start_epoch, 0)
         super().__init__(validates, overwrites_at_end)
         self.start_epoch = start_epoch
         self._count, self._counted_step = 0, -1
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Start without any weights."""
         super().on_train_begin()
         self._count, self._counted_step = 0, -1
 
@@ -186,16 +180,13 @@ class SWA(_Averaging):
         return mean
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Count the epoch's weights."""
         if epoch >= self.start_epoch:
             self._count, self._counted_step = self._count + 1, self.trainer.step
             torch_compat.lerp_all(self._average, self._wide(), 1 / self._count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean, how many epochs it has, and the step after the last of them."""
         return {**super().state_dict(), "count": self._count, "step": self._counted_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore them."""
         super().load_state_dict(state)
         self._count, self._counted_step = state["count"], state["step"]

@@ -13,10 +13,11 @@ A validation within an epoch follows the on_train_batch_end of a step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -41,43 +42,40 @@ class Trainer(Protocol):
     stop_predicting: bool
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...  # noqa: D102
+    def optimizer(self) -> torch.optim.Optimizer: ...
     @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...  # noqa: D102
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
     @property
-    def trained(self) -> nn.Module: ...  # noqa: D102
+    def trained(self) -> nn.Module: ...
     @property
-    def epoch(self) -> int: ...  # noqa: D102
+    def epoch(self) -> int: ...
     @property
-    def step(self) -> int: ...  # noqa: D102
+    def step(self) -> int: ...
     @property
-    def config(self) -> DistributedTrainingConfig: ...  # noqa: D102
+    def config(self) -> DistributedTrainingConfig: ...
     @property
-    def scheduler(self) -> Any: ...  # noqa: D102
+    def scheduler(self) -> Any: ...
     @property
-    def schedulers(self) -> dict[str, Any]: ...  # noqa: D102
+    def schedulers(self) -> dict[str, Any]: ...
     @property
-    def step_seconds(self) -> list[dict[str, float]]: ...  # noqa: D102
+    def step_seconds(self) -> list[dict[str, float]]: ...
     @property
-    def device_usage(self) -> dict[str, float]: ...  # noqa: D102
+    def device_usage(self) -> dict[str, float]: ...
     @property
-    def metrics(self) -> dict[str, Any]: ...  # noqa: D102
+    def metrics(self) -> dict[str, Any]: ...
     @property
-    def metadata(self) -> dict[str, Any]: ...  # noqa: D102
+    def metadata(self) -> dict[str, Any]: ...
     @property
-    def history(self) -> TrainingHistory: ...  # noqa: D102
+    def history(self) -> TrainingHistory: ...
 
-    def set_learning_rates(self, rates: Sequence[float]) -> None: ...  # noqa: D102
-    @property
-    def log(self) -> Callable[..., None]: ...  # noqa: D102
-    @property
-    def evaluate(self) -> Callable[..., Any]: ...  # noqa: D102
-    @property
-    def predict(self) -> Callable[..., Any]: ...  # noqa: D102
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None: ...  # noqa: D102
-    def is_master(self) -> bool: ...  # noqa: D102
-    def get_rank(self) -> int: ...  # noqa: D102
-    def get_world_size(self) -> int: ...  # noqa: D102
+    def set_learning_rates(self, rates: Sequence[float]) -> None: ...
+    def log(self, *arguments: Any, **named: Any) -> None: ...
+    def evaluate(self, *arguments: Any, **named: Any) -> Any: ...
+    def predict(self, *arguments: Any, **named: Any) -> Any: ...
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None: ...
+    def is_master(self) -> bool: ...
+    def get_rank(self) -> int: ...
+    def get_world_size(self) -> int: ...
 
 
 class Callback:
@@ -122,6 +120,8 @@ class Callback:
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
     stop_reason = ""
     """Why it stops the fit, for the line that rank 0 prints; "": its class name."""
+    _saved: ClassVar[tuple[str, ...]] = ()
+    """Names of attributes that are its state."""
 
     def __init_subclass__(cls) -> None:
         """Let our own constructors answer unknown arguments as `fit` does."""
@@ -200,10 +200,12 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank 0's state for checkpoints: tensors, numbers, text, lists, tuples and dictionaries."""
-        return {}
+        return {name: copy.copy(getattr(self, name)) for name in self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, when a fit resumes."""
+        for name in self._saved:
+            setattr(self, name, state[name])
 
 
 class BatchLogs(Mapping[str, float]):

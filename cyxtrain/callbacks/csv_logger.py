@@ -107,5 +107,4 @@ class CSVLogger(Callback):
         os.replace(new, self.filename)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of lines."""
         return {"lines": len(self._lines)}

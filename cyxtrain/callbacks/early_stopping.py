@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from cyxtrain.callbacks.callback import Logs
-from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
+from cyxtrain.callbacks.monitored_value import Monitoring, require_float
 from cyxtrain.checkpoint.format.names import load_plain_state, plain_state
-from cyxtrain.config.settings import require_boolean
+from cyxtrain.config.settings import require_boolean, require_integer
 from cyxtrain.errors import counted
 from cyxtrain.world import runtime
 
@@ -52,7 +52,8 @@ class EarlyStopping(Monitoring):
     ) -> None:
         super().__init__(monitor, mode, min_delta)
         owner = "EarlyStopping"
-        require_count(owner, patience=patience, start_from_epoch=start_from_epoch)
+        require_integer(owner, "patience", patience, 0)
+        require_integer(owner, "start_from_epoch", start_from_epoch, 0)
         require_boolean(owner, "restore_best_weights", restore_best_weights)
         require_float(owner, "baseline", 0 if baseline is None else baseline)
         self.patience = patience
@@ -63,7 +64,6 @@ class EarlyStopping(Monitoring):
         self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Reset."""
         self.wait = 0
         self.stopped_epoch = 0
         self.best = self.worst
@@ -76,7 +76,13 @@ class EarlyStopping(Monitoring):
             return
         improved = self.is_better(value, self.best)
         if improved or (self.restore_best_weights and self.best_weights is None):  # even a first NaN
-            self._remember(epoch)
+            self.best_epoch = epoch
+            if self.restore_best_weights:
+                weights = plain_state(self.trainer.trained)  # with those of a loss that learns
+                self.best_weights = {
+                    name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in weights.items()
+                }
         self.best = value if improved else self.best
         counts = improved and (self.baseline is None or self.is_better(value, self.baseline))
         self.wait = 0 if counts else self.wait + 1
@@ -104,12 +110,3 @@ class EarlyStopping(Monitoring):
         """Restore it; without the weights if they are not requested."""
         super().load_state_dict(state)
         self.best_weights = self.best_weights if self.restore_best_weights else None
-
-    def _remember(self, epoch: int) -> None:
-        self.best_epoch = epoch
-        if self.restore_best_weights:
-            weights = plain_state(self.trainer.trained)  # with those of a loss that learns
-            self.best_weights = {
-                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in weights.items()
-            }

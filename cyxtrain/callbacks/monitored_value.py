@@ -6,16 +6,13 @@ import math
 from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.config.settings import is_number, require, require_choice, require_integer, unknown_name
+from cyxtrain.config.settings import is_number, require, require_choice, unknown_name
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.world import runtime
 
 
 class Monitoring(Callback):
-    """Monitors one metric after each epoch, or each validation if that measures it; the same on all ranks.
-
-    Fields named in `_saved` are in checkpoints.
-    """
+    """Monitors one metric after each epoch, or each validation if that measures it; the same on all ranks."""
 
     _saved: ClassVar[tuple[str, ...]] = ("best",)
 
@@ -31,12 +28,10 @@ class Monitoring(Callback):
         self._sign = -1.0 if mode == "max" or (mode == "auto" and monitor.endswith("accuracy")) else 1.0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Compare the epoch, unless the metric is of validations."""
         if not self._is_of_validations:
             self._compare(epoch, logs)
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Compare the validation, if the metric is of validations."""
         if self._is_of_validations:
             self._compare(epoch, logs)
 
@@ -57,7 +52,6 @@ class Monitoring(Callback):
         return self._sign * math.inf
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Check that the metric is measured."""
         super().set_params(params)
         self.runs_last = self.runs_last or self.monitor not in params["metrics"]
         name = self.monitor.removeprefix("val_")
@@ -99,22 +93,7 @@ class Monitoring(Callback):
         """Return whether a value improves on another by more than `min_delta`."""
         return self._sign * value < self._sign * than - self.min_delta
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what to save in a checkpoint."""
-        return {name: getattr(self, name) for name in self._saved}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
-        for name in self._saved:
-            setattr(self, name, state[name])
-
 
 def require_float(owner: str, name: str, value: object) -> None:
     """Raise a ConfigError unless a value is a number."""
     require(is_number(value), f"{owner}.{name} must be a number, got {value!r}.")
-
-
-def require_count(owner: str, **values: object) -> None:
-    """Raise a ConfigError unless all values are whole numbers of at least 0."""
-    for name, value in values.items():
-        require_integer(owner, name, value, 0)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.callbacks.monitored_value import require_count, require_float
-from cyxtrain.config.settings import require
+from cyxtrain.callbacks.monitored_value import require_float
+from cyxtrain.config.settings import require, require_integer
 from cyxtrain.errors import warn
 from cyxtrain.optim.clipping import gradient_norm
 from cyxtrain.world import runtime
@@ -51,18 +51,15 @@ class Timer(Callback):
         self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Start the clock."""
         self.epoch_seconds: list[float] = []
         self._began = self._epoch_began = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Check the time limit."""
         if self.seconds is not None and time.monotonic() - self._began >= self.seconds:
             self.stop_reason = f"{self.seconds:g} seconds have passed (Timer)"
             self.trainer.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Record the epoch's time."""
         now = time.monotonic()
         self.epoch_seconds.append(now - self._epoch_began)
         self._epoch_began = now
@@ -72,9 +69,7 @@ class _Recording(Callback):
     """Records (step, number) in `values`, every `every_n_steps`, also in checkpoints."""
 
     def __init__(self, every_n_steps: int) -> None:
-        owner = type(self).__name__
-        require_count(owner, every_n_steps=every_n_steps)
-        require(every_n_steps > 0, f"{owner}.every_n_steps must be at least 1, got {every_n_steps}.")
+        require_integer(type(self).__name__, "every_n_steps", every_n_steps, 1)
         self.every_n_steps = every_n_steps
         self._values: list[tuple[int, Tensor | float]] = []
 
@@ -115,7 +110,6 @@ class GradientNormMonitor(_Recording):
         super().__init__(every_n_steps)
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
-        """Record the step's norm."""
         if self.is_due():
             norm = gradient_norm(self.model)
             self._values.append((self.trainer.step, math.nan if norm is None else norm))
@@ -141,17 +135,14 @@ class ThroughputMonitor(_Recording):
         self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Reset."""
         self._since = 0.0
         self._steps = 0
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Start the clock at the first step of an epoch."""
         if batch == 0 or not self._since:
             self._since, self._steps = time.perf_counter(), 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Record an entry if it is due."""
         self._steps += 1
         if self.is_due():
             now = time.perf_counter()
@@ -177,19 +168,13 @@ class SlowRankMonitor(Callback):
         ConfigError: The threshold is not above 1.
     """
 
+    _saved = ("slow",)
+
     def __init__(self, threshold: float = 1.25) -> None:
         require_float("SlowRankMonitor", "threshold", threshold)
         require(threshold > 1, f"SlowRankMonitor.threshold must be above 1, got {threshold!r}.")
         self.threshold = threshold
         self.slow: list[tuple[int, int | None, str]] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the findings."""
-        return {"slow": list(self.slow)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the findings."""
-        self.slow = [(epoch, rank, why) for epoch, rank, why in state["slow"]]
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Compare the step times of all ranks, which the fit has measured."""

@@ -19,11 +19,9 @@ class ProgressBar(Callback):
         self._shown: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Choose a bar or lines."""
         self._display = make_display(runtime.is_master() and not self.params["verbose"])
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Start a bar."""
         self._display.begin_epoch(epoch + 1, self.params["epochs"], self.params["steps"])
         self._shown = epoch
 
@@ -34,9 +32,7 @@ class ProgressBar(Callback):
         self._display.step(self.params["samples_per_step"], lambda: dict(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Replace the bar with the epoch's metrics."""
         self._display.end_epoch(numbers(logs or {}))
 
     def close(self) -> None:
-        """Remove the bar."""
         self._display.close()

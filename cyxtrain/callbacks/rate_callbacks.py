@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
-from cyxtrain.config.settings import require, takes
+from cyxtrain.callbacks.monitored_value import Monitoring, require_float
+from cyxtrain.config.settings import require, require_integer, takes
 from cyxtrain.errors import ConfigError
 from cyxtrain.optim.learning_rates import rates_of
 from cyxtrain.world import runtime
@@ -98,7 +98,8 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
     ) -> None:
         Monitoring.__init__(self, monitor, mode, min_delta)
         owner = "ReduceLROnPlateau"
-        require_count(owner, patience=patience, cooldown=cooldown)
+        require_integer(owner, "patience", patience, 0)
+        require_integer(owner, "cooldown", cooldown, 0)
         require_float(owner, "min_lr", min_lr)
         require_float(owner, "factor", factor)
         require(0 < factor < 1, f"{owner}.factor must be between 0 and 1, got {factor!r}.")
@@ -110,7 +111,6 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Reset."""
         self.best = self.worst
         self.wait = 0
         self.cooldown_counter = 0
@@ -154,29 +154,21 @@ class LearningRateMonitor(Callback):
         ConfigError: `every_n_steps` is not a whole number of at least 0.
     """
 
+    _saved = ("values",)
+
     def __init__(self, every_n_steps: int = 0) -> None:
-        require_count("LearningRateMonitor", every_n_steps=every_n_steps)
+        require_integer("LearningRateMonitor", "every_n_steps", every_n_steps, 0)
         self.every_n_steps = every_n_steps
         self.values: list[tuple[int, list[float]]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Record the rate of this step."""
         step = self.trainer.step
         if self.every_n_steps and step % self.every_n_steps == 0:
             self._record(step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Record the rate after the epoch."""
         if not self.every_n_steps:
             self._record(self.trainer.step)
 
     def _record(self, step: int) -> None:
         self.values.append((step, rates_of(*self.trainer.optimizers.values())))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the entries."""
-        return {"values": [[step, rates] for step, rates in self.values]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the entries."""
-        self.values = [(step, list(rates)) for step, rates in state["values"]]

@@ -1,17 +1,20 @@
-"""Write curves for TensorBoard."""
+"""Write curves for TensorBoard; histograms and images of weights, the model's graph, a profile of steps."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.callbacks.tensorboard_model import GraphWriter, profiler_of, steps_to_profile, write_weights
 from cyxtrain.config.settings import require, require_boolean, require_integer
+from cyxtrain.data.rng import generators_kept
+from cyxtrain.errors import reason_of, warn
 from cyxtrain.metrics import ConfusionMatrix
 from cyxtrain.optim.clipping import gradient_norm
 from cyxtrain.optim.learning_rates import rates_of
@@ -26,6 +29,8 @@ _USAGE = {
     "mfu": ("MFU", 1),
 }
 """Names and units of curves of `trainer.device_usage`."""
+_LARGEST = 1024
+"""Rows and columns of an image; larger weights are cut."""
 
 
 class TensorBoard(Callback):
@@ -69,8 +74,8 @@ class TensorBoard(Callback):
         require_boolean(owner, "write_images", write_images)
         require(histogram_freq > 0 or not write_images, f"{owner}.write_images needs histogram_freq=1 or more.")
         self.histogram_freq, self.write_images, self.write_graph = histogram_freq, write_images, write_graph
-        self.profile_batch = steps_to_profile(profile_batch)
-        self._graph: GraphWriter | None = None
+        self.profile_batch = _steps_to_profile(profile_batch)
+        self._graph: _GraphWriter | None = None
         self._profiler: torch.profiler.profile | None = None
         require(isinstance(log_dir, (str, os.PathLike)), f"{owner}.log_dir must be a path, got {log_dir!r}.")
         if update_freq not in ("epoch", "batch"):
@@ -84,7 +89,6 @@ class TensorBoard(Callback):
         self._norm: Tensor | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Write the settings; prepare the graph and the profile."""
         require(
             not (self.profile_batch and self.trainer.config.profile),
             "TensorBoard(profile_batch=...) and fit(profile=...) both profile steps: choose one.",
@@ -96,9 +100,9 @@ class TensorBoard(Callback):
             rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
             if self.write_graph:
-                self._graph = GraphWriter(self.model)
+                self._graph = _GraphWriter(self.model)
             if self.profile_batch:
-                self._profiler = profiler_of(*self.profile_batch, os.path.join(self.log_dir, "train"))
+                self._profiler = _profiler_of(*self.profile_batch, os.path.join(self.log_dir, "train"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the checkpoint: later points are hidden."""
@@ -108,17 +112,14 @@ class TensorBoard(Callback):
             self._writer = self._open("train")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step."""
         return {"step": self.trainer.step}
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
-        """Compute the gradient norm if it is written after this step."""
         is_last = self.params["steps"] in (None, batch + 1)  # None: the number of steps is unknown
         if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
             self._norm = gradient_norm(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Write the values of a step."""
         step = self.trainer.step
         if self._profiler is not None:
             self._profiler.step()
@@ -129,7 +130,6 @@ class TensorBoard(Callback):
             self._write_step(step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Write the epoch's metrics."""
         if self._writer is None:
             return
         step = self.trainer.step
@@ -143,12 +143,11 @@ class TensorBoard(Callback):
         if not self._every:
             self._write_step(step)
         if self.histogram_freq and (epoch + 1) % self.histogram_freq == 0:
-            write_weights(self._writer, self.model, step, images=self.write_images)
+            _write_weights(self._writer, self.model, step, images=self.write_images)
         for writer in filter(None, (self._writer, self._validation)):
             writer.flush()
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Write the metrics of a validation."""
         if self._writer is not None:
             self._validation = self._validation or self._open("validation")
             for name, value in (logs or {}).items():
@@ -166,7 +165,6 @@ class TensorBoard(Callback):
             self._writer.add_scalar("step/gradient norm", float(self._norm), step)
 
     def close(self) -> None:
-        """Close the files."""
         if self._graph is not None:
             self._graph.close()
         if self._profiler is not None:
@@ -180,3 +178,93 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter  # importing it takes a second
 
         return SummaryWriter(os.path.join(self.log_dir, name), purge_step=self._purge_step)
+
+
+def _write_weights(writer: SummaryWriter, model: nn.Module, step: int, *, images: bool) -> None:
+    """Write a histogram of each parameter, and an image of those with rows and columns."""
+    for name, parameter in model.named_parameters():
+        weights = parameter.detach().float().cpu()
+        if not weights.numel() or not weights.isfinite().all():
+            continue  # TensorBoard refuses them
+        writer.add_histogram(f"weights/{name}", weights, step)
+        if images and weights.dim() > 1:
+            writer.add_image(f"images/{name}", _image(weights), step, dataformats="HW")
+
+
+def _image(weights: Tensor) -> Tensor:
+    """Return weights as grays from 0 to 1: outputs below, inputs beside each other, with the kernels of each pair."""
+    if weights.dim() > 2:
+        kernels = weights.flatten(2, -2) if weights.dim() > 3 else weights.unsqueeze(2)
+        weights = kernels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    weights = weights[:_LARGEST, :_LARGEST]
+    low, high = weights.min(), weights.max()
+    return (weights - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+class _GraphWriter:
+    """Writes the graph of a model once it has been called, from the inputs of that call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.close = model.register_forward_pre_hook(self._note, with_kwargs=True).remove
+
+    def _note(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._inputs = arguments, named
+        self.close()
+
+    def write(self, writer: SummaryWriter) -> bool:
+        """Write the graph; return whether the model had been called. Model and generators stay as they are."""
+        if self._inputs is None:
+            return False
+        (arguments, named), self._inputs = self._inputs, None
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        call = _Call(self._model, [*tensors], {**named})
+        modes = [(module, module.training) for module in self._model.modules()]
+        device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
+        try:
+            with generators_kept(device), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+                writer.add_graph(call, (*tensors.values(), *arguments), use_strict_trace=False)
+        except Exception as error:  # a model that PyTorch cannot trace
+            warn(f"the model's graph could not be written for TensorBoard: {reason_of(error)}")
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return True
+
+
+class _Call(nn.Module):
+    """A model called with its named tensors by position: PyTorch traces positions only."""
+
+    def __init__(self, model: nn.Module, names: list[str], named: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._names, self._named = names, named
+
+    def forward(self, *values: Any) -> Any:
+        count = len(self._names)
+        return self.model(*values[count:], **{**self._named, **dict(zip(self._names, values[:count], strict=True))})
+
+
+def _profiler_of(first: int, last: int, folder: str) -> torch.profiler.profile:
+    """Return a started profiler of steps `first` to `last`, from 1, which TensorBoard's plugin shows."""
+
+    def action(step: int) -> torch.profiler.ProfilerAction:
+        if step == last - 1:
+            return torch.profiler.ProfilerAction.RECORD_AND_SAVE
+        return torch.profiler.ProfilerAction.RECORD if first - 1 <= step < last else torch.profiler.ProfilerAction.NONE
+
+    handler = torch.profiler.tensorboard_trace_handler(folder)
+    profiler = torch.profiler.profile(schedule=action, on_trace_ready=handler)
+    profiler.start()
+    return profiler
+
+
+def _steps_to_profile(asked: Any) -> tuple[int, int] | None:
+    """Return the first and the last step of Keras's `profile_batch`: a number, two, or "first,last"; None: none."""
+    words = asked.split(",") if isinstance(asked, str) else [*asked] if isinstance(asked, (tuple, list)) else [asked]
+    found = [int(word) for word in words if str(word).strip().isdecimal()]
+    is_range = len(found) == len(words) in (1, 2) and (found == [0] or 0 < found[0] <= found[-1])
+    message = "TensorBoard.profile_batch must be the number of a step from 1, two as in (10, 20), or 0, got"
+    require(is_range, f"{message} {asked!r}.")
+    return None if found == [0] else (found[0], found[-1])

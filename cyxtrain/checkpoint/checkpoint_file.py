@@ -17,7 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from cyxtrain.checkpoint.files import read_file, replacing
 from cyxtrain.checkpoint.format.archive import Buffer, blaming, look_at_archive, read_archive, write_archive
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
-from cyxtrain.checkpoint.format.tensors import Copy, TensorLayout, decode_tensors, encode_tensors, safetensors_parts
+from cyxtrain.checkpoint.format.tensors import TensorLayout, decode_tensors, encode_tensors, safetensors_parts
 from cyxtrain.errors import CheckpointError
 
 FORMAT = "cyxtrain-checkpoint"
@@ -147,11 +147,13 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
         )
 
 
-def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, list[Buffer]]:
+def records_of(
+    state: CheckpointState, copy: Callable[[str, str, torch.Tensor], torch.Tensor] | None = None
+) -> dict[str, list[Buffer]]:
     """Return the parts of each entry of a checkpoint's archive.
 
-    `copy` copies the tensors; without it, the parts are the memory of tensors on the CPU, which must not change until
-    written.
+    `copy` copies a tensor of an entry, given both names; without it, the parts are the memory of tensors on the CPU,
+    which must not change until written.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {entry: {} for entry in (_MODEL, _OPTIMIZER, _OTHERS)}
     tensors[_MODEL] = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}
@@ -168,7 +170,7 @@ def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, li
     values["layouts"] = {}
     for entry, named in tensors.items():
         what = entry.removesuffix(".safetensors")
-        stored, layout = encode_tensors(named, what, copy and partial(_copy_of_entry, copy, entry))
+        stored, layout = encode_tensors(named, what, copy and partial(copy, entry))
         values["layouts"][entry] = dataclasses.asdict(layout)
         entries[entry] = safetensors_parts(stored)
     text = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -179,11 +181,6 @@ def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, li
         )
     entries[STATE] = [text]
     return entries
-
-
-def _copy_of_entry(copy: Copy, entry: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy under a name that no tensor of another entry has."""
-    return copy(f"{entry}/{name}", tensor)
 
 
 def _typed(value: Any, kind: type) -> Any:

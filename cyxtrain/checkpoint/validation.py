@@ -76,7 +76,6 @@ def is_rates(value: Mapping[str, Any]) -> bool:
 
 
 def _parts(state: CheckpointState) -> Iterator[tuple[str, Any, _Check]]:
-    """Yield (name, value, check) of each part."""
     yield "position", state.position, is_position
     yield "run", state.run, is_run
     yield "history", state.history, _is_history

@@ -28,7 +28,7 @@ class Writer:
         self.folder = folder
         self._pool = ThreadPoolExecutor(1, "cyxtrain-checkpoint")
         self._writing: Future[None] | None = None
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[tuple[str, str], torch.Tensor] = {}
         self._devices: set[torch.device] = set()
 
     def write(
@@ -76,11 +76,11 @@ class Writer:
         self._pool.shutdown()
         self._copies.clear()
 
-    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        copy, is_far = self._copies.get(name), accelerator.is_accelerator(tensor.device)
+    def _copy(self, entry: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        copy, is_far = self._copies.get((entry, name)), accelerator.is_accelerator(tensor.device)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_far)
-            self._copies[name] = copy
+            self._copies[entry, name] = copy
         if not is_far:
             return copy.copy_(tensor)
         self._devices.add(tensor.device)

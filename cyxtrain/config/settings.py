@@ -135,6 +135,17 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
     require(not missing, f"{owner} needs {' and '.join(missing)}.")
 
 
+def make(owner: str, maker: Callable[..., Any], given: Mapping[str, Any], *first: Any) -> Any:
+    """Call a class or function with settings, after the arguments `first`; errors name the `owner`."""
+    check_arguments(owner, maker, given, len(first))
+    try:
+        return maker(*first, **given)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, OSError) as error:
+        raise ConfigError(f"{owner} cannot be created{f' with {dict(given)}' if given else ''}: {error}") from error
+
+
 def takes(function: Callable[..., Any], count: int) -> bool:
     """Return whether a function takes this many positional arguments; True if it is written in C and does not tell."""
     try:

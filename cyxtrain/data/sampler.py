@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from cyxtrain.config.settings import names_checked, require, require_boolean, require_integer
@@ -35,13 +35,6 @@ def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Ind
         words = np.array([seed % _WORD, seed // _WORD, epoch], dtype=np.uint32)
         np.random.RandomState(words).shuffle(order)
     return order
-
-
-def sharded_size(dataset_size: int, world_size: int, drop_last: bool, pad: bool) -> int:
-    """Return how many indices all ranks get together in an epoch; `drop_last` takes precedence over `pad`."""
-    if drop_last:
-        return dataset_size // world_size * world_size
-    return -(-dataset_size // world_size) * world_size if pad else dataset_size
 
 
 @names_checked
@@ -115,7 +108,9 @@ class DistributedSampler(Sampler[int]):
 
     def padded_size(self) -> int:
         """Return the number of indices of all ranks together, after padding or dropping."""
-        return sharded_size(self._total_size, self.world_size, self.drop_last, self.pad)
+        if self.drop_last:  # takes precedence over `pad`
+            return self._total_size // self.world_size * self.world_size
+        return -(-self._total_size // self.world_size) * self.world_size if self.pad else self._total_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order.
@@ -183,15 +178,16 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
         raise ConfigError(f"{owner}: world_size={world_size} and num_replicas={num_replicas} differ. Give one of them.")
     if world_size is None:
         world_size = num_replicas
-    group = _default_group()
-    if group is None and (rank is None) != (world_size is None):
+    has_group = dist.is_initialized()
+    if not has_group and (rank is None) != (world_size is None):
         # A guess here would give several ranks the same samples.
         raise ConfigError(
             f"{owner}: rank={rank} and world_size={world_size}. Give both, or neither after cyxtrain.init()."
         )
-    group_rank, group_size = group or (0, 1)
-    world_size = group_size if world_size is None else world_size
-    rank = group_rank if rank is None else rank
+    if world_size is None:
+        world_size = dist.get_world_size() if has_group else 1
+    if rank is None:
+        rank = dist.get_rank() if has_group else 0
     require_integer(owner, "world_size", world_size, 1)
     require_integer(owner, "rank", rank, 0)
     require(
@@ -202,8 +198,100 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
     return rank, world_size
 
 
-def _default_group() -> tuple[int, int] | None:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
+@names_checked
+class DistributedBatchIterator:
+    """This rank's batches of an epoch, as many as on every other rank.
+
+    Batch k over all ranks is `effective_batch_size` samples of the global order, divided among the ranks one by one. At
+    the tail, or if the world size does not divide them, a rank may have one sample less than another, or none: an empty
+    batch is still a step, because the other ranks take it too (with `pad=False`; a sampler that pads gives all ranks
+    equal batches).
+
+    Each `for` starts at the beginning of the sampler's current epoch. In a custom loop, divide the gradients of batch k
+    by `global_batch_size(k)`, as in `examples/custom_loop.py`.
+
+    Args:
+        sampler: Determines the order, the rank and the world size.
+        batch_size: Samples per batch on each rank.
+        effective_batch_size: Samples per batch over all ranks; takes precedence over `batch_size`.
+
+    Raises:
+        ConfigError: A batch size below 1.
+    """
+
+    def __init__(
+        self, sampler: DistributedSampler, batch_size: int, *, effective_batch_size: int | None = None
+    ) -> None:
+        owner = type(self).__name__
+        require_integer(owner, "batch_size", batch_size, 1)
+        if effective_batch_size is None:
+            effective_batch_size = batch_size * sampler.world_size
+        require_integer(owner, "effective_batch_size", effective_batch_size, 1)
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.effective_batch_size = effective_batch_size
+        self._next_number = 0
+        self._order: Indices | None = None
+
+    def num_batches(self) -> int:
+        """Return the number of batches in an epoch, the same on every rank."""
+        return -(-self.sampler.padded_size() // self.effective_batch_size)
+
+    def global_batch_size(self, number: int) -> int:
+        """Return the number of samples of batch `number` over all ranks: the divisor of its gradients.
+
+        Raises:
+            ConfigError: There is no batch of that number.
+        """
+        if not 0 <= number < self.num_batches():
+            raise ConfigError(f"There is no batch {number}: an epoch has the batches 0 to {self.num_batches() - 1}.")
+        return min(self.effective_batch_size, self.sampler.padded_size() - number * self.effective_batch_size)
+
+    def has_next(self) -> bool:
+        """Return whether this epoch has another batch."""
+        return self._next_number < self.num_batches()
+
+    def next(self) -> Indices:
+        """Return this rank's indices of the next batch.
+
+        Returns:
+            Row numbers, int64, shape (n,), n at most ceil(effective_batch_size / world_size); a copy.
+
+        Raises:
+            StopIteration: After the last batch of the epoch.
+        """
+        if not self.has_next():
+            raise StopIteration
+        if self._order is None:
+            # Taken once per epoch: a set_epoch() in the middle must not mix two orders.
+            self._order = self.sampler.global_indices()
+        first = self._next_number * self.effective_batch_size
+        self._next_number += 1
+        global_batch = self._order[first : first + self.effective_batch_size]
+        # A copy: PyTorch warns of read-only arrays as indices.
+        own: Indices = global_batch[self.sampler.rank :: self.sampler.world_size].copy()
+        return own
+
+    def reset(self, epoch: int | None = None, batch: int = 0) -> None:
+        """Set the batch, and if given the epoch, from which `next` continues.
+
+        A `for` begins at the first batch all the same.
+
+        Args:
+            epoch: Of the sampler; None: unchanged.
+            batch: Number of the batch in the epoch.
+        """
+        if epoch is not None:
+            self.sampler.set_epoch(epoch)
+        self._next_number = batch
+        self._order = None
+
+    def __iter__(self) -> Iterator[Indices]:
+        self.reset()
+        return self
+
+    def __next__(self) -> Indices:
+        return self.next()
+
+    def __len__(self) -> int:
+        return self.num_batches()

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.doctor import local_checks, pairs, report, store_exchange
-from cyxtrain.doctor.findings import Cause, Pair, PeerResult, Roster
-from cyxtrain.doctor.machine_facts import this_machine
+from cyxtrain.doctor.store_exchange import Cause, Pair, PeerResult, Roster
 from cyxtrain.doctor.terminal import print_report
 from cyxtrain.errors import RendezvousError, counted
 from cyxtrain.ring import Deadline, RankProbe, StoreClient, StoreLostError
@@ -33,13 +32,12 @@ _LEAVING_SECONDS = 2.0
 
 
 def examine(config: DistributedConfig) -> int:
-    """Print what works on this machine and between ranks, what is broken, and what to do.
+    """Print what works on this machine and between ranks, what is broken, and what to do; return the exit code.
 
     A single process checks its machine. Several ranks register at the store, test every pair over plain TCP in both
-    directions, one pair per rank at a time, and rank 0, which waits `timeout_ms` for the others, prints all results.
-
-    Returns 0 if all is healthy, 1 if something is broken; ranks other than 0 return 0 once rank 0 has read their
-    results. Raises RendezvousError if rank 0 cannot be reached or has exited, or its port is in use.
+    directions, one pair per rank at a time, and rank 0, which waits `timeout_ms` for the others, prints all results;
+    the others return 0 once it has read theirs. Raises RendezvousError if rank 0 cannot be reached or has exited, or
+    its port is in use.
 
     Cost: for each pair two connections, 50 round trips and up to 8 MiB in each direction; about a tenth of a second.
     """
@@ -69,7 +67,7 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
     probe = None
     try:
         probe = RankProbe(store, rank, world_size, options)
-        store_exchange.register(client, rank, probe.record, this_machine(probe.record.host))
+        store_exchange.register(client, rank, probe.record, local_checks.this_machine(probe.record.host))
         if rank == 0:
             roster = store_exchange.publish_roster(client, world_size, deadline)
         else:

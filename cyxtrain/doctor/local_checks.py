@@ -1,11 +1,14 @@
-"""Checks of one process: versions, machine, backends, GPUs, transports, port, environment."""
+"""What a process finds on its machine, and checks: versions, cores, memory, backends, GPUs, transports, port."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import platform
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,11 +18,11 @@ import torch.distributed as dist
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
-from cyxtrain.doctor import machine_facts
 from cyxtrain.doctor.terminal import size, table
 from cyxtrain.environment import accelerator, process_env, torch_compat
 from cyxtrain.errors import ConfigError, counted, reason_of
 from cyxtrain.ring import try_transports
+from cyxtrain.workers.machine import usable_cores
 from cyxtrain.world import devices
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 _OK, _NO, _UNTESTED, _BROKEN = "ok", "no", "untested", "BROKEN"
 _ENVIRONMENT = "environment"
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Check(NamedTuple):
@@ -85,7 +89,7 @@ def _versions() -> list[Check]:
 
 
 def _machine() -> list[Check]:
-    machine = machine_facts.this_machine()
+    machine = this_machine()
     threads = counted(torch.get_num_threads(), "thread")
     return [
         Check("machine", "host", "", machine.host),
@@ -149,3 +153,53 @@ def _port(config: DistributedConfig) -> Check:
             state, reason = _NO, reason_of(error).lower()
             text = f"{port}: {reason}. The launcher picks a free port; if you start ranks yourself, set another one"
     return Check("rendezvous", "MASTER_PORT", state, text)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a rank runs; what is unknown is empty."""
+
+    host: str
+    interface: str
+    """Of the address at which the rank listens."""
+    cores: int
+    memory: str
+    gpus: str
+    """Such as "2 x NVIDIA H200", or "none"."""
+    cyxtrain: str
+    torch: str
+    python: str
+
+
+def this_machine(address: str = "") -> Machine:
+    """Return this process's machine; `address` is where it listens."""
+    counts = Counter(name for _, name, _ in accelerator.all_with_memory())
+    return Machine(
+        host=socket.gethostname(),
+        interface=interface_of(address),
+        cores=usable_cores(process_env.to_pass_on()),
+        memory=size(memory_bytes()),
+        gpus=", ".join(f"{count} x {name}" for name, count in counts.items()) or "none",
+        cyxtrain=library_versions()["cyxtrain"],
+        torch=torch.__version__,
+        python=platform.python_version(),
+    )
+
+
+def memory_bytes() -> int:
+    """Return how much memory the machine and the container allow this process."""
+    import psutil
+
+    found = [int(psutil.virtual_memory().total)]
+    for file in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            found.append(int(Path(file).read_text()))
+    return min(found)
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has an address; empty if none has."""
+    import psutil
+
+    interfaces = psutil.net_if_addrs().items()
+    return next((str(name) for name, found in interfaces if address in {each.address for each in found}), "")

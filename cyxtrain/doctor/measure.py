@@ -1,15 +1,12 @@
 """Measure a connection: round trip, bandwidth in both directions, clock skew.
 
-One side leads, the other follows. Each request is a letter and a number of bytes:
-
-    "p"  0      the reply is two times: when the request arrived and when the reply was sent
-    "g"  n      n bytes follow; the reply is one byte when they have arrived
-    "t"  n      the reply is n bytes
-    "e"  0      the end
+One side leads, the other follows. Each request says how many bytes come with it, and how many to send back; the reply
+is two times, when all had arrived and when it was sent, and those bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import statistics
 import struct
@@ -19,7 +16,7 @@ from typing import NamedTuple
 
 from cyxtrain.ring import Deadline
 
-_REQUEST = struct.Struct(">cQ")
+_REQUEST = struct.Struct(">QQ")
 _TIMES = struct.Struct(">dd")
 _ROUND_TRIPS = 50
 _FIRST_BYTES = 256 << 10
@@ -29,10 +26,6 @@ _QUICK_SECONDS = 0.05
 _PIECE_BYTES = 256 << 10
 _STALLED_SECONDS = 4.0
 """After so long, an end means that the kernel gave up on data that never arrived (`watch_over`)."""
-
-
-class ConnectionEndedError(Exception):
-    """The other side has closed the connection."""
 
 
 class LargeLostError(Exception):
@@ -78,55 +71,48 @@ def lead(sock: socket.socket, seconds: float) -> Figures:
     each direction.
     """
     deadline = Deadline(seconds)
-    trips = [_ping(sock, deadline) for _ in range(_ROUND_TRIPS + 1)][1:]  # the first waits for the follower
+    trips = [_exchange(sock, 0, 0, deadline) for _ in range(_ROUND_TRIPS + 1)][1:]  # the first waits for the follower
     trip_seconds = statistics.median(trip.seconds for trip in trips)
     begin = time.monotonic()
     try:
-        rates = [_bytes_per_second(sock, kind, trip_seconds, deadline) for kind in (b"g", b"t")]
-    except (ConnectionEndedError, OSError) as error:
+        rates = [_bytes_per_second(sock, there, trip_seconds, deadline) for there in (True, False)]
+    except OSError as error:
         if isinstance(error, TimeoutError) or time.monotonic() - begin > _STALLED_SECONDS:
             raise LargeLostError from None
         raise
-    _send(sock, _REQUEST.pack(b"e", 0), deadline)
     return Figures(trip_seconds, min(rates), skew_of(trips))
 
 
 def follow(sock: socket.socket, seconds: float) -> None:
-    """Reply to the other side, which calls `lead`, until it ends; errors are those of `lead`."""
+    """Reply to the other side, which calls `lead` and reports errors, until it closes the connection."""
     deadline = Deadline(seconds)
-    while True:
-        kind, count = _REQUEST.unpack(_receive(sock, _REQUEST.size, deadline))
-        arrived = time.time()
-        if kind == b"e":
-            return
-        if kind == b"p":
-            _send(sock, _TIMES.pack(arrived, time.time()), deadline)
-        elif kind == b"g":
+    with contextlib.suppress(OSError):
+        while True:
+            count, wanted = _REQUEST.unpack(_receive(sock, _REQUEST.size, deadline))
             _receive(sock, count, deadline, keep=False)
-            _send(sock, b"y", deadline)
-        else:
-            _send_zeros(sock, min(count, _BYTES), deadline)
+            arrived = time.time()
+            _send(sock, _TIMES.pack(arrived, time.time()), deadline)
+            _send_zeros(sock, min(wanted, _BYTES), deadline)
 
 
-def _ping(sock: socket.socket, deadline: Deadline) -> RoundTrip:
+def _exchange(sock: socket.socket, count: int, wanted: int, deadline: Deadline) -> RoundTrip:
+    """Send so many bytes, and receive as many as wanted."""
     sent = time.time()
-    _send(sock, _REQUEST.pack(b"p", 0), deadline)
+    _send(sock, _REQUEST.pack(count, wanted), deadline)
+    _send_zeros(sock, count, deadline)
     reply = _receive(sock, _TIMES.size, deadline)
     received = time.time()
+    _receive(sock, wanted, deadline, keep=False)
     arrived, replied = _TIMES.unpack(reply)
     return RoundTrip(sent, arrived, replied, received)
 
 
-def _bytes_per_second(sock: socket.socket, kind: bytes, trip_seconds: float, deadline: Deadline) -> float:
+def _bytes_per_second(sock: socket.socket, there: bool, trip_seconds: float, deadline: Deadline) -> float:
+    """Return how fast bytes are sent to the other side, or come back."""
     found = 0.0
     for count in (_FIRST_BYTES, _BYTES):
         begin = time.perf_counter()
-        _send(sock, _REQUEST.pack(kind, count), deadline)
-        if kind == b"g":
-            _send_zeros(sock, count, deadline)
-            _receive(sock, 1, deadline)
-        else:
-            _receive(sock, count, deadline, keep=False)
+        _exchange(sock, *((count, 0) if there else (0, count)), deadline)
         seconds = time.perf_counter() - begin
         found = count / max(seconds - trip_seconds, seconds / 10, 1e-9)
         if seconds > _QUICK_SECONDS:
@@ -152,7 +138,7 @@ def _receive(sock: socket.socket, count: int, deadline: Deadline, *, keep: bool 
         sock.settimeout(max(deadline.left(), 0.001))
         part = sock.recv(min(left, _PIECE_BYTES))
         if not part:
-            raise ConnectionEndedError
+            raise ConnectionError
         left -= len(part)
         kept = kept + part if keep else part
     return kept

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cyxtrain.doctor import measure
-from cyxtrain.doctor.findings import Cause, PeerResult, RankInfo, Roster, to_json
+from cyxtrain.doctor.store_exchange import Cause, PeerResult, RankInfo, Roster
 from cyxtrain.environment.processes import State, state_of
 from cyxtrain.errors import reason_of
 from cyxtrain.ring import Deadline, RankProbe, StoreClient
@@ -74,7 +74,7 @@ class PairTests:
             for pair in pairs:
                 if self._rank in pair:
                     peer = sum(pair) - self._rank
-                    self._client.set(f"result/{self._rank}/{peer}", to_json(self._test(peer, number)))
+                    self._client.write(f"result/{self._rank}/{peer}", self._test(peer, number))
 
     def wait_for_key(self, key: str, peer: int, deadline: Deadline, *, probes_port: bool = False) -> Cause:
         """Wait until the rank `peer` has written a key to the store; return why it has not.
@@ -132,8 +132,7 @@ class PairTests:
             if dialed is not None and is_higher:
                 return _measured(result, dialed)
             if accepted is not None and not is_higher:
-                with contextlib.suppress(measure.ConnectionEndedError, OSError):  # the rank that measures reports it
-                    measure.follow(accepted, MEASURE_SECONDS)
+                measure.follow(accepted, MEASURE_SECONDS)
             return result
 
     def _dial(self, peer: int, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
@@ -162,7 +161,6 @@ def _measured(result: PeerResult, sock: socket.socket) -> PeerResult:
         cause, detail = Cause.LARGE, f"short messages arrive, and 256 KiB do not within {MEASURE_SECONDS:g} s"
     except TimeoutError:
         detail = f"connected, and then no answer within {MEASURE_SECONDS:g} s"
-    except (measure.ConnectionEndedError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it was closed"
-        detail = f"the connection ended during the test ({reason.lower()})"
+    except OSError as error:
+        detail = f"the connection ended during the test ({(error.strerror or 'it was closed').lower()})"
     return replace(result, cause=cause.value, detail=detail)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cyxtrain.config import DistributedConfig
-from cyxtrain.doctor.findings import Cause, Pair, PeerResult, RankInfo
+from cyxtrain.doctor.store_exchange import Cause, Pair, PeerResult, RankInfo
 from cyxtrain.doctor.terminal import duration, rate, table
 from cyxtrain.errors import counted, shortened
 
@@ -165,7 +165,6 @@ def _pairs(world: World) -> list[RenderableType]:
 
 
 def _summary(world: World) -> list[str]:
-    """Return the range of all measurements."""
     lines = [f"{counted(len(world.pairs), 'pair')}, of which {len(world.pairs) - len(world.broken)} are OK"]
     results = [result for pair in world.pairs if (result := pair.measured) is not None]
     if results:

@@ -1,4 +1,4 @@
-"""Ranks register at the store, and rank 0 publishes which are there, within one deadline.
+"""What ranks send each other through the store: where each runs, who is there, and whether it reaches the others.
 
 /cyxtrain/doctor/claims/R      the first process that registered as rank R
                  machine/R     where it runs
@@ -15,14 +15,104 @@
 
 from __future__ import annotations
 
+import enum
 import secrets
+from dataclasses import dataclass
 
-from cyxtrain.doctor.findings import RankInfo, Roster, to_json
-from cyxtrain.doctor.machine_facts import Machine
+from cyxtrain.doctor.local_checks import Machine
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import Deadline, RankRecord, StoreClient
 
 _ANSWER_SECONDS = 10.0
+
+
+class Cause(str, enum.Enum):
+    """Why one rank does not reach another."""
+
+    NONE = ""
+    SILENT = "silent"
+    REFUSED = "refused"
+    NO_WAY = "no way"
+    """No route, or another error of this machine."""
+    STRANGER = "stranger"
+    """Another program answers there."""
+    ABSENT = "absent"
+    """The rank did not take part in the test."""
+    BROKE = "broke"
+    """The connection was closed."""
+    LARGE = "large"
+    """Short messages arrive, large ones do not."""
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """What one rank found of another one."""
+
+    rank: int
+    peer: int
+    cause: str = ""
+    """A `Cause`; empty: reachable."""
+    detail: str = ""
+    """The cause in words: "no answer within 5 s"."""
+    transport: str = ""
+    """How the ring would send data from here: cma, unix or tcp; empty: the peer is on another machine."""
+    round_trip_seconds: float = 0.0
+    """Median; this and the next two only if this rank has measured."""
+    bytes_per_second: float = 0.0
+    """Of the slower direction; 0: not measured."""
+    skew_seconds: float = 0.0
+    """How far the peer's clock is ahead."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank that registered at the store."""
+
+    record: RankRecord
+    """How the ring would announce it."""
+    machine: Machine
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The ranks that registered in time, rank 0's world size, and a token (hexadecimal) that only they know."""
+
+    ranks: list[int]
+    world_size: int
+    token: str
+
+    def __post_init__(self) -> None:
+        """Raise ValueError or TypeError if another program has written it."""
+        bytes.fromhex(self.token)
+        sum(self.ranks)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks; the higher one connects to the lower one in the ring too, and measures."""
+
+    low: int
+    high: int
+    results: tuple[PeerResult, ...]
+    """Of both ranks; a rank that has exited left none."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether both reach each other and data arrives."""
+        return len(self.results) == 2 and not any(result.cause for result in self.results)
+
+    @property
+    def measured(self) -> PeerResult | None:
+        """The result with measurements, if there is one."""
+        return next((result for result in self.results if result.bytes_per_second), None)
+
+    @property
+    def transport(self) -> str:
+        """How the ring would send data between them: what works from both sides; empty: nothing does."""
+        if not self.is_ok:
+            return ""
+        found = {result.transport for result in self.results}
+        return next((name for name in ("tcp", "unix", "cma") if name in found), "tcp")
 
 
 class AnswerDeadline(Deadline):
@@ -47,8 +137,8 @@ def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine
             "that process is left from an earlier run, end it.",
             rank=rank,
         )
-    store.set(f"machine/{rank}", to_json(machine))
-    store.set(f"record/{rank}", record.to_json())
+    store.write(f"machine/{rank}", machine)
+    store.write(f"record/{rank}", record)
 
 
 def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> Roster:
@@ -61,7 +151,7 @@ def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> R
 
     deadline.poll_until(all_have_registered)
     roster = Roster(sorted(ranks), world_size, secrets.token_hex(32))
-    store.set("roster", to_json(roster))
+    store.write("roster", roster)
     return roster
 
 

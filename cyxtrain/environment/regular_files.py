@@ -6,7 +6,8 @@ import errno
 import io
 import os
 import stat
-from typing import IO, BinaryIO, cast
+import types
+from typing import Any, BinaryIO
 
 TEXT_LIMIT_BYTES = 1 << 28
 """Longer than any text that a person or this package writes."""
@@ -69,9 +70,16 @@ def read_text(path: str | os.PathLike[str], limit_bytes: int = TEXT_LIMIT_BYTES)
         return read_rest(file, limit_bytes).decode("utf-8")
 
 
-def at_a_glance(file: BinaryIO, limit_bytes: int) -> IO[bytes]:
+def at_a_glance(file: BinaryIO, limit_bytes: int) -> Any:
     """Return a file for `zipfile` that refuses reads above a limit, whatever its records say."""
-    return cast(IO[bytes], _Glance(file, limit_bytes))
+
+    def read(size: int = -1) -> bytes:
+        wanted = _LAST_RECORDS_BYTES if size < 0 else size
+        if wanted > limit_bytes:
+            raise ValueError(f"its records announce {wanted:,} bytes, and at most {limit_bytes:,} are allowed")
+        return file.read(wanted)
+
+    return types.SimpleNamespace(read=read, seek=file.seek, tell=file.tell, seekable=file.seekable)
 
 
 def _require_regular(mode: int, path: str) -> None:
@@ -86,28 +94,3 @@ def memory_bytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
-
-
-class _Glance(io.RawIOBase):
-    def __init__(self, file: BinaryIO, limit_bytes: int) -> None:
-        super().__init__()
-        self._file = file
-        self._limit_bytes = limit_bytes
-
-    def read(self, size: int | None = -1) -> bytes:
-        wanted = _LAST_RECORDS_BYTES if size is None or size < 0 else size
-        if wanted > self._limit_bytes:
-            raise ValueError(f"its records announce {wanted:,} bytes, and at most {self._limit_bytes:,} are allowed")
-        return self._file.read(wanted)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True

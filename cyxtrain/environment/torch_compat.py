@@ -49,10 +49,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.utils._foreach_utils._get_fused_kernels_supported_devices", "optimizers are fused on CPUs and CUDA alone"
     ),
-    PrivateName("torch._foreach_copy_", _LOOP),
-    PrivateName("torch._foreach_lerp_", _LOOP),
-    PrivateName("torch._foreach_norm", _LOOP),
-    PrivateName("torch._foreach_mul_", _LOOP),
+    *(PrivateName(f"torch._foreach_{name}", _LOOP) for name in ("copy_", "lerp_", "norm", "mul_")),
     PrivateName("torch._C._nn.flatten_dense_tensors", "torch.cat makes one tensor of them"),
     PrivateName("torch._C._current_autograd_node", "a backward inside another one is found at its next gradient"),
     PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),
@@ -171,9 +168,7 @@ def milestones_of(scheduler: Any) -> Sequence[int]:
 
 # Tensors.
 
-_foreach_copy, _foreach_lerp = find("torch._foreach_copy_"), find("torch._foreach_lerp_")
-_foreach_norm = find("torch._foreach_norm")
-_foreach_mul = find("torch._foreach_mul_")
+_foreach_norm, _foreach_mul = find("torch._foreach_norm"), find("torch._foreach_mul_")
 current_autograd_node: Callable[[], Any] = find("torch._C._current_autograd_node") or (lambda: None)
 
 
@@ -185,22 +180,18 @@ flatten: Callable[[list[Tensor]], Tensor] = find("torch._C._nn.flatten_dense_ten
 """Make one tensor of several."""
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target."""
-    if _foreach_copy is not None:
-        _foreach_copy(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+def _on_each(name: str) -> Callable[..., None]:
+    """Return PyTorch's function for many tensors, or one that calls the method of each with its source."""
+
+    def one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor], *arguments: float) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            getattr(target, name)(source, *arguments)
+
+    return find(f"torch._foreach_{name}") or one_by_one
 
 
-def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
-    """Move each target towards its source, by `weight` of the way."""
-    if _foreach_lerp is not None:
-        _foreach_lerp(targets, sources, weight)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.lerp_(source, weight)
+copy_all, lerp_all = _on_each("copy_"), _on_each("lerp_")
+"""Copy each source into its target; move each target towards its source, by a weight: that part of the way."""
 
 
 def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -76,9 +76,8 @@ _hook: _Hook | None = None
 def install(style: str | None = None, *, is_printing: bool = True) -> None:
     """Replace `sys.excepthook` where that has not happened, or PyTorch has replaced it since.
 
-    Args:
-        style: `SHORT`, `ONE_LINE` or `FULL`; None: short, and only if the program has not set its own hook.
-        is_printing: Whether this rank prints what all ranks raise.
+    Without a `style` errors are printed in short, and a hook of the program itself stays. This rank prints what all
+    ranks raise only if it `is_printing`.
     """
     global _hook
     module = str(getattr(sys.excepthook, "__module__", None)).partition(".")[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cyxtrain.config.settings import check_arguments, unknown_name
+from cyxtrain.config.settings import unknown_name
 from cyxtrain.errors import ConfigError
 
 Maker = Callable[..., Any]
@@ -95,14 +95,3 @@ class Names:
                 f"{owner}: there is no module {error.name!r}. It must be installed, or be in the current folder "
                 f"({Path.cwd()})."
             ) from error
-
-
-def make(owner: str, maker: Maker, given: Mapping[str, Any], *first: Any) -> Any:
-    """Call a class or function with settings, after the arguments `first`; errors name the `owner`."""
-    check_arguments(owner, maker, given, len(first))
-    try:
-        return maker(*first, **given)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(f"{owner} cannot be created with {dict(given)}: {error}") from error

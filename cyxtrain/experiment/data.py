@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import make, unknown_name
 from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.datasets import load_digits
 from cyxtrain.environment.regular_files import at_a_glance, memory_bytes, open_regular
 from cyxtrain.errors import ConfigError, brief
-from cyxtrain.experiment.by_name import Names, make, section_of
+from cyxtrain.experiment.by_name import Names, section_of
 
 _PARTS = ("train", "validation", "test")
 _ARRAYS = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]

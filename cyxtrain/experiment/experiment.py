@@ -18,17 +18,17 @@ from cyxtrain import callbacks
 from cyxtrain.callbacks.callback import Callback
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import check_arguments, is_number, names_checked, unknown_name
+from cyxtrain.config.settings import check_arguments, is_number, make, names_checked, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
-from cyxtrain.experiment.by_name import Names, is_path, make, named, section_of
+from cyxtrain.experiment.by_name import Names, is_path, named, section_of
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
 from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
 from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model
-from cyxtrain.optim.named_schedules import SCHEDULERS
 from cyxtrain.optim.optimizers import ONLY, OPTIMIZERS, parameters_for
+from cyxtrain.optim.schedule_classes import SCHEDULERS
 from cyxtrain.optim.schedules import wants_total_steps
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.training.evaluation import Evaluation

@@ -16,19 +16,12 @@ NEVER_COUNTED = -100
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How to find the scores and the right classes in a batch.
+    """How to find the scores and the right classes in a batch."""
 
-    Attributes:
-        part: Name of the output's part with the scores; "": the output itself.
-        classes: Dimension of the classes in the scores.
-        is_shifted: Whether each score is for the next target, as in causal language models.
-        is_one_hot: Whether targets have the shape of the scores, and the largest is right.
-    """
-
-    part: str = ""
-    classes: int = 1
-    is_shifted: bool = False
-    is_one_hot: bool = False
+    part: str = ""  # name of the output's part with the scores; "": the output itself
+    classes: int = 1  # dimension of the classes in the scores
+    is_shifted: bool = False  # whether each score is for the next target, as in causal language models
+    is_one_hot: bool = False  # whether targets have the shape of the scores, and the largest is right
 
     def pair(self, output: Any, target: Any) -> tuple[Tensor, Tensor] | None:
         """Return scores, shape (n, classes, ...), and classes, shape (n, ...); None if there are none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,25 +54,17 @@ def _found(loss: Loss, output: Any, target: Any, value: Tensor, *, asked: bool) 
         return (
             Accuracy(part) if _fits(scores, target, 1) else None
         ), "the model does not return a score for each class"
-    fitting = [(dim, shift) for dim, shift in _layouts(target) if _fits(scores, target, dim)]
+    # (dimension of the classes, whether targets are shifted); of one target per row, the second dimension is the last
+    layouts = [(1, False), (-1, False), (-1, True)] if target.dim() > 1 else [(1, False)]
+    fitting = [(dim, shift) for dim, shift in layouts if _fits(scores, target, dim)]
     if not fitting:
         return None, f"scores of shape {list(scores.shape)} do not fit targets of shape {list(target.shape)}"
     if len(fitting) > 1:
-        fitting = [
-            (dim, shift) for dim, shift in fitting if _explains(value, loss, Accuracy("", dim, shift), scores, target)
-        ]
+        fitting = [form for form in fitting if _explains(value, loss, Accuracy("", *form), scores, target)]
         fitting = [form for form in fitting if _counts_all(loss, Accuracy("", *form), output, scores, target)]
     if len(fitting) != 1:
         return None, "the loss is no plain cross-entropy, and does not show which score is for which target"
     return Accuracy(part, *fitting[0]), ""
-
-
-def _layouts(target: Tensor) -> Iterator[tuple[int, bool]]:
-    """Yield (dimension of the classes, whether targets are shifted)."""
-    yield 1, False
-    if target.dim() > 1:  # of one target per row, the second dimension is the last
-        yield -1, False
-        yield -1, True
 
 
 def _fits(scores: Tensor, target: Tensor, dim: int) -> bool:

@@ -29,22 +29,14 @@ _ALIKE = "alike"
 
 
 class LoggedNumbers:
-    """What `DistributedTrainer.log` is called with on this rank.
-
-    Attributes:
-        rows: Weight of a number that is logged without a weight.
-        place: Number of the running step, or of the batch of a validation, by which ranks know the last number.
-        reserved: Names that `fit` measures itself.
-        best_names: Those by which checkpoints are compared.
-        is_closed: Whether the last epoch is complete.
-        larger_is_better: By name, if known.
-    """
+    """What `DistributedTrainer.log` is called with on this rank."""
 
     def __init__(self, reserved: Iterable[str] = (), best_names: Iterable[str | None] = ()) -> None:
-        self.rows, self.place = 1, 0
-        self.reserved = {"loss", "accuracy", "epoch", *reserved}
-        self.best_names = set(best_names)
-        self.is_closed = False
+        self.rows = 1  # the weight of a number that is logged without one
+        self.place = 0  # of the running step, or batch of a validation, by which ranks know the last number
+        self.reserved = {"loss", "accuracy", "epoch", *reserved}  # names that `fit` measures itself
+        self.best_names = set(best_names)  # those by which checkpoints are compared
+        self.is_closed = False  # whether the last epoch is complete
         self.larger_is_better: dict[str, bool] = {}
         self._reduces: dict[str, str] = {}
         self._sums: dict[str, list[_Number]] = {}

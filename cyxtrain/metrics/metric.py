@@ -63,23 +63,17 @@ class Metric(ABC):
 
 
 class MeanMetric(Metric):
-    """The mean over rows of a user's function.
+    """The mean over rows of a user's function of (output, target): a number per row, their mean, or (sum, weight).
 
-    Args:
-        name: In the history.
-        function: Of (output, target); returns a number per row, their mean, or (sum, weight). A module is copied, runs
-            in evaluation mode on the output's device, and its state is part of checkpoints.
-        larger_is_better: None: what the function's attribute `higher_is_better` says, if it has one.
-
-    Attributes:
-        sums: (sum, count), shape (2,), float64, on the device of the function's results.
+    A module is copied, runs in evaluation mode on the output's device, and its state is part of checkpoints.
     """
+
+    sums: Tensor  # (sum, count), where the function's results are
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], larger_is_better: bool | None = None) -> None:
         own = getattr(function, "higher_is_better", None)
         super().__init__(name, own if larger_is_better is None else larger_is_better)
         self._function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
-        self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
         self.reset()
 
     @override
@@ -167,13 +161,10 @@ _KEPT_ELEMENTS = 1 << 20
 
 
 class LibraryMetric(Metric):
-    """A torchmetrics object, of which a copy is kept.
+    """A copy of a torchmetrics object with one number, or one for each class.
 
-    Args:
-        name: In the history.
-        metric: Any `torchmetrics.Metric` with one number, or one for each class.
-        prepare: Makes of (output, target) the arguments of `update`, which several batches may share: `update` often
-            waits for an accelerator.
+    `prepare` makes of (output, target) the arguments of `update`, which several batches share: it often waits for an
+    accelerator.
     """
 
     def __init__(self, name: str, metric: Any, prepare: Callable[[Any, Any], tuple[Any, Any]] | None = None) -> None:

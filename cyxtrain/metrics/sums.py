@@ -120,10 +120,7 @@ class MetricSums:
         return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazy_values()
 
     def cheap_values(self) -> dict[str, float]:
-        """Return this rank's loss, accuracy and means, without waiting for an accelerator.
-
-        On an accelerator: the numbers at the call before; none at first.
-        """
+        """Return this rank's loss, accuracy and means; of an accelerator, those at the call before, without waiting."""
         self._fold()
         tables = {"": self._sums, **self.metrics.cheap_sums()}
         if self._sums.is_cpu:

@@ -39,18 +39,12 @@ class Weighting(enum.Enum):
 
 @dataclass
 class BatchLoss:
-    """The loss of this rank's part of a batch.
+    """The loss of this rank's part of a batch."""
 
-    Attributes:
-        value: What the loss function returned, 0-dim; with a graph while training.
-        terms: `value` times this is the sum of the terms.
-        weight: What that sum is divided by; a tensor if it depends on the data.
-        parts: Other losses of the same rows by name: those that `value` adds up, and numbers that are only reported.
-    """
-
-    value: Tensor
-    terms: Tensor | float
-    weight: Tensor | float
+    value: Tensor  # what the loss function returned, 0-dim; with a graph while training
+    terms: Tensor | float  # `value` times this is the sum of the terms
+    weight: Tensor | float  # what that sum is divided by; a tensor if it depends on the data
+    # other losses of the same rows by name: those that `value` adds up, and numbers that are only reported
     parts: Mapping[str, BatchLoss] = field(default_factory=dict)
 
     @property

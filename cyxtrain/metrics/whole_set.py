@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain.config.settings import require, takes
-from cyxtrain.data.batches.structure import output_parts, with_parts
+from cyxtrain.data.batches.structure import leaves, with_parts
 from cyxtrain.errors import ConfigError, brief
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class WholeSet:
         if self._preprocess is not None:
             output = self._preprocess(output, target)
         elif self._takes_one:  # as Hugging Face's Trainer passes it
-            parts = tuple(part for _, part in output_parts(output))
+            parts = tuple(part for _, part in leaves(output))
             output = parts[0] if len(parts) == 1 else parts
         return output, target
 
@@ -112,7 +112,7 @@ def tried_sets(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, r
     tried = []
     for name, metric in [(name, each) for name, each in given.items() if isinstance(each, WholeSet)]:
         kept = metric._kept(output, target, loss)
-        parts = dict(output_parts(kept))
+        parts = dict(leaves(kept))
         for part in parts.values():
             if not isinstance(part, Tensor) or not part.dim() or len(part) != rows:
                 what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from cyxtrain.config.settings import check_arguments, names_checked, unknown_name
+from cyxtrain.config.settings import make, names_checked, unknown_name
 from cyxtrain.errors import ConfigError
 
 _Maker = TypeVar("_Maker", bound=Callable[..., nn.Module])
@@ -49,12 +49,7 @@ class ModelMaker:
             if not isinstance(section, Mapping):
                 raise ConfigError(f"the section 'model' must have settings by name, got {section!r}.")
             given, first = {**{key: value for key, value in section.items() if key != "name"}, **settings}, []
-        check_arguments(owner, self.make, given, len(first))
-        try:
-            model = self.make(*first, **given)
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-            made_of = "the config" if first else given
-            raise ConfigError(f"{owner} cannot be created with {made_of}: {error}") from error
+        model = make(owner, self.make, given, *first)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{owner} must be a torch.nn.Module, but {self.make!r} returned {type(model).__name__}.")
         return model

@@ -212,7 +212,6 @@ class Pool:
         return answers
 
     def _check_start(self, until: float) -> None:
-        """Raise if workers did not start."""
         if self._problem is not None:
             raise RendezvousError(f"worker processes cannot be started: {self._problem}.") from self._problem
         if len(self._ready) < self.num_processes and time.monotonic() > until:

@@ -188,7 +188,6 @@ class _Call:
 
 
 def _unsendable_part(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> str:
-    """Return which part of a call cannot be sent."""
     parts = {
         "the model": trainer.model,
         "loss_fn": trainer.loss_fn,

@@ -151,7 +151,6 @@ def run_call(
 
 
 def _written(value: Any, digests: AttributeDigests | None) -> SharedFile:
-    """Write what a call has returned or changed."""
     found = SharedFile()
     result, parts = (value, {}) if digests is None else digests.changes()
     write(result, found, parts, returns=True)

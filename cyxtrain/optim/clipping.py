@@ -27,19 +27,20 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
         return None
     (function, argument), limits = _CLIPS[name], getattr(config, name)
 
-    def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor | None:
-        values = [_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters]
-        norm: Tensor | None = function(values, **{argument: limit})
-        return norm
+    if isinstance(limits, Mapping):
+        limits = {own: limit for own, limit in limits.items() if own in optimizers}
+    else:
+        limits = {"": limits}
 
-    if not isinstance(limits, Mapping):
-        return lambda parameters: _known({"": clip(parameters, limits)})
-    own = [(name, optimizers[name], limit) for name, limit in limits.items() if name in optimizers]
-    return lambda _: _known({name: clip(parameters_of(each), limit) for name, each, limit in own})
+    def clip(parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
+        norms = {}
+        for own, limit in limits.items():
+            part = parameters_of(optimizers[own]) if own else parameters
+            values = [_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in part]
+            norms[own] = function(values, **{argument: limit})
+        return {own: norm for own, norm in norms.items() if norm is not None}
 
-
-def _known(norms: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: norm for name, norm in norms.items() if norm is not None}
+    return clip
 
 
 def _used_rows(parameter: nn.Parameter) -> nn.Parameter:

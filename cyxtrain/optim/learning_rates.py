@@ -17,9 +17,8 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, ConfigError, counted
-from cyxtrain.optim.given_schedule import GivenSchedule, given_schedule
-from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
 from cyxtrain.optim.optimizers import ONLY
+from cyxtrain.optim.schedule_classes import FitSchedule, GivenSchedule, OneCycle, given_schedule
 
 # of the optimizer, and of how many times the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
@@ -31,25 +30,18 @@ LEARNING_RATE = "learning_rate"
 
 
 class LearningRates:
-    """The learning rates of an optimizer's groups, step by step.
-
-    Attributes:
-        scheduler: Schedules them after the warm-up; None without one, or until a fit has made it.
-        factor: By which the program's rates have been multiplied.
-        interval: What the schedule is stepped after: "step" or "epoch".
-        warmup_steps: Steps of the warm-up before the schedule.
-        built_groups: Groups of the optimizer when the latest fit began: callbacks may add others.
-    """
+    """The learning rates of an optimizer's groups, step by step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | ScheduleMaker | None) -> None:
-        self._make = None if isinstance(scheduler, LRScheduler) else scheduler
+        self._make = None if isinstance(scheduler, LRScheduler) else scheduler  # makes it for each fit
         self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else None
         self._made_for = 0
         self._first: list[float] = []
-        self.factor = 1.0
-        self.interval = "step"
+        self.factor = 1.0  # by which the program's rates have been multiplied
+        self.interval = "step"  # after which the schedule is stepped: "step" or "epoch"
         self.optimizer = optimizer
-        self.warmup_steps = self._warm_steps = 0
+        self.warmup_steps = self._warm_steps = 0  # before the schedule; those that are complete
+        # Callbacks may add groups to those that the optimizer had when the latest fit began.
         self._num_groups = self.built_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
         self._noted: list[float] = []
@@ -140,11 +132,6 @@ class LearningRates:
     def now(self) -> list[float]:
         """Return the rate of each group."""
         return rates_of(self.optimizer)
-
-    def set_all(self, rates: Sequence[float]) -> None:
-        """Set the rate of each group."""
-        if list(rates) != self.now():
-            self._set(rates)
 
     def note_rates(self) -> None:
         """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
@@ -337,7 +324,9 @@ def set_rates(parts: Collection[LearningRates], rates: Sequence[float]) -> None:
     require(right, f"set_learning_rates takes a number of at least 0 for each of {sum(groups)} groups, got {rates!r}.")
     left = iter(rates)
     for part, count in zip(parts, groups, strict=True):
-        part.set_all([*itertools.islice(left, count)])
+        own = [*itertools.islice(left, count)]
+        if own != part.now():
+            part._set(own)
 
 
 def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:

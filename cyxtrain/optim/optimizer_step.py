@@ -1,4 +1,4 @@
-"""An optimizer's step, which an accelerator skips by itself if a gradient is not finite."""
+"""An optimizer's step, which an accelerator skips by itself if a gradient is not finite, and its closure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from cyxtrain.environment import torch_compat
+from cyxtrain.optim.optimizers import parameters_of
 
 
 class OptimizerStep:
@@ -33,7 +34,7 @@ class OptimizerStep:
         if steps is not None:
             self._take(steps)
             return
-        with _unfused(self._groups_with_some_momenta()):
+        with self._unfused_where_needed():
             self._optimizer.step()
 
     def unless(self, skip: Tensor) -> Callable[[], None] | None:
@@ -71,15 +72,22 @@ class OptimizerStep:
         if "step" in vars(self._optimizer):  # a schedule of PyTorch's records the calls
             torch_compat.note_step(self._optimizer)
 
-    def _groups_with_some_momenta(self) -> list[dict[str, Any]]:
-        """Return the groups that fused SGD refuses: some parameters, such as unfrozen ones, have no momentum yet."""
+    @contextlib.contextmanager
+    def _unfused_where_needed(self) -> Iterator[None]:
+        """Do not fuse groups that fused SGD refuses: some parameters, such as unfrozen ones, have no momentum yet."""
         found = []
         for group in self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.SGD) else ():
             if group["momentum"] and group["fused"]:
                 trained = _trained(group)
                 known = sum(self._optimizer.state.get(each, {}).get("momentum_buffer") is not None for each in trained)
                 found += [group] if 0 < known < len(trained) else []
-        return found
+        for group in found:
+            group["fused"] = None
+        try:
+            yield
+        finally:
+            for group in found:
+                group["fused"] = True
 
 
 def _adam_step(
@@ -126,12 +134,27 @@ def _trained(group: Mapping[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
-@contextlib.contextmanager
-def _unfused(groups: list[dict[str, Any]]) -> Iterator[None]:
-    for group in groups:
-        group["fused"] = None
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["fused"] = True
+class Closure:
+    """Evaluates loss and gradients, averaged over ranks, when an optimizer calls it: equally often on every rank.
+
+    `evaluate` sets the gradients, and returns the loss. `loss` is that of an evaluation before the step, which is not
+    repeated if parameters and gradients are still those.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, evaluate: Callable[[], Tensor], loss: Tensor) -> None:
+        self._optimizer, self._evaluate, self._loss = optimizer, evaluate, loss
+        self._known = self._versions()
+
+    def __call__(self) -> Tensor:
+        """Return the loss."""
+        if self._versions() == self._known:
+            return self._loss
+        with torch.enable_grad():
+            self._loss = self._evaluate()
+        self._known = self._versions()
+        return self._loss
+
+    def _versions(self) -> list[Any]:
+        parameters = parameters_of(self._optimizer)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        return [*map(id, gradients), *torch_compat.versions_of(parameters), *torch_compat.versions_of(gradients)]

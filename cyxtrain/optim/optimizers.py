@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cyxtrain.config.settings import unknown_name
-from cyxtrain.data.batches.structure import map_output
+from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
@@ -153,7 +153,7 @@ def place_state(*optimizers: torch.optim.Optimizer) -> None:
             state, to_parameter = optimizer.state.get(parameter, {}), partial(torch.Tensor.to, device=parameter.device)
             for name, value in state.items():
                 if not (name in names and isinstance(value, torch.Tensor) and value.is_cpu):
-                    state[name] = map_output(to_parameter, value)
+                    state[name] = map_tree(to_parameter, value)
 
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -164,13 +164,7 @@ _UNDECIDED = {"fused": None, "foreach": None, "differentiable": False, "capturab
 
 
 def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Iterable[str] = ()) -> bool:
-    """Return whether the optimizer should use PyTorch's fused kernel.
-
-    Args:
-        optimizer: As the user built it; settings such as foreach=True take precedence.
-        wanted: "auto": if possible; True; or False: as it was built.
-        sparse: Names of parameters with sparse gradients.
-    """
+    """Return whether to use PyTorch's fused kernel, as `wanted`; settings such as foreach=True take precedence."""
     found = next(iter(sparse), None)
     reason = f"{found} makes sparse gradients" if found else _reason_against(optimizer)
     if wanted is True and reason:

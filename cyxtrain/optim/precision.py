@@ -1,4 +1,4 @@
-"""Mixed precision, and loss scaling against underflow of small gradients.
+"""Mixed precision, loss scaling against underflow of small gradients, and float64 factors of losses.
 
 Parameters, gradients, sums and the optimizer keep their dtypes: autocast calculates in 16 bits where it is safe.
 Source: Micikevicius et al., Mixed Precision Training (2018), sections 3.1 and 3.2.
@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cyxtrain.checkpoint.validation import is_loss_scale
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig
-from cyxtrain.data.batches.structure import map_output
+from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.errors import CheckpointError
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,17 +25,12 @@ _LEAST_SCALE = 1.0
 
 
 class Precision:
-    """The precision in which a model computes: "fp32", "bf16" or "fp16".
-
-    Attributes:
-        dtype: Of autocast; None without autocast.
-        is_full: Whether models compute in the dtype of their parameters.
-    """
+    """The precision in which a model computes: "fp32", "bf16" or "fp16"."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.dtype = _HALVES.get(name)
+        self.dtype = _HALVES.get(name)  # of autocast; None without autocast
         self._device_type = device.type
-        self.is_full = self.dtype is None
+        self.is_full = self.dtype is None  # models compute in the dtype of their parameters
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which PyTorch autocasts."""
@@ -46,7 +42,7 @@ class Precision:
 
     def widened(self, output: Any) -> Any:
         """Return a model's output with its 16-bit numbers as float32, for losses and metrics."""
-        return map_output(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)
+        return map_tree(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)
 
 
 @contextlib.contextmanager
@@ -97,11 +93,8 @@ class LossScale:
         return self.is_dynamic and self.value > _LEAST_SCALE
 
     def of_each(self, world_size: int) -> float:
-        """Return the factor of each rank's loss.
-
-        In a mean over N ranks a row counts N times as much on its rank as it would alone: in 16 bits its gradients
-        would overflow N times as early.
-        """
+        """Return the factor of each rank's loss."""
+        # In a mean over N ranks a row counts N times as much on its rank: in 16 bits, gradients would overflow earlier.
         return self.value / world_size
 
     def update(self, *, overflowed: bool) -> None:
@@ -134,3 +127,31 @@ def make_loss_scale(config: DistributedTrainingConfig) -> LossScale | None:
 
 def _as_float32(number: float) -> float:  # as GradScaler's
     return torch.tensor(number, dtype=torch.float32, device="cpu").item()
+
+
+Number = Tensor | float
+"""A weight or a factor of a loss; on an accelerator it stays there, so that the host need not wait."""
+
+
+def as_double(number: Number, device: torch.device) -> Tensor:
+    """Return a number as shape (1,), without a copy to an accelerator for which the host would wait."""
+    if isinstance(number, Tensor):
+        return number.detach().to(device, torch.float64, non_blocking=number.is_cpu).reshape(1)
+    return torch.full((1,), number, dtype=torch.float64, device=device)
+
+
+def quotient(number: Number, divisor: Number) -> Number:
+    """Return number / divisor in float64, and 0 if the divisor is 0, without waiting for an accelerator."""
+    if not isinstance(divisor, Tensor):
+        return number / divisor if divisor else 0.0
+    # A Python number / tensor is number * (1 / divisor), which is rounded twice.
+    above = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
+    return torch.div(above.double(), divisor).masked_fill_(divisor == 0, 0.0)
+
+
+def times(loss: Tensor, factor: Number) -> Tensor:
+    """Return loss * factor with the same bits for a float64 tensor as factor as for a number."""
+    if not isinstance(factor, Tensor):
+        return loss if factor == 1 else loss * factor
+    wide = loss.float() if loss.dtype.itemsize == 2 else loss
+    return (wide * factor.to(wide.dtype)).to(loss.dtype)

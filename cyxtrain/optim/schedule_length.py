@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import (
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted, warn
-from cyxtrain.optim.given_schedule import check_interval
 from cyxtrain.optim.learning_rates import schedules_in, steps_taken
+from cyxtrain.optim.schedule_classes import GivenSchedule, given_schedule
 
 # the fraction of a rate that is left if a schedule for epochs is stepped per step
 _NEXT_TO_NOTHING = 1e-6
@@ -31,7 +31,12 @@ _TOLERATED = 1
 
 def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> None:
     """Refuse a schedule that would raise in the middle of the fit, or counts other units than it is stepped after."""
-    check_interval(scheduler, interval)
+    own = scheduler.interval if isinstance(scheduler, GivenSchedule) else None
+    if own not in (None, interval):
+        raise ConfigError(
+            f"the {type(given_schedule(scheduler)).__name__} counts {own}s (t_in_epochs={own == 'epoch'}), and "
+            f'scheduler_interval="{interval}": set scheduler_interval="{own}".'
+        )
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
         once = "optimizer step" if interval == "step" else "epoch"
         raise ConfigError(

@@ -14,10 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from cyxtrain.checkpoint.format.encoding import encode_tree, same_kinds
 from cyxtrain.config.settings import takes, unknown_name
 from cyxtrain.errors import CheckpointError, ConfigError, brief
-from cyxtrain.optim.given_schedule import GivenSchedule, Schedule, given_schedule, is_schedule
 from cyxtrain.optim.learning_rates import ScheduleMaker, schedules_in
-from cyxtrain.optim.named_schedules import SCHEDULERS
 from cyxtrain.optim.optimizers import described_name
+from cyxtrain.optim.schedule_classes import SCHEDULERS, GivenSchedule, Schedule, given_schedule, is_schedule
 
 # where PyTorch stores the states of schedules within a schedule
 _PARTS = "_schedulers"

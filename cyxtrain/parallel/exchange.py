@@ -1,6 +1,6 @@
 """How the numbers of a bucket become means over ranks.
 
-By an all_reduce; in shared memory; by a comm hook; in half precision. (As low-rank matrices: `powersgd.py`.)
+By an all_reduce; in shared memory; by a comm hook; in half precision. (As low-rank matrices: `compression.py`.)
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,6 @@ from cyxtrain.ring import CallOptions, SharedGradientBuffer
 from cyxtrain.world.consensus import backends_of
 
 _ASYNCHRONOUS = CallOptions(asyncOp=True)
-
-
-class Waitable(Protocol):
-    """A collective in progress."""
-
-    def wait(self) -> object:
-        """Return when it is complete."""
 
 
 class MeanWork:
@@ -57,7 +50,7 @@ class GradientExchange(ABC):
     def __init__(self, numbers: Tensor, gradients_end: int) -> None:
         self._numbers = numbers
         self._gradients, self._flags = numbers[:gradients_end], numbers[gradients_end:]
-        self._pending: Sequence[Waitable] = ()
+        self._pending: Sequence[Any] = ()  # collectives in progress
 
     @abstractmethod
     def launch(self, group: Any, scale: float) -> None:

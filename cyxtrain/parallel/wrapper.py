@@ -212,14 +212,10 @@ class DistributedDataParallel(nn.Module):
                 self._reducer.unsynced = False
 
     def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
-        """Send numbers with the gradients of the next synchronisation, at no cost.
+        """Send five `signals` of this rank, each 0 or 1, with the gradients of the next synchronisation, at no cost.
 
-        Args:
-            signals: Five of this rank's, each 0 or 1.
-
-        Returns:
-            A function to call after it: returns, for each signal, a number above 0 if any rank gave 1. With reports, if
-            any rank gave it in those that were read since the last call.
+        Returns a function to call after it, which returns, for each signal, a number above 0 if any rank gave 1. With
+        reports, if any rank gave it in those that were read since the last call.
         """
         if self._reducer is None:
             return lambda: list(signals)
@@ -335,11 +331,7 @@ class DistributedDataParallel(nn.Module):
         return gathered_state(low_rank, runtime.cpu_group())
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load a `state` that `compression_state` returned, on any number of ranks.
-
-        Raises:
-            CheckpointError: The state is malformed.
-        """
+        """Load a `state` of `compression_state`, from any number of ranks; raise CheckpointError if it is malformed."""
         if self._reducer is not None and state:
             load_state(self._reducer.low_rank, state, self.get_rank(), self.get_world_size())
 

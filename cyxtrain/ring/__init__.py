@@ -12,9 +12,8 @@ from cyxtrain.ring.monitoring.group_registry import WORLD_GROUPS
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.membership import await_all_ranks
 from cyxtrain.ring.rendezvous.probe import RankProbe, try_transports
-from cyxtrain.ring.rendezvous.pytorch_store import reach_tcp_store, share_tcp_store
 from cyxtrain.ring.rendezvous.record import RankRecord
-from cyxtrain.ring.rendezvous.store import open_store
+from cyxtrain.ring.rendezvous.store import reach_store, reach_tcp_store, serve_store, share_tcp_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.schedules.kernels import memory_of
 from cyxtrain.ring.wire.link import Deadline
@@ -35,9 +34,10 @@ __all__ = [
     "await_all_ranks",
     "is_finite",
     "memory_of",
-    "open_store",
+    "reach_store",
     "reach_tcp_store",
     "register",
+    "serve_store",
     "share_tcp_store",
     "try_transports",
 ]

@@ -32,23 +32,14 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class RingProcessGroup(RingOperations, PyTorchGroup):
-    """A torch.distributed process group whose ranks communicate directly.
+    """A torch.distributed process group whose ranks communicate directly, by its `group`.
 
-    Tensors of an accelerator are copied through pinned host memory.
+    Tensors of an accelerator are copied through pinned host memory. All ranks share the `store`, with its own keys for
+    this group. `timeout` is that of every collective, and of joining without a `join_timeout`. Frames of another
+    `generation` are refused. `global_ranks` are the ranks in the world, for errors; None: the same. `registry` has the
+    other groups of the same world.
 
-    Args:
-        store: Shared by all ranks, with its own keys for this group.
-        rank: This rank.
-        world_size: Number of ranks.
-        timeout: Of joining and of every collective.
-        join_timeout: Of joining alone.
-        generation: Frames of another generation are refused.
-        global_ranks: By rank, its rank in the world, for errors; None: the same.
-        options: Settings of the ring; None: the defaults.
-        registry: The other groups of the same world; None: there are none.
-
-    Raises:
-        RendezvousError: The ranks did not find each other.
+    Raises RendezvousError if the ranks did not find each other.
     """
 
     def __init__(
@@ -66,17 +57,12 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
     ) -> None:
         PyTorchGroup.__init__(self, store, rank, world_size)
         self._store = store
-        self._group = Group(
+        self.group = self._group = Group(
             store, rank, world_size, timeout, join_timeout or timeout, generation, global_ranks, options, registry
         )
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
         self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
         self.register_for(_devices(), self._group)
-
-    @property
-    def reported_devices(self) -> list[tuple[str, str]]:
-        """Machine and description of accelerators, by rank; empty in a world of one."""
-        return self._group.reported_devices
 
     def get_group_store(self) -> dist.Store:
         """Return the store that the group was made with."""

@@ -18,13 +18,7 @@ _log = logging.getLogger("cyxtrain.ring")
 
 
 def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:
-    """Return whether collectives run in their own thread; the same on every rank.
-
-    Args:
-        wanted: CYXTRAIN_COMMUNICATION: "auto", "inline" or "thread".
-        machines: By rank.
-        room: By rank, its `room_for_ranks`.
-    """
+    """Return whether collectives run in their own thread, the same on every rank; `room` is `RankRecord.room`."""
     if wanted != "auto":
         return wanted == "thread"
     return len(set(machines)) > 1 or min(room) >= len(machines)
@@ -41,7 +35,7 @@ class PendingCall:
         self._callbacks: list[Callable[[], object]] = []
         self._value: Any = None
         self._concluded = False
-        self._trim: Callable[[Any], Any] = _whole
+        self._trim: Callable[[Any], Any] = lambda value: value
         self.error: BaseException | None = None
         self.done = False
 
@@ -55,7 +49,7 @@ class PendingCall:
 
     def _conclude(self) -> None:
         """Wake the waiting threads, and run the callbacks."""
-        self._call = _nothing  # releases its tensors
+        self._call = lambda: None  # releases its tensors
         with self._callbacks_lock:
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
@@ -96,14 +90,6 @@ class PendingCall:
         if self.error is not None:
             raise self.error.again() if isinstance(self.error, CyxtrainError) else self.error
         return self._value
-
-
-def _whole(value: Any) -> Any:
-    return value
-
-
-def _nothing() -> None:
-    """Replace a finished call."""
 
 
 class CollectiveThread:

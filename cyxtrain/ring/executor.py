@@ -28,11 +28,11 @@ from cyxtrain.ring.wire.frames import (
     FrameError,
     Numbered,
     Operation,
-    at_operation,
     damaged,
     decode_header,
     expected_header,
     header,
+    in_call,
     is_damaged,
     mismatch,
 )
@@ -41,10 +41,9 @@ from cyxtrain.ring.wire.peer_read import LargePages
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     CorruptData,
+    DescriptorTransfer,
     Incoming,
-    IncomingDescriptor,
     Outgoing,
-    OutgoingDescriptor,
     ShortIncoming,
     UnexpectedHeader,
     begin_sending,
@@ -70,7 +69,8 @@ _yield_cpu = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Yields the core: with more ranks than cores another process may be the awaited rank."""
 
 
-_Incoming = Incoming | ShortIncoming | IncomingDescriptor | ExpectedFrame | ProgressCounter
+_Outgoing = Outgoing | DescriptorTransfer
+_Incoming = Incoming | ShortIncoming | DescriptorTransfer | ExpectedFrame | ProgressCounter
 
 
 class _Call(NamedTuple):
@@ -83,11 +83,7 @@ class _Call(NamedTuple):
 
 
 class Executor:
-    """Runs schedules over the links of one rank to all others.
-
-    Attributes:
-        spin_before_blocking: Whether to poll first; not while another thread needs the GIL.
-    """
+    """Runs schedules over the links of one rank to all others."""
 
     def __init__(self, links: dict[int, Link], mailbox: Mailbox, monitor: PeerMonitor) -> None:
         self._checksums = next(iter(links.values())).checksums
@@ -97,15 +93,15 @@ class Executor:
         self._monitor = monitor
         self._poller = Poller()
         self._receive_buffer = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))
-        self.spin_before_blocking = True
+        self.spin_before_blocking = True  # not while another thread needs the GIL
         self._peers_read_memory = any(link.advertises for link in links.values())
         self._pages = LargePages()
         self._acks_expected: set[int] = set()
         self._acks_owed: set[int] = set()
 
-    def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
+    def run(self, operation: Operation, stages: Iterable[Stage], timeout: timedelta) -> None:
         """Do this rank's part of an operation; any error ends the group."""
-        identity = operation.identity()
+        identity, deadline = operation.identity(), Deadline(timeout.total_seconds())
         try:
             for schedule, buffers, more in stages:
                 if self._peers_read_memory:
@@ -141,14 +137,15 @@ class Executor:
         except BaseException as error:
             raise self._fail_group(error, operation) from None
 
-    def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
+    def share_descriptor(self, operation: Operation, descriptor: int, src: int, timeout: timedelta) -> int:
         """Send rank `src`'s descriptor to all ranks over Unix sockets, right after a broadcast; see `Ranks`."""
+        deadline = Deadline(timeout.total_seconds())
         try:
             if descriptor >= 0:
                 for link in self._links.values():
-                    self._progress(OutgoingDescriptor(link, descriptor), None, operation, deadline)
+                    self._progress(DescriptorTransfer(link, descriptor), None, operation, deadline)
                 return descriptor
-            incoming = IncomingDescriptor(self._links[src])
+            incoming = DescriptorTransfer(self._links[src])
             self._progress(None, incoming, operation, deadline)
             return incoming.descriptor
         except BaseException as error:
@@ -164,7 +161,7 @@ class Executor:
         elif isinstance(error, CorruptData):
             error = damaged(error.rank, self._rank, operation.describe())
         if isinstance(error, CyxtrainError):
-            return at_operation(self._monitor.fail(error), operation)
+            return in_call(self._monitor.fail(error), operation.describe())
         # Such as Ctrl-C: the streams are out of step, so no later result could be right.
         reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
         self._monitor.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
@@ -236,7 +233,7 @@ class Executor:
 
     def _progress(
         self,
-        outgoing: Outgoing | OutgoingDescriptor | None,
+        outgoing: _Outgoing | None,
         incoming: _Incoming | None,
         operation: Numbered,
         deadline: Deadline,
@@ -265,7 +262,7 @@ class Executor:
     def _wait(
         self,
         incoming: _Incoming | None,
-        outgoing: Outgoing | OutgoingDescriptor | None,
+        outgoing: _Outgoing | None,
         operation: Numbered,
         deadline: Deadline,
     ) -> None:
@@ -311,7 +308,7 @@ class Executor:
     def _poll(
         self,
         incoming: _Incoming | None,
-        outgoing: Outgoing | OutgoingDescriptor | None,
+        outgoing: _Outgoing | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:
@@ -355,7 +352,7 @@ class SingleRankExecutor:
 
     spin_before_blocking = True
 
-    def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
+    def run(self, operation: Operation, stages: Iterable[Stage], timeout: timedelta) -> None:
         """Do the arithmetic between the stages."""
         for _ in stages:
             pass
@@ -364,6 +361,6 @@ class SingleRankExecutor:
         """Raise: a world of one has no persistent operations."""
         raise NotImplementedError
 
-    def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
+    def share_descriptor(self, operation: Operation, descriptor: int, src: int, timeout: timedelta) -> int:
         """Return its own descriptor."""
         return descriptor

@@ -8,21 +8,16 @@ from typing import Any
 import torch
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.ring.collective_arguments import timeout_of
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import make_segment
 from cyxtrain.ring.wire.persistent import Exchange
-from cyxtrain.ring.work import CallOptions, collective
+from cyxtrain.ring.work import CallOptions, collective, timeout_of
 
 
 class SharedGradientBuffer:
-    """A flat tensor in shared memory, averaged over ranks in place with the bits of `Group.all_reduce`.
-
-    Attributes:
-        tensor: This rank's elements; not to be touched during a reduction.
-    """
+    """A flat `tensor` in shared memory, averaged over ranks in place with the bits of `Group.all_reduce`."""
 
     def __init__(self, group: Group, reduction: SharedMemoryReduce) -> None:
         self._group = group
@@ -60,15 +55,10 @@ class SharedGradientBuffer:
 
 
 def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedGradientBuffer | None]:
-    """Return zeroed buffers in shared memory, or None for each that cannot be; the same on every rank, which all call.
+    """Return zeroed buffers in shared memory, of these numbers of elements and dtypes. All ranks call it.
 
-    None: not all ranks are connected by Unix sockets, they are many, there is no room, or NumPy has no such dtype.
-
-    Cost: two small collectives, and one or two descriptors for all of them.
-
-    Args:
-        group: Of the ranks.
-        kinds: Number and dtype of the elements of each.
+    None for each that cannot be, on every rank: not all ranks are connected by Unix sockets, they are many, there is no
+    room, or NumPy has no such dtype. Cost: two small collectives, and one or two descriptors for all of them.
     """
     persistent = group.persistent
     can_share = persistent.has_peers and persistent.selector.shares_memory

@@ -17,47 +17,93 @@ from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
-from cyxtrain.ring.collective_thread import CollectiveThread
-from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.executor import SingleRankExecutor
+from cyxtrain.ring.collective_thread import CollectiveThread, is_worth_it
+from cyxtrain.ring.executor import Executor, SingleRankExecutor
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.rendezvous.rendezvous import rendezvous
+from cyxtrain.ring.monitoring.heartbeat import Heartbeat
+from cyxtrain.ring.monitoring.monitor import PeerMonitor
+from cyxtrain.ring.rendezvous.handshake import Role
+from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult, rendezvous
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Span, even_spans
+from cyxtrain.ring.schedules.algorithms import FEW_RANKS, Span, even_spans
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory_of
 from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
-from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
 from cyxtrain.ring.shared_memory.reduce import StagedReductions
-from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, at_operation, dtype_code, in_call
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, dtype_code, in_call
+from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.payload import check_target, check_tensor, copy_back, flat_copy_of, flat_view_of, overlap, write
+from cyxtrain.ring.wire.peer_read import PeerMemory
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
 
 _LEAVE_SECONDS = 1.0
 """How long `leave` waits for another thread's collective."""
 
 
+class Connections:
+    """Links, mailbox, monitor and executor of a group of several ranks; it owns the `result` of the rendezvous.
+
+    `describe` returns what this rank is doing.
+    """
+
+    def __init__(
+        self,
+        result: RendezvousResult,
+        rank: int,
+        global_ranks: Sequence[int],
+        options: RingOptions,
+        describe: Callable[[], str],
+    ) -> None:
+        self.rendezvous_result = result
+        self.scratch = Scratch(SEGMENT_BYTES)
+        sockets = result.sockets
+        self.selector = _selector(result, rank)
+        machines, room = [entry.machine for entry in result.table], [entry.room for entry in result.table]
+        self.overlaps = is_worth_it(options.communication, machines, room)
+        sums = result.checksums if options.checksums else None
+        self.links = {peer: _link(result, rank, peer, global_ranks[peer], sums) for peer in sockets[Role.COLLECTIVES]}
+        self.message_links = {
+            peer: Link(sock, global_ranks[peer], checksums=sums) for peer, sock in sockets[Role.MESSAGES].items()
+        }
+        controls = {global_ranks[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
+        others = {global_ranks[peer]: result.table[peer].process for peer in self.links}
+        own = result.table[rank].process
+        heartbeat = Heartbeat(own, others, options.heartbeat_timeout_seconds, time.monotonic())
+        links = (*self.links.values(), *self.message_links.values())
+        self.monitor = PeerMonitor(global_ranks[rank], controls, heartbeat, result, links, describe)
+        self.mailbox = Mailbox(self.message_links, self.monitor)
+        self.executor = Executor(self.links, self.mailbox, self.monitor)
+
+    @property
+    def transport(self) -> str:
+        """How collectives reach the other ranks: "cma", "unix", "tcp", or "cma within a machine, tcp between"."""
+        found = {link.transport for link in self.links.values()}
+        near = " and ".join(sorted(found - {"tcp"}))
+        if not near:
+            return "tcp"
+        return f"{near} within a machine, tcp between" if "tcp" in found else near
+
+    def abandon(self) -> None:
+        """Close everything without a goodbye, in a forked child."""
+        self.monitor.abandon()
+        self.rendezvous_result.abandon()
+
+    def close(self, collectives: int) -> None:
+        """Say goodbye, unless the group has failed, and close everything; `collectives`: how many it has done."""
+        self.monitor.leave(collectives)
+        self.mailbox.close()
+        self.rendezvous_result.close()
+
+
 class Group:
     """One rank of a group: collectives on tensors, numbering, error handling and shutdown.
 
     All ranks call a collective in the same order, with the same shapes, dtypes and reductions. It runs in the calling
-    thread. The first error is final: every later call raises it again.
-
-    Args:
-        store: Shared by all ranks, with its own keys for this group.
-        rank: This rank.
-        world_size: Number of ranks; one binds no port and starts no thread.
-        timeout: Of each collective.
-        join_timeout: Of joining.
-        generation: Frames of another generation are refused.
-        global_ranks: By rank, its rank in the world, for errors; None: the same.
-        options: Settings of the ring; None: the defaults.
-        registry: The other groups of the same world; None: there are none.
-
-    Raises:
-        RendezvousError: The ranks did not find each other.
+    thread. The first error is final: every later call raises it again. A world of one binds no port and starts no
+    thread. The arguments are those of `RingProcessGroup`.
     """
 
     def __init__(
@@ -80,16 +126,11 @@ class Group:
         """How many collectives this group has begun."""
         self._lock = threading.RLock()
         self._left = False
-        self._global_ranks = ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
+        self._global_ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
         self._registry = registry or GroupRegistry()
         self._created_at = time.monotonic()
         self._activity, options = CurrentActivity(), options or RingOptions()
-        result = rendezvous(store, rank, ranks, join_timeout, options, generation, self._registry.await_peer_failure)
-        try:
-            connections = Connections(result, rank, ranks, options, self._activity.describe) if world_size > 1 else None
-        except BaseException:
-            result.close()
-            raise
+        connections = self._connect(store, join_timeout, options) if world_size > 1 else None
         self._connections = connections
         self._monitor = None if connections is None else connections.monitor
         self._collective_thread: CollectiveThread | None = None
@@ -99,6 +140,15 @@ class Group:
         self.persistent = PersistentOps({} if connections is None else connections.links, self._selector, generation)
         self._staged = StagedReductions(self.persistent)
         self._registry.add(self)
+
+    def _connect(self, store: Store, timeout: timedelta, options: RingOptions) -> Connections:
+        rank, ranks, failure = self.rank, self._global_ranks, self._registry.await_peer_failure
+        result = rendezvous(store, rank, ranks, timeout, options, self._generation, failure)
+        try:
+            return Connections(result, rank, ranks, options, self._activity.describe)
+        except BaseException:
+            result.close()
+            raise
 
     def exclusive(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which no other thread's collective runs."""
@@ -146,7 +196,7 @@ class Group:
             else:
                 operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
                 stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-                self._executor.run(operation, stages, self._deadline(timeout))
+                self._executor.run(operation, stages, timeout or self.timeout)
             copy_back(flat, tensor)
             self._staged.create_after(self, tensor, reduction, timeout)
 
@@ -164,7 +214,7 @@ class Group:
             operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
             rank, size = self.rank, self.world_size
             stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
-            self._executor.run(operation, stages, self._deadline(timeout))
+            self._executor.run(operation, stages, timeout or self.timeout)
         if self.rank == dst:
             copy_back(flat, tensor)
 
@@ -178,12 +228,7 @@ class Group:
     ) -> None:
         """Reduce the flat `source`; each rank gets its part, bitwise identical to `all_reduce`.
 
-        Args:
-            output: Receives this rank's part.
-            source: The parts of all ranks.
-            reduction: How elements are combined.
-            timeout: None: the group's.
-            sizes: Of the parts, by rank; None: all are as long as the output.
+        `sizes` are those of the parts, by rank; None: all are as long as the output.
         """
         if sizes is not None and len(set(sizes)) > 1:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
@@ -197,14 +242,14 @@ class Group:
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
                 operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
-                self._executor.run(operation, plan.by_reading(memory_of(source), spans), self._deadline(timeout))
+                self._executor.run(operation, plan.by_reading(memory_of(source), spans), timeout or self.timeout)
             copy_back(flat, output)
             return
         flat = source.clone()
         with self._lock:
             operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
             stages = plan.by_tree() if plan.is_few else plan.by_chunks(spans)
-            self._executor.run(operation, stages, self._deadline(timeout))
+            self._executor.run(operation, stages, timeout or self.timeout)
         write(flat[slice(*spans[self.rank])], output)
 
     def _reduce_scatter_uneven(
@@ -217,7 +262,7 @@ class Group:
         with self._lock:
             operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
             stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-            self._executor.run(operation, stages, self._deadline(timeout))
+            self._executor.run(operation, stages, timeout or self.timeout)
         write(flat[end - sizes[self.rank] : end], output)
 
     def _plan(
@@ -244,14 +289,14 @@ class Group:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
             schedule = self._selector.broadcast(flat.numel(), src, flat.element_size())
             stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
-            self._executor.run(operation, [stage], self._deadline(timeout))
+            self._executor.run(operation, [stage], timeout or self.timeout)
         copy_back(flat, tensor)
 
     def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
         """Return rank 0's file descriptor on every rank; see `segment.Ranks`. Call it within `exclusive`."""
         with self._lock:
             operation = Operation(Kind.BROADCAST, self.sequence, generation=self._generation)
-            return self._executor.share_descriptor(operation, descriptor, 0, self._deadline(timeout))
+            return self._executor.share_descriptor(operation, descriptor, 0, timeout or self.timeout)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
         """Copy the tensor of every rank into the flat `gathered` of all."""
@@ -264,7 +309,7 @@ class Group:
             if source.data_ptr() != own.data_ptr():
                 own.copy_(source)
             stage = Stage(schedule, Buffers(memory, memory, gathered.element_size()))
-            self._executor.run(operation, [stage], self._deadline(timeout))
+            self._executor.run(operation, [stage], timeout or self.timeout)
 
     def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
         """Copy the tensor of every rank into the flat `gathered` of rank `dst`."""
@@ -275,7 +320,7 @@ class Group:
         buffers = Buffers(memory_of(source), memory_of(gathered), source.element_size())
         with self._lock:
             operation = self._operation(Kind.GATHER, tensor, root=dst)
-            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], timeout or self.timeout)
         if self.rank == dst:
             gathered[slice(*spans[dst])] = source
 
@@ -288,7 +333,7 @@ class Group:
         buffers = Buffers(memory_of(flat), memory_of(target), target.element_size())
         with self._lock:
             operation = self._operation(Kind.SCATTER, output, root=src)
-            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], timeout or self.timeout)
         if self.rank == src:
             target.copy_(flat[slice(*spans[src])])
         copy_back(target, output)
@@ -313,7 +358,7 @@ class Group:
         with self._lock:
             # Ranks may send different amounts, so the shape is not compared.
             operation = self._operation(Kind.ALL_TO_ALL, source, shape=())
-            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], timeout or self.timeout)
         target[first:last] = source[begin:end]
 
     def barrier(self, timeout: timedelta | None = None) -> None:
@@ -321,7 +366,7 @@ class Group:
         nothing = Buffers(memoryview(bytearray()), memoryview(bytearray()), 1)
         stage = Stage(algorithms.dissemination_barrier(self.rank, self.world_size), nothing)
         with self._lock:
-            self._executor.run(self._operation(Kind.BARRIER, None), [stage], self._deadline(timeout))
+            self._executor.run(self._operation(Kind.BARRIER, None), [stage], timeout or self.timeout)
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
         """Start a send or recv of a flat tensor, which is kept until it is done."""
@@ -339,7 +384,7 @@ class Group:
         try:
             (mailbox.post_receive if receiving else mailbox.post_send)(message)
         except CyxtrainError as error:
-            failure = at_operation(error, operation)
+            failure = in_call(error, operation.describe())
         if failure is not None:
             raise failure  # here, so that its context is the exception that the caller is handling
         return mailbox, message
@@ -369,14 +414,11 @@ class Group:
         self._executor.spin_before_blocking = self._collective_thread is None or not self._collective_thread.is_current
         self._activity.latest = operation
 
-    def _deadline(self, timeout: timedelta | None) -> Deadline:
-        return Deadline((timeout or self.timeout).total_seconds())
-
     def _raise_failure(self, operation: Numbered) -> None:
         """Raise the group's error, if it has failed: a later result could only be wrong."""
         if self._monitor is not None and self._monitor.failure is not None:
             self._monitor.is_raised = True
-            raise at_operation(self._monitor.failure, operation)
+            raise in_call(self._monitor.failure, operation.describe())
 
     @property
     def raised_failure(self) -> CyxtrainError | None:
@@ -436,3 +478,24 @@ class Group:
             error = reason if isinstance(reason, CyxtrainError) else None
             self._monitor.is_raised = True
             self._monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
+
+
+def _link(result: RendezvousResult, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
+    memory = PeerMemory(result.table[peer].process.pid) if peer in result.readable_by_rank[rank] else None
+    advertises = rank in result.readable_by_rank[peer]
+    return Link(result.sockets[Role.COLLECTIVES][peer], name, memory, advertises=advertises, checksums=checksums)
+
+
+def _selector(result: RendezvousResult, rank: int) -> AlgorithmSelector:
+    machines, readable = [entry.machine for entry in result.table], result.readable_by_rank
+    ranks, cores = range(len(machines)), min(entry.cores for entry in result.table)
+    are_together = len(set(machines)) == 1
+    return AlgorithmSelector(
+        rank,
+        len(machines),
+        ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
+        can_read_peers=all(other in readable[reader] for reader in ranks for other in ranks if other != reader),
+        shares_memory=result.all_unix and len(ranks) <= FEW_RANKS,
+        oversubscribed=are_together and len(ranks) > max(2, cores),
+        core_per_rank=are_together and len(ranks) <= cores,
+    )

@@ -20,11 +20,11 @@ from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     FrameError,
     Operation,
-    at_operation,
     damaged,
     decode_header,
     expected_header,
     header,
+    in_call,
     is_damaged,
     payload_sum,
 )
@@ -38,19 +38,14 @@ _LONG_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Message:
-    """One send or recv.
-
-    Attributes:
-        moved: Bytes sent or received, including the header of a send.
-        head: The header of a send.
-    """
+    """One send or recv."""
 
     operation: Operation
     peer: int
     data: memoryview
     done: bool = False
-    moved: int = 0
-    head: bytes = b""
+    moved: int = 0  # bytes sent or received, including the header of a send
+    head: bytes = b""  # the header of a send
 
     @property
     def tag(self) -> int:
@@ -146,7 +141,7 @@ class Mailbox:
                             pass
                     return
         except CyxtrainError as error:
-            raise at_operation(error, message.operation) from None
+            raise in_call(error, message.operation.describe()) from None
 
     def _finish_or_sleep(self, message: Message, deadline: Deadline) -> bool:
         with self._lock:
@@ -223,7 +218,6 @@ class Mailbox:
         return all(inbox.ended for inbox in self._inboxes.values())
 
     def _send(self, link: Link, message: Message) -> bool:
-        """Continue a send; return whether it is complete."""
         if message.moved < HEADER_BYTES:
             message.moved += link.send(message.head[message.moved :])
         if message.moved >= HEADER_BYTES:
@@ -248,7 +242,6 @@ class Mailbox:
                 raise
 
     def _receive(self, peer: int) -> bool:
-        """Continue to receive from one rank; return whether anything moved."""
         inbox, link = self._inboxes[peer], self._links[peer]
         if inbox.current is None:
             count = link.receive(memoryview(inbox.head)[inbox.have :])
@@ -324,12 +317,7 @@ class Mailbox:
 
     def _check(self, message: Message, found: Operation, rank: int) -> None:
         ours = message.operation
-        if (ours.kind, ours.dtype, ours.shape, ours.generation) == (
-            found.kind,
-            found.dtype,
-            found.shape,
-            found.generation,
-        ):
+        if ours == found:
             return
         error = CollectiveMismatchError(
             f"rank {rank} sends {found.describe()}, which does not match the recv of rank {self._monitor.rank}: "

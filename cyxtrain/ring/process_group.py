@@ -1,44 +1,33 @@
-"""The ring's operations as PyTorch calls them: PyTorch's arguments are converted to those of `Group`.
+"""The ring's operations as PyTorch calls them: its arguments are checked, and converted to those of `Group`.
 
 PyTorch 2.11 and 2.13 name some methods differently; both names are defined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import CyxtrainError, error_from_facts
+from cyxtrain.errors import ConfigError, CyxtrainError, error_from_facts
 from cyxtrain.ring import sparse
-from cyxtrain.ring.collective_arguments import (
-    as_list,
-    as_lists,
-    bring_back,
-    check_count,
-    check_dtypes,
-    check_length,
-    check_shapes,
-    check_targets,
-    joined,
-    neighbouring,
-    pairs,
-    parted,
-    reduction_of,
-    snapshot,
-    split_spans,
-    timeout_of,
-    unpack,
-)
 from cyxtrain.ring.gradient_buffer import SharedGradientBuffer, make_gradient_buffers
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.messages import ANY_SOURCE
-from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, write
-from cyxtrain.ring.work import MessageWork, collective, nothing, second
+from cyxtrain.ring.schedules.algorithms import Span, neighbouring
+from cyxtrain.ring.schedules.kernels import Reduction
+from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, replace, write
+from cyxtrain.ring.work import MessageWork, collective, timeout_of
+
+_TENSORS = {Tensor}
+_One = TypeVar("_One")
+_Other = TypeVar("_Other")
+_REDUCTIONS = {getattr(dist.ReduceOp, each.name): each for each in Reduction if each}
 
 
 class RingOperations:
@@ -62,7 +51,8 @@ class RingOperations:
         for tensor, part in parted(given):
             reduce = sparse.all_reduce if part.layout is torch.sparse_coo else Group.all_reduce
             reduce(self._group, part, reduction, timeout)
-            bring_back(part, tensor)
+            if part is not tensor:
+                replace(tensor, part)
         return given
 
     @collective("reduce", short=("root", "op", "timeout"))
@@ -71,7 +61,8 @@ class RingOperations:
         given = as_list(tensors, "reduce")
         for tensor, part in parted(given):
             self._group.reduce(part, reduction_of(opts), opts.rootRank, timeout_of(opts))
-            bring_back(part, tensor)
+            if part is not tensor:
+                replace(tensor, part)
         return given
 
     @collective("broadcast", short=("root", "timeout"))
@@ -82,7 +73,7 @@ class RingOperations:
             self._group.broadcast(tensor, opts.rootRank, timeout_of(opts))
         return given
 
-    @collective("all_gather", tensors=2, inputs=second)
+    @collective("all_gather", tensors=2)
     def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to all, into lists; the work's result has a row per rank, as NCCL's."""
         result = []
@@ -94,13 +85,13 @@ class RingOperations:
             result.append(gathered.view(self.size(), *tensor.shape))
         return result
 
-    @collective("all_gather", tensors=2, inputs=second)
+    @collective("all_gather", tensors=2)
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Copy the tensor of every rank to all, into one tensor."""
         self._gather_into(output, tensor, opts)
         return [output]
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Reduce a list of tensors, and leaves to each rank its own; they may differ in size."""
         given = as_list(outputs, "reduce_scatter")
@@ -112,13 +103,13 @@ class RingOperations:
             self._group.reduce_scatter(output, joined(tensors), reduction_of(opts), timeout_of(opts), sizes)
         return given
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Reduce a tensor, and leaves to each rank its own part."""
         self._scatter_reduced(output, tensor, opts)
         return [output]
 
-    @collective("gather", tensors=2, short=("root", "timeout"), inputs=second)
+    @collective("gather", tensors=2, short=("root", "timeout"))
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to one, into a list of tensors."""
         (tensor,) = as_list(inputs, "gather", count=1)
@@ -131,7 +122,7 @@ class RingOperations:
         unpack(gathered, outputs)
         return outputs
 
-    @collective("scatter", tensors=2, short=("root", "timeout"), inputs=second)
+    @collective("scatter", tensors=2, short=("root", "timeout"))
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy to each rank its tensor of a list on one rank."""
         (output,) = as_list(outputs, "scatter", count=1)
@@ -143,7 +134,7 @@ class RingOperations:
         self._group.scatter(output, flat, opts.rootRank, timeout_of(opts))
         return [output]
 
-    @collective("all_to_all", tensors=4, inputs=second)
+    @collective("all_to_all", tensors=4)
     def all_to_all_single(
         self,
         output: Tensor,
@@ -162,7 +153,7 @@ class RingOperations:
         copy_back(target, output)
         return [output]
 
-    @collective("all_to_all", tensors=2, inputs=second)
+    @collective("all_to_all", tensors=2)
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Send a tensor to each rank, and receives one from each."""
         check_dtypes([*outputs, *inputs], "all_to_all")
@@ -178,7 +169,7 @@ class RingOperations:
             write(target[slice(*span)], output)
         return outputs
 
-    @collective("barrier", tensors=0, inputs=nothing)
+    @collective("barrier", tensors=0)
     def barrier(self, opts: Any) -> Any:
         """Return when all ranks have called it."""
         self._group.barrier(timeout_of(opts))
@@ -216,14 +207,14 @@ class RingOperations:
             check_length(outputs, len(inputs), "all_gather", "input")
         return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
-    @collective("all_gather", tensors=2, inputs=second)
+    @collective("all_gather", tensors=2)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Do `all_gather_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "all_gather"):
             self._gather_into(output, tensor, opts)
         return outputs
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Do `reduce_scatter_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "reduce_scatter"):
@@ -285,19 +276,6 @@ class RingOperations:
         """End the group because of an error of this rank, given as an exception or text, and tell all ranks."""
         self._group.fail(reason)
 
-    @property
-    def raised_failure(self) -> CyxtrainError | None:
-        """The error that ended this group, once this rank's program has seen it; else None."""
-        return self._group.raised_failure
-
-    def call_on_failure(self, function: Callable[[], None]) -> None:
-        """Set what is called once, in any thread, when this group fails; if it has failed already, call it now."""
-        self._group.call_on_failure(function)
-
-    def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
-        """Return the error that has ended this group, as this rank raises it; None: none has. See `Group.failure`."""
-        return self._group.failure(during, seconds)
-
     def abort(self) -> None:
         """End everything that waits in this group, on every rank."""
         self.fail("its group was aborted")
@@ -343,3 +321,157 @@ class RingOperations:
     def _get_sequence_number_for_group(self) -> int:
         """Return how many collectives this group has begun."""
         return self._group.sequence
+
+
+def reduction_of(opts: Any) -> Reduction:
+    """Return a call's reduction, SUM by default; refuse those that the ring does not have."""
+    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    kind: Any = getattr(op, "op", op)  # a ReduceOp has it, its RedOpType is it
+    try:
+        return _REDUCTIONS[kind]
+    except (KeyError, TypeError):
+        if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            raise ConfigError(
+                f"a reduction is one of torch.distributed.ReduceOp, as ReduceOp.SUM, not {op!r}."
+            ) from None
+        raise ConfigError(
+            f"the ring has no reduction {kind}; it has {', '.join(r.name for r in Reduction if r)}."
+        ) from None
+
+
+def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
+    """Return a list of tensors, also for a single one; refuse anything else or, if given, another `count`."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    # The usual case; the rest takes longer.
+    if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], Tensor):
+        return tensors
+    if type(tensors) is list and count in (None, len(tensors)) and {*map(type, tensors)} == _TENSORS:
+        return tensors
+    if not isinstance(tensors, Sequence) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ConfigError(f"{name}: needs a tensor, or a list of tensors, got {_kind(tensors)}.")
+    if not tensors or count not in (None, len(tensors)):
+        raise ConfigError(f"{name}: needs {count or 'at least one'} tensor, got {len(tensors)}.")
+    return list(tensors)
+
+
+def as_lists(lists: Any, name: str) -> list[list[Tensor]]:
+    """Return a list of lists of tensors, also for a single list."""
+    if not isinstance(lists, (list, tuple, Sequence)) or not lists:
+        raise ConfigError(f"{name}: needs a list of tensors, got {_kind(lists)}.")
+    if isinstance(lists[0], Tensor):
+        return [as_list(lists, name)]
+    return [as_list(tensors, name) for tensors in lists]
+
+
+def _kind(given: Any) -> str:
+    """Name the type of an argument and of its items."""
+    if isinstance(given, (list, tuple)):
+        inside = {_kind(part) for part in given}
+        return f"a {type(given).__name__} of {' and '.join(sorted(inside)) or 'nothing'}"
+    return type(given).__name__
+
+
+def pairs(one: Sequence[_One], other: Sequence[_Other], name: str) -> list[tuple[_One, _Other]]:
+    """Return the items at the same place in two lists; refuse lists of different lengths."""
+    if len(one) != len(other):
+        raise ConfigError(f"{name}: needs as many outputs as inputs, got {len(one)} and {len(other)}.")
+    return list(zip(one, other, strict=True))
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all tensors in one dimension."""
+    return torch.cat([flat_view_of(tensor) for tensor in tensors])
+
+
+def split_spans(tensor: Tensor, splits: Sequence[int], parts: int) -> list[Span]:
+    """Return the spans of a tensor's parts, in elements; `splits` counts rows, and is empty for even parts."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % parts:
+            raise ConfigError(f"all_to_all: {rows} rows do not divide among {parts} ranks; give the sizes of parts.")
+        splits = [rows // parts] * parts
+    if len(splits) != parts or sum(splits) != rows:
+        raise ConfigError(f"all_to_all: parts of {list(splits)} rows do not make {rows} rows for {parts} ranks.")
+    per_row = tensor.numel() // max(rows, 1)
+    return neighbouring([split * per_row for split in splits])
+
+
+def check_length(tensors: Sequence[Tensor], count: int, name: str, per: str = "rank") -> None:
+    """Refuse a list that does not have `count` tensors."""
+    if len(tensors) != count:
+        raise ConfigError(f"{name}: needs a list of {count} tensors, one per {per}, got {len(tensors)}.")
+
+
+def check_dtypes(tensors: Sequence[Tensor], name: str) -> None:
+    """Refuse tensors of different dtypes."""
+    found = sorted({str(tensor.dtype) for tensor in tensors})
+    if len(found) > 1:
+        raise ConfigError(f"{name}: needs tensors of one dtype, got {' and '.join(found)}.")
+
+
+def check_shapes(tensors: Sequence[Tensor], like: Tensor, count: int, name: str) -> None:
+    """Refuse a list without one tensor per rank, as large as `like` and of its dtype."""
+    check_length(tensors, count, name)
+    for tensor in tensors:
+        check_count(tensor, like.numel(), like.dtype, name)
+
+
+def check_targets(tensors: Sequence[Tensor], like: Tensor, count: int, name: str) -> None:
+    """Refuse a list that cannot receive one tensor as large as `like` per rank."""
+    check_shapes(tensors, like, count, name)
+    for tensor in tensors:
+        check_target(tensor)
+
+
+def check_count(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> None:
+    """Refuse a tensor of another number of elements or another dtype."""
+    if tensor.numel() != count or tensor.dtype != dtype:
+        raise ConfigError(
+            f"{name}: needs a tensor of {count} elements of {dtype}, got {tensor.numel()} of {tensor.dtype}."
+        )
+
+
+def unpack(flat: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Copy consecutive parts of a flat tensor into the outputs."""
+    for index, output in enumerate(outputs):
+        count = output.numel()
+        write(flat[index * count : (index + 1) * count], output)
+
+
+def parted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return each tensor with what to change in its place: itself or, if any two share memory, a copy."""
+    if len(tensors) == 1 or not _meet([(tensor, place) for place, tensor in enumerate(tensors)]):
+        return [(tensor, tensor) for tensor in tensors]
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            check_target(tensor)
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+def snapshot(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the inputs, or copies if writing one output would change another one's input."""
+    sides = (inputs, outputs)
+    if len(inputs) > 1 and _meet([(tensor, place) for side in sides for place, tensor in enumerate(side)]):
+        return [tensor.detach().clone() for tensor in inputs]
+    return inputs
+
+
+def _meet(placed: Sequence[tuple[Tensor, int]]) -> bool:
+    """Return whether tensors of different places share memory or may: interlaced and sparse ones count."""
+    if any(tensor.layout is not torch.strided for tensor, _ in placed):
+        return True
+    spans = sorted((*_span(tensor), place) for tensor, place in placed if tensor.numel())
+    reached, whose = 0, -1
+    for begin, end, place in spans:
+        if begin < reached and place != whose:
+            return True
+        if end > reached:
+            reached, whose = end, place
+    return False
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first and last address of a tensor's memory."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
-from cyxtrain.ring.collective_arguments import neighbouring
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.schedules.algorithms import neighbouring
 from cyxtrain.ring.schedules.kernels import Reduction, divide
 from cyxtrain.ring.wire.payload import replace
 
@@ -31,12 +31,10 @@ def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: time
     indices, values = _added(rows.t(), values, counts)
     if reduction is Reduction.AVG:
         divide(values.view(-1), group.world_size)
-    replace(tensor, _coalesced(indices, values, tensor.shape))
-
-
-def _coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    device = values.device
-    return torch.sparse_coo_tensor(indices, values, shape, device=device, is_coalesced=True, check_invariants=False)
+    whole = torch.sparse_coo_tensor(
+        indices, values, tensor.shape, device=values.device, is_coalesced=True, check_invariants=False
+    )
+    replace(tensor, whole)
 
 
 def _counts(group: Group, sparse_dim: int, count: int, shape: torch.Size, timeout: timedelta | None) -> list[int]:

@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,9 @@ from torch.distributed import Work
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
-from cyxtrain.ring.group import Group
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.staging import beside
+from cyxtrain.ring.wire.payload import beside
 
 _RELEASED: collections.deque[Work] = collections.deque(maxlen=4096)
 """Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.
@@ -35,14 +34,8 @@ _KEPT_BYTES = 4096
 
 def _small(result: Any) -> Any:
     """Return a small result; None for others."""
-    return result if result is None or _bytes_of(result) <= _KEPT_BYTES else None
-
-
-def _bytes_of(result: Any) -> int:
-    size = 0
-    for part in result:
-        size += part.numel() * part.element_size() if isinstance(part, Tensor) else _bytes_of(part)
-    return size
+    size = 0 if result is None else sum(tensor.numel() * tensor.element_size() for tensor in _flat(result))
+    return result if size <= _KEPT_BYTES else None
 
 
 class DoneWork(Work):
@@ -97,9 +90,8 @@ class PostedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is done; return True, or raise its error.
 
-        Raises:
-            CollectiveTimeoutError: It is not done after `timeout`, and continues.
-            CyxtrainError: A callback waits for a later collective.
+        Raises CollectiveTimeoutError if it is not done after `timeout`, and continues, and CyxtrainError in a callback
+        that waits for a later collective.
         """
         if self._thread.is_current and not self._pending.done:
             raise CyxtrainError(
@@ -201,8 +193,7 @@ class MessageWork(Work):
             raise RuntimeError("the source of a recv is known when it has arrived: wait() first.")
         return self._message.peer
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future with the tensor, after waiting."""
@@ -233,38 +224,28 @@ class CallOptions(NamedTuple):
     rootRank: int = 0  # noqa: N815
 
 
+def timeout_of(opts: Any) -> timedelta | None:
+    """Return a call's own timeout; None for a negative one, which is how PyTorch says none."""
+    timeout = getattr(opts, "timeout", None)
+    return timeout if timeout is not None and timeout > timedelta(0) else None
+
+
 _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """By the name of an argument of PyTorch's short forms, the option that it sets."""
 
 
-class HasGroup(Protocol):
-    """What `collective` needs of a process group."""
-
-    _group: Group
-
-
-def first(_: HasGroup, tensors: Any, *others: Any) -> Any:
-    """Return a collective's first argument."""
-    return tensors
-
-
-def nothing(_: HasGroup) -> list[Tensor]:
-    """Return no tensor: a barrier's inputs."""
-    return []
-
-
-def second(_: HasGroup, outputs: Any, inputs: Any, *others: Any) -> Any:
-    """Return a collective's second argument."""
-    return inputs
+def _inputs(_: Any, *tensors: Any) -> Any:
+    """Return a collective's second argument; the first of one, and nothing of a barrier."""
+    return tensors[:2][-1:]
 
 
 def collective(
-    name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = first
+    name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = _inputs
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn a method that does a collective and returns its result into one that returns PyTorch's work.
 
     Args:
-        name: Of the collective; a profiler shows it with "ring:" before.
+        name: A profiler shows it with "ring:" before.
         tensors: Number of arguments that are tensors or lists of them. Another one, `opts`, is PyTorch's options.
         short: Arguments of PyTorch's short form instead of options, in order: "op", "root", "timeout".
         inputs: Returns the input tensors, from the object and these arguments.
@@ -273,11 +254,11 @@ def collective(
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def ask(self: HasGroup, *args: Any, **named: Any) -> DoneWork | PostedWork:
+        def ask(self: Any, *args: Any, **named: Any) -> DoneWork | PostedWork:
             opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
                 opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
-            end = _no_profiler
+            end = None
             if is_profiling():
                 end = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
             thread = self._group.collective_thread(asynchronous=opts.asyncOp)
@@ -294,33 +275,25 @@ def collective(
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
                 raise
             finally:
-                if end is not _no_profiler:
+                if end is not None:
                     end()
-            return KeptDoneWork(result) if opts.asyncOp and _is_kept(opts) else DoneWork(result)
+            # C++ may hold the work of a call; not of the package's own calls.
+            return KeptDoneWork(result) if opts.asyncOp and type(opts) is not CallOptions else DoneWork(result)
 
         return ask
 
     return decorate
 
 
-def _no_profiler() -> None:
-    """Do nothing: no profiler runs."""
-
-
-def _is_kept(opts: Any) -> bool:
-    """Return whether C++ may hold the work of a call: not of the package's own calls."""
-    return opts.asyncOp and type(opts) is not CallOptions
-
-
 def _post(
-    thread: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
+    thread: CollectiveThread, call: Callable[[], Any], end: Callable[[], None] | None, opts: Any
 ) -> DoneWork | PostedWork:
     """Make a call in another thread, and call `end` when it is done."""
     pending = thread.post(beside(call))
-    if end is not _no_profiler:
+    if end is not None:
         pending.when_done(end)
     if opts.asyncOp:
-        return KeptPostedWork(pending, thread) if _is_kept(opts) else PostedWork(pending, thread)
+        return PostedWork(pending, thread) if type(opts) is CallOptions else KeptPostedWork(pending, thread)
     pending.wait()
     return DoneWork(pending.outcome())
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
-from cyxtrain.data.batches.structure import output_parts, with_parts
+from cyxtrain.data.batches.structure import leaves, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
@@ -289,7 +289,7 @@ class _Outputs:
     def add(self, given: Any, batch: Batch) -> None:
         """Add a batch's output; from an accelerator it is read one batch later, while that computes the next."""
         output = _checked(given, batch.rows, self.rows_second, self.owner)
-        kinds, expected = _kinds(output), self.kinds or _kinds(dict(output_parts(self.structure)))
+        kinds, expected = _kinds(output), self.kinds or _kinds(dict(leaves(self.structure)))
         if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):
             raise ConfigError(f"{self.owner} needs rows of one kind; the model returned {expected}, then {kinds}.")
         self.kinds = kinds
@@ -319,7 +319,7 @@ def _checked(output: Any, rows: int, rows_second: frozenset[str], owner: str) ->
     """Return the tensors of a model's output by name; raise ConfigError unless each has a row per input row."""
     found = {
         name: part.transpose(0, 1) if name in rows_second and isinstance(part, Tensor) and part.dim() > 1 else part
-        for name, part in output_parts(output)
+        for name, part in leaves(output)
     }
     bad = (name for name, part in found.items() if not (isinstance(part, Tensor) and part.dim() and len(part) == rows))
     name = next(bad, None)

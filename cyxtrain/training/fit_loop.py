@@ -24,7 +24,7 @@ from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.display import numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch, record_numbers, record_validation, validation_of
-from cyxtrain.progress.profiling import Profile
+from cyxtrain.progress.step_timer import Profile
 from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import evaluate_rows
 from cyxtrain.training.inputs.checks import trained_facts

@@ -16,8 +16,7 @@ from cyxtrain.environment import schedulers
 from cyxtrain.environment.process_env import ENVIRON
 from cyxtrain.errors import counted, shortened
 from cyxtrain.optim.optimizers import ONLY, spares_norms_and_biases
-from cyxtrain.parallel.compression import COMPRESSIBLE
-from cyxtrain.parallel.powersgd import as_matrix, columns_of
+from cyxtrain.parallel.compression import COMPRESSIBLE, as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.progress.flops import in_words, peak_flops, tf32_speedup
 from cyxtrain.ring import RingProcessGroup

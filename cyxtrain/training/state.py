@@ -30,10 +30,10 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, brief, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.optim.given_schedule import given_schedule
 from cyxtrain.optim.learning_rates import LearningRates, scaling_of, set_rates
 from cyxtrain.optim.optimizers import ONLY, described_name
 from cyxtrain.optim.precision import LossScale, make_loss_scale
+from cyxtrain.optim.schedule_classes import given_schedule
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.training.trained import check_state_besides, load_state_besides, state_besides, trained_with

@@ -21,17 +21,16 @@ from torch import Tensor
 
 from cyxtrain.config.settings import require
 from cyxtrain.data.batches.batch import Batch, Share
-from cyxtrain.data.batches.structure import map_output
+from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
-from cyxtrain.optim.closure import Closure
-from cyxtrain.optim.factors import Number, as_double, quotient, times
-from cyxtrain.optim.optimizer_step import OptimizerStep
+from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import needs_closure
+from cyxtrain.optim.precision import Number, as_double, quotient, times
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
@@ -308,7 +307,7 @@ class TrainingStep:
             )
         # Detached: several micro-batches together would keep their graphs.
         output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
-        measured = (map_output(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
+        measured = (map_tree(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
         return Result(loss, correct_of(output, batch.answers, self._loss), measured)
 
     def _nonempty_losses(self, loss: BatchLoss) -> list[tuple[int, float, BatchLoss]]:

@@ -25,10 +25,9 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, shortened, warn
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
-from cyxtrain.optim.closure import Closure
-from cyxtrain.optim.factors import Number, as_double, quotient, times
-from cyxtrain.optim.optimizer_step import OptimizerStep
+from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import ONLY, described_name, parameters_of
+from cyxtrain.optim.precision import Number, as_double, quotient, times
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients

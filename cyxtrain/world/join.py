@@ -1,4 +1,7 @@
-"""Join the world: choose a backend, open or reach the store, and make the default process group."""
+"""Join the world: choose a backend, open or reach the store, and make the default process group.
+
+Below: whether the world that this process has joined is still its own, after a fork, or with other settings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cyxtrain.config import BackendType, DistributedConfig, RingOptions
+from cyxtrain.config import BackendType, DistributedConfig, RingOptions, complete_config
 from cyxtrain.environment import process_env, schedulers, torch_compat
 from cyxtrain.environment.cpu import cgroup_quota
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
@@ -23,11 +26,13 @@ from cyxtrain.ring import (
     RingProcessGroup,
     StoreLostError,
     await_all_ranks,
-    open_store,
+    reach_store,
     reach_tcp_store,
+    serve_store,
     share_tcp_store,
 )
 from cyxtrain.world import devices
+from cyxtrain.world.consensus import backends_of
 from cyxtrain.world.devices import Seen
 
 _joins: Counter[tuple[str, int]] = Counter()
@@ -97,7 +102,10 @@ def open_world_store(config: DistributedConfig, secret: bytes | None, seconds: f
     prefix = process_env.agent_store_prefix(address, port)
     if prefix is not None:
         return dist.PrefixStore(prefix, reach_tcp_store(rank, address, port, world_size, seconds))
-    _store = open_store(rank, address, port, world_size, secret, seconds)
+    if rank == 0:
+        _store = serve_store(address, port, world_size, secret, seconds)
+    else:
+        _store = reach_store(rank, address, port, world_size, secret, seconds)
     return _store
 
 
@@ -147,7 +155,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
         store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, registry=WORLD_GROUPS
     )
     try:
-        reports = ring.reported_devices or [("", options.devices)]
+        reports = ring.group.reported_devices or [("", options.devices)]
         seen = [Seen.from_text(text) for _, text in reports]
         backend = devices.common_backend(seen)
         why_ring = "" if backend else devices.why_ring(seen, [machine for machine, _ in reports])
@@ -249,3 +257,69 @@ def _warn_of_untested_torch(rank: int) -> None:
 @functools.cache
 def _warn_once(message: str) -> None:
     warn(message)
+
+
+def is_rank_of_another_world(
+    config: DistributedConfig | None, parent: DistributedConfig | None, *, refuses: bool
+) -> bool:
+    """Return whether a forked child is a rank of another world than its parent; refuse one that is no rank.
+
+    `parent` is the config with which the parent joined, if `init` made its group. A child that is no rank is refused if
+    `refuses`, and always one that cannot leave the group of its parent.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = complete_config(config or DistributedConfig())
+    is_other = (own.rank, own.world_size) != (rank, world_size)
+    if parent is not None and world_size > 1:
+        is_other |= (own.master_addr, own.master_port) != (parent.master_addr, parent.master_port)
+    is_alone = config is not None and config.rank is not None and config.world_size == 1
+    forked = f"this process was forked from rank {rank} of {world_size} and is no rank itself"
+    if not (is_other or is_alone):
+        if not refuses:
+            return False
+        raise ConfigError(
+            f"{forked}: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to make it a rank of another world; or, to "
+            "train alone, call cyxtrain.init(cyxtrain.DistributedConfig(rank=0, world_size=1)) in it."
+        )
+    if not isinstance(dist.group.WORLD, RingProcessGroup):
+        raise ConfigError(
+            f"{forked}, and its parent's {dist.get_backend()} group cannot be left in a child. Start it by "
+            "multiprocessing's 'spawn', or before its parent joins."
+        )
+    return True
+
+
+def environment_has_changed(joined: DistributedConfig) -> bool:
+    """Return whether RANK and WORLD_SIZE describe another world than the one joined; refuse it if that has several."""
+    described = process_env.own_identity()
+    if described.items() <= {"RANK": joined.rank, "WORLD_SIZE": joined.world_size}.items():
+        return False
+    if joined.world_size != 1:
+        found = " and ".join(f"{name}={value}" for name, value in described.items())
+        raise ConfigError(
+            f"this process has joined as rank {joined.rank} of {joined.world_size}, and the environment has {found} "
+            "now. Call cyxtrain.finalize() on every rank before it joins another world, or set the variables back."
+        )
+    return True
+
+
+def check_same(config: DistributedConfig, joined: DistributedConfig | None) -> None:
+    """Refuse to join again with other settings; `joined` is None if `init` did not make the group."""
+    if joined is not None:
+        if config != joined:
+            raise ConfigError(
+                f"the world was joined with another config: {joined} is not {config}. Call finalize() first."
+            )
+    elif (config.rank, config.world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ConfigError(
+            f"torch.distributed is initialized already, as rank {dist.get_rank()} of {dist.get_world_size()}, and "
+            f"the config says rank {config.rank} of {config.world_size}. Call init() without a config to adopt what "
+            "is there."
+        )
+    others = {*backends_of().values()} - {"ring"}
+    if config.require_secret and config.world_size != 1 and others:
+        raise ConfigError(
+            f"require_secret=True, and the default group goes over {' and '.join(sorted(others))}, which lets in "
+            "every process that reaches its port: make it with torch.distributed.init_process_group('ring'), or leave "
+            "it to init()."
+        )

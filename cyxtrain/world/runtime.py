@@ -37,8 +37,15 @@ from cyxtrain.errors import (
 )
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.world import consensus, devices
-from cyxtrain.world.join import Joined, forget_parent, forget_store, join
-from cyxtrain.world.rejoin import check_same, environment_has_changed, is_rank_of_another_world
+from cyxtrain.world.join import (
+    Joined,
+    check_same,
+    environment_has_changed,
+    forget_parent,
+    forget_store,
+    is_rank_of_another_world,
+    join,
+)
 from cyxtrain.world.side_ring import SideRing
 
 _joined: Joined | None = None
@@ -165,7 +172,7 @@ def join_for_all(*, works_alone: bool = False) -> None:
         _leave_stale_world(None, refuses=not works_alone)
     join_if_nobody_has()
     group = cpu_group()
-    failure = group.raised_failure if isinstance(group, RingProcessGroup) else None
+    failure = group.group.raised_failure if isinstance(group, RingProcessGroup) else None
     if failure is None:
         return
     is_ours = _joined is not None and _joined.cpu_group is _joined.group is group

@@ -32,7 +32,7 @@ class SideRing:
         self.ring: RingProcessGroup = ring
         self.carries_cpu = "cpu" not in backends_of()
         self._aborting: list[threading.Thread] = []
-        ring.call_on_failure(self._abort_others)
+        ring.group.call_on_failure(self._abort_others)
 
     def _abort_others(self) -> None:
         """Abort each group in its own thread: to abort one communicator of NCCL may wait for another one's abort."""
@@ -49,7 +49,7 @@ class SideRing:
 
     def failure(self, seconds: float = 0.0) -> CyxtrainError | None:
         """Return the error that has ended the ring, for which this waits; None: there was none."""
-        return self.ring.failure(f"a collective of {dist.get_backend()}", seconds)
+        return self.ring.group.failure(f"a collective of {dist.get_backend()}", seconds)
 
     def cause_of(self, error: BaseException) -> CyxtrainError | None:
         """Return the error of another rank that explains an error of a collective; None: it has another cause."""
@@ -61,7 +61,7 @@ class SideRing:
 
     def destroy_groups(self) -> None:
         """Destroy all groups; after an error abort those of an accelerator, whose kernels may wait for ever."""
-        if self.ring.failure("finalize") is None:
+        if self.ring.group.failure("finalize") is None:
             dist.destroy_process_group()
             return
         self.ring.shutdown()

@@ -22,7 +22,6 @@ from worlds import free_port, join_threads
 
 import cyxtrain as cx
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous import pytorch_store
 from cyxtrain.ring.rendezvous import store as store_module
 from cyxtrain.ring.rendezvous.handshake import Hello
 from cyxtrain.ring.rendezvous.key_values import Connection, KeyValues, KeyValueStore
@@ -345,9 +344,9 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a 
 @linux_only
 @pytest.mark.usefixtures("pipe_of_pytorchs_stores")
 def test_a_store_of_pytorchs_that_is_closed_to_newcomers_serves_those_who_are_there():
-    served, listener = pytorch_store.host_store("127.0.0.1", 10.0)
-    member = pytorch_store.reach_tcp_store(1, "127.0.0.1", served.port, 2, 5.0)
-    pytorch_store.close_to_newcomers(listener)
+    served, listener = store_module.host_store("127.0.0.1", 10.0)
+    member = store_module.reach_tcp_store(1, "127.0.0.1", served.port, 2, 5.0)
+    store_module.close_to_newcomers(listener)
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", served.port), 0.3)
     served.set("key", "value")

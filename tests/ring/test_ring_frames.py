@@ -35,13 +35,13 @@ from cyxtrain.ring.wire.frames import (
     FrameError,
     Kind,
     Operation,
-    at_operation,
     control_frame,
     decode_header,
     dtype_code,
     expected_header,
     folded,
     header,
+    in_call,
     is_damaged,
     json_object,
     payload_address,
@@ -383,19 +383,19 @@ def test_an_error_travels_as_its_facts():
 
 
 def test_an_error_says_what_each_rank_was_doing():
-    error = at_operation(CollectiveTimeoutError("rank 2 waited.", rank=1, during="barrier #9"), OPERATION)
+    error = in_call(CollectiveTimeoutError("rank 2 waited.", rank=1, during="barrier #9"), OPERATION.describe())
     assert str(error) == "rank 2 waited. This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
     assert (type(error), error.rank, error.during) == (CollectiveTimeoutError, 1, OPERATION.describe())
-    assert str(at_operation(error, OPERATION)) == str(error)
+    assert str(in_call(error, OPERATION.describe())) == str(error)
 
 
 def test_what_is_added_to_a_traceback_stands_below_it():
     failed = DistributedTrainingError.because_of(ValueError("no such row"), 1)
     said = "This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
-    assert str(at_operation(failed, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", said]
+    assert str(in_call(failed, OPERATION.describe())).splitlines()[-2:] == ["ValueError: no such row", said]
     received = error_from_facts(failed.to_facts() | {"message": reported(failed, 1)})
     told = f"(reported by rank 1). {said}"
-    assert str(at_operation(received, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", told]
+    assert str(in_call(received, OPERATION.describe())).splitlines()[-2:] == ["ValueError: no such row", told]
 
 
 def test_failures_that_travel_are_those_that_are_some():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from worlds import free_port
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous import listen, pytorch_store, store
+from cyxtrain.ring.rendezvous import listen, store
 
 
 class Network:
@@ -94,9 +94,9 @@ def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch):
 @pytest.mark.usefixtures("pipe_of_pytorchs_stores")
 @pytest.mark.skipif(sys.platform != "linux", reason="a packet filter of Linux")
 def test_a_store_of_pytorchs_that_is_closed_to_newcomers_keeps_its_members():
-    served, listener = pytorch_store.host_store("127.0.0.1", 10.0)
-    member = pytorch_store.reach_tcp_store(1, "127.0.0.1", served.port, 2, 10.0)
-    pytorch_store.close_to_newcomers(listener)
+    served, listener = store.host_store("127.0.0.1", 10.0)
+    member = store.reach_tcp_store(1, "127.0.0.1", served.port, 2, 10.0)
+    store.close_to_newcomers(listener)
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", served.port), timeout=0.2)
     member.set("key", "value")

@@ -152,7 +152,7 @@ def test_where_there_is_no_such_call_nothing_is_offered_and_nothing_read(monkeyp
 
 def test_a_system_without_the_c_library_of_linux_has_no_such_call(monkeypatch):
     monkeypatch.setattr(peer_read, "_libc", None)
-    assert peer_read._find_reader() is None
+    assert peer_read._find("process_vm_readv", None) is None
     assert allow_peer_reads() == ""
     assert sys.platform == "linux" or peer_read._readv is None
 

@@ -19,7 +19,7 @@ from worlds import run_threads
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, PeerLostError
-from cyxtrain.ring import connections
+from cyxtrain.ring import group as group_module
 from cyxtrain.ring.executor import Executor
 from cyxtrain.ring.schedules.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
@@ -262,9 +262,9 @@ def check_differing(what, how, world_size, odd_ranks, monkeypatch):
     """Whichever rank is the odd one, and whichever calls what, all must learn it soon."""
     transport, _, in_turns = how.partition(",")
     if in_turns:
-        routes = connections._selector
+        routes = group_module._selector
         ring = (*range(0, world_size, 2), *range(1, world_size, 2))
-        monkeypatch.setattr(connections, "_selector", lambda *of: dataclasses.replace(routes(*of), ring=ring))
+        monkeypatch.setattr(group_module, "_selector", lambda *of: dataclasses.replace(routes(*of), ring=ring))
     for odd_rank, (even, odd) in itertools.product(odd_ranks, (MISMATCHES[what], MISMATCHES[what][::-1])):
         for rank, (error, seconds, travelled) in enumerate(differing(world_size, even, odd, odd_rank, transport)):
             story = f"rank {rank}, with rank {odd_rank} in {MISMATCHES[what].index(odd)}: {error}"

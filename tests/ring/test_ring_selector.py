@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lockstep import Lockstep, Way, own
 
 from cyxtrain.environment.processes import Process
-from cyxtrain.ring import connections
+from cyxtrain.ring import group
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, ReadReduce, chunks, even_spans
@@ -48,7 +48,7 @@ def routes_of(places, unread=(), cores=64):
         {other for other in ranks if other != rank and places[other] == places[rank] and (rank, other) not in unread}
         for rank in ranks
     ]
-    return [connections._selector(RendezvousResult(table=table, readable_by_rank=readers), rank) for rank in ranks]
+    return [group._selector(RendezvousResult(table=table, readable_by_rank=readers), rank) for rank in ranks]
 
 
 def way_of(routes, item_bytes):

@@ -139,7 +139,6 @@ def _records_comment(read: Callable[[int, int], Buffer], spans: Iterable[tuple[i
 
 
 def _check(content: memoryview, listed: Mapping[str, object]) -> None:
-    """Compare an entry with its line in the manifest."""
     if listed["size_bytes"] != len(content):
         raise ValueError(f"it has {len(content)} bytes, and the manifest says {listed['size_bytes']}")
     if listed["xxh3_128"] != xxhash.xxh3_128_hexdigest(content):

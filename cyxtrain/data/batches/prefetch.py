@@ -42,7 +42,7 @@ class Placement:
         placed = self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs)
         return Rows(
             map_tree(as_channels_last, placed) if self.channels_last else placed,
-            None if targets is None else map_tree(self._target, targets),
+            map_tree(self._target, targets),
             None if weights is None else self._moved(weights).to(self.dtype),
         )
 

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Rows:
         """Return rows with the result of a function for each tensor."""
-        return Rows(*(None if part is None else map_tree(function, part) for part in self))  # type: ignore[arg-type]
+        return Rows(*(map_tree(function, part) for part in self))
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors."""

@@ -14,14 +14,15 @@ Tree: TypeAlias = Tensor | dict[str, "Tree"] | tuple["Tree", ...] | list["Tree"]
 """Parts of the containers may be None, such as a mask that is not used; the type leaves that out for brevity."""
 
 
-def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Return a tree of the same structure, with the result of a function for each tensor."""
-    if isinstance(tree, Tensor) or tree is None:
-        return tree if tree is None else function(tree)
-    if isinstance(tree, dict):
-        return {name: map_tree(function, part) for name, part in tree.items()}
-    mapped: Tree = same_sequence(tree, (map_tree(function, part) for part in tree))
-    return mapped
+def map_tree(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return a tree, or a model's output, with the result of a function for each tensor; unknown types unchanged."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if (named := fields_of(tree)) is not None:
+        return with_fields(tree, {name: map_tree(function, part) for name, part in named.items()})
+    if isinstance(tree, (tuple, list)):
+        return same_sequence(tree, (map_tree(function, part) for part in tree))
+    return tree
 
 
 def same_sequence(sequence: Any, parts: Iterable[Any]) -> Any:
@@ -34,24 +35,18 @@ def as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
-def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Return a model's output, with the result of a function for each tensor; unknown types unchanged."""
-    parts = output_parts(output)
-    return with_parts(output, {name: function(part) if isinstance(part, Tensor) else part for name, part in parts})
-
-
-def output_parts(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
-    """Yield the name of each part of a model's output, such as "output['scores']", and the part, unless it is None."""
+def leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
+    """Yield the name of each part as Python reaches it, such as "output['scores']", and the part, unless it is None."""
     named = fields_of(output)
     if named is not None or isinstance(output, (tuple, list)):
         for key, part in enumerate(output) if named is None else named.items():
-            yield from output_parts(part, f"{name}[{key!r}]")
+            yield from leaves(part, f"{name}[{key!r}]")
     elif output is not None:
         yield name, output
 
 
 def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> Any:
-    """Return an output of the same structure with other parts, by the names of `output_parts`."""
+    """Return an output of the same structure with other parts, by the names of `leaves`."""
     named = fields_of(output)
     if named is not None:
         return with_fields(output, {key: with_parts(part, parts, f"{name}[{key!r}]") for key, part in named.items()})
@@ -59,11 +54,6 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
         made = (with_parts(part, parts, f"{name}[{number}]") for number, part in enumerate(output))
         return same_sequence(output, made)
     return None if output is None else parts[name]
-
-
-def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each tensor as Python reaches it, such as "X['image']" or "y[0]", and the tensor."""
-    return output_parts(tree, name)
 
 
 def tensors(tree: Tree | None) -> list[Tensor]:

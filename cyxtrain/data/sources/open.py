@@ -15,9 +15,9 @@ from cyxtrain.data.batches.collate import check_weights
 from cyxtrain.data.order import SeededOrder, order_of
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.dataset_source import DatasetSource
+from cyxtrain.data.sources.fetching import SplitOverWorkers, needs_split
 from cyxtrain.data.sources.source import Source
 from cyxtrain.data.sources.stream import StreamSource
-from cyxtrain.data.sources.worker_split import SplitOverWorkers, needs_split
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 

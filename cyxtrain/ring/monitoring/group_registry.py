@@ -34,11 +34,7 @@ class GroupRegistry:
         _alive.add(group)
 
     def peer_failure(self, since: float) -> CyxtrainError | None:
-        """Return the error of a group that has lost a rank, or None.
-
-        Args:
-            since: In seconds of `time.monotonic`: groups that were left before are ignored.
-        """
+        """Return the error of a group that has lost a rank, or None; ignore groups left before `since`."""
         failures = (group.peer_failure(since) for group in list(self._groups))
         return next((failure for failure in failures if failure is not None), None)
 

@@ -15,13 +15,9 @@ GONE_SECONDS = 0.5
 
 
 class Heartbeat:
-    """The last signs of life of all other ranks.
+    """The last signs of life of all other ranks; `now` is in seconds of `time.monotonic`.
 
-    Args:
-        own: This process.
-        others: By rank, as errors name it.
-        timeout_seconds: How long a rank on another machine may be silent.
-        now: In seconds of `time.monotonic`, as all times here.
+    A rank on another machine may be silent for `timeout_seconds`.
     """
 
     def __init__(self, own: Process, others: dict[int, Process], timeout_seconds: float, now: float) -> None:

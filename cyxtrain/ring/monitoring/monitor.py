@@ -14,14 +14,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts, reported
 from cyxtrain.ring.monitoring.heartbeat import Heartbeat, lost
 from cyxtrain.ring.monitoring.wait_graph import MESSAGES, NOBODY, WaitGraph
-from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.wire.frames import (
     Control,
     DamagedError,
@@ -31,7 +30,7 @@ from cyxtrain.ring.wire.frames import (
     damaged,
     take_control_frame,
 )
-from cyxtrain.ring.wire.link import watch_over
+from cyxtrain.ring.wire.link import Link, watch_over
 
 _log = logging.getLogger("cyxtrain.ring")
 _CAUSE_WAIT_SECONDS = 1.0
@@ -48,18 +47,10 @@ _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 
 
 class PeerMonitor:
-    """Detects, records and broadcasts the first failure of a group.
+    """Detects, records and broadcasts the first failure of a group; owns its control connections, by rank.
 
-    Args:
-        controls: The control connection to each other rank; owned from now on.
-        selector: Waits for acceptor and control connections; `SelectorKey.data` is the callback.
-        heartbeat_timeout_seconds: The minimum over all ranks.
-        stop_links: Wakes every thread that waits on a link of the group; called once, when the group ends.
-        describe: Returns what this rank is doing, for a waiting peer.
-
-    Attributes:
-        failed_at: When the group failed, in seconds of `time.monotonic`.
-        is_raised: Whether a call of this rank's program has raised the failure.
+    It stops the `links` of the group when that ends, which wakes all threads that wait there. `describe` returns what
+    this rank is doing, for a waiting peer. It must not be in a reference cycle: what a group held is freed with it.
     """
 
     def __init__(
@@ -67,22 +58,23 @@ class PeerMonitor:
         rank: int,
         controls: dict[int, socket.socket],
         heartbeat: Heartbeat,
-        acceptor: Acceptor,
-        selector: selectors.BaseSelector,
-        heartbeat_timeout_seconds: float,
-        stop_links: Callable[[], None],
+        result: RendezvousResult,
+        links: Sequence[Link],
         describe: Callable[[], str],
-        checksums: Checksums,
     ) -> None:
+        acceptor, selector, checksums = result.acceptor, result.selector, result.checksums
+        assert acceptor is not None
+        assert checksums is not None
+        shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in result.table)
         self.rank = rank
-        self.failed_at = 0.0
-        self.is_raised = False
+        self.failed_at = 0.0  # in seconds of `time.monotonic`
+        self.is_raised = False  # whether a call of this rank's program has raised the failure
         self._controls = controls
         self._heartbeat = heartbeat
         self._acceptor = acceptor
         self._selector = selector
-        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, heartbeat_timeout_seconds / _BEATS_PER_TIMEOUT)
-        self._stop_links = stop_links
+        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, shortest_seconds / _BEATS_PER_TIMEOUT)
+        self._links = links
         self._describe = describe
         self._checksums = checksums
         self._changed = threading.Condition()
@@ -232,6 +224,11 @@ class PeerMonitor:
             if sent < len(frame):
                 self._unreachable.add(peer)  # a partial frame desynchronizes the stream
 
+    def _stop_links(self) -> None:
+        """Wake all threads that wait on a link."""
+        for link in self._links:
+            link.stop()
+
     def _run(self) -> None:
         try:
             self._read()
@@ -277,7 +274,6 @@ class PeerMonitor:
         self._leaving = True
 
     def _on_data(self, peer: int) -> None:
-        """Read and apply the control frames of a peer."""
         received, sock = self._received[peer], self._controls[peer]
         broken: OSError | None = None
         try:
@@ -306,7 +302,6 @@ class PeerMonitor:
             self.fail(_disconnect_error(peer, broken))
 
     def _apply(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
-        """Apply a control frame."""
         if kind is Control.ABORT:
             self.fail(error_from_facts(facts | {"message": reported(facts.get("message"), peer)}))
         elif kind is Control.GOODBYE:

@@ -77,14 +77,9 @@ class _Stranger:
 class Acceptor:
     """Authenticates connections at listening sockets and hands over those of members.
 
-    Args:
-        name: For the log: "rank 3".
-        authorize: Called with the hello of a client that knows the secret; returns why it is refused, or "".
-        accept: Called with the hello and the socket of each member.
-        selector: Waits for all sockets; the data of each is the function to call.
-
-    Attributes:
-        unauthenticated: By rank, how many clients claimed to be it without knowing the secret.
+    `name` is for the log: "rank 3". `authorize` gets the hello of a client that knows the secret, and returns why it is
+    refused, or ""; `accept` gets the hello and the socket of each member. The data of each socket in `selector` is the
+    function to call.
     """
 
     def __init__(
@@ -105,6 +100,7 @@ class Acceptor:
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._reopens_at: float | None = None
         self.unauthenticated: Counter[int] = Counter()
+        """By rank, how many clients claimed to be it without knowing the secret."""
         self._listen()
 
     def remove(self, listener: socket.socket) -> None:

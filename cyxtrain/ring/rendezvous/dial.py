@@ -32,11 +32,7 @@ _NOTIFY_SECONDS = 1.0
 
 
 class ClosedError(Exception):
-    """The other side closed the connection.
-
-    Attributes:
-        proven: Whether it had our proof by then.
-    """
+    """The other side closed the connection; `proven`: it had our proof by then."""
 
     def __init__(self, proven: bool) -> None:
         super().__init__("it closed the connection")
@@ -46,12 +42,9 @@ class ClosedError(Exception):
 def dial(
     record: RankRecord, peer: int, who: str, hello: Hello, key: bytes, membership: Membership, *, unix: bool = False
 ) -> socket.socket:
-    """Connect to a rank.
+    """Connect to a rank, first at its Unix socket if `unix`; `peer` and `who` are for errors.
 
-    `peer` and `who` are for errors. `unix`: try the Unix socket first.
-
-    Raises:
-        RendezvousError: It cannot be reached, or refuses us.
+    Raises RendezvousError if it cannot be reached, or refuses us.
     """
     rejected = 0
     while True:
@@ -111,9 +104,7 @@ def unix_address(name: str) -> str:
 def dial_once(
     address: tuple[int, Any], hello: Hello, key: bytes, deadline: Deadline, poll: Callable[[], None]
 ) -> socket.socket:
-    """Connect and authenticate, in one try.
-
-    `address` is that of `socket_address`; `poll` is called again and again while this waits.
+    """Connect and authenticate, in one try, at an address of `socket_address`; call `poll` again and again meanwhile.
 
     Raises:
         RefusedError: The other side knows the secret and refuses us.
@@ -162,7 +153,6 @@ def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
 def _receive(
     sock: socket.socket, received: bytearray, deadline: Deadline, poll: Callable[[], None], *, proven: bool
 ) -> bytes:
-    """Return the body of the next message."""
     while (body := take_message(received)) is None:
         _wait(sock, deadline, poll)
         try:
@@ -178,7 +168,6 @@ def _receive(
 
 
 def _wait(sock: socket.socket, deadline: Deadline, poll: Callable[[], None], *, writing: bool = False) -> None:
-    """Wait until a socket is ready."""
     poller = Poller()
     readers, writers = ([], [sock]) if writing else ([sock], [])
     while not poller.wait(readers, writers, deadline, POLL_SECONDS):

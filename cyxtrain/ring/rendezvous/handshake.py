@@ -96,8 +96,7 @@ def message(facts: dict[str, Any]) -> bytes:
 def take_message(received: bytearray, magic: bytes = _MAGIC, max_bytes: int = _MESSAGE_MAX_BYTES) -> bytes | None:
     """Take the body of the first message out of the bytes received; None if it is incomplete.
 
-    Raises:
-        HandshakeError: The bytes are no message, or announce one longer than `max_bytes`.
+    Raises HandshakeError if they are no message, or announce one longer than `max_bytes`.
     """
     if not magic.startswith(received[: len(magic)]):
         raise HandshakeError("it does not speak this protocol")
@@ -135,9 +134,7 @@ class HandshakeClient:
     def conclude(self, verdict: bytes) -> None:
         """Check the body of the server's verdict.
 
-        Raises:
-            HandshakeError: It is no verdict, or the server does not know the secret.
-            RefusedError: The server refuses us.
+        Raises HandshakeError if it is none, or the server does not know the secret, and RefusedError if it refuses us.
         """
         facts = _facts(verdict)
         refused = _field(facts, "refused", str)
@@ -169,11 +166,7 @@ class HandshakeServer:
         return message({"nonce": nonce})
 
     def check(self, proof: bytes) -> None:
-        """Check the body of the client's proof.
-
-        Raises:
-            NoProofError: It is wrong.
-        """
+        """Check the body of the client's proof; raise NoProofError if it is wrong."""
         _check(_facts(proof), _proof(self._key, "caller", self._transcript))
 
     def verdict(self, refused: str = "") -> bytes:

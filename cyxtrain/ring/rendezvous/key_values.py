@@ -50,11 +50,7 @@ class KeyValues:
         self._lock = threading.Lock()
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Return the answer to a request.
-
-        Raises:
-            ValueError: It is no such operation, or the store is full.
-        """
+        """Return the answer to a request; raise ValueError if there is no such operation, or the store is full."""
         operation, keys = request.get("do"), request.get("keys")
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise ValueError("a request without keys")
@@ -197,9 +193,7 @@ class _Member:
     def serve(self) -> bool:
         """Read what has arrived and answer complete requests; return whether an answer waits for the member to read.
 
-        Raises:
-            OSError: The connection has ended.
-            FrameError: A request is malformed.
+        Raises OSError if the connection has ended, and FrameError if a request is malformed.
         """
         if self._answer_all():
             return True
@@ -280,12 +274,9 @@ class Connection:
 class KeyValueStore(dist.Store):
     """The store of a run as a `torch.distributed.Store`.
 
-    `get` and `wait` poll, so that other threads can use the store meanwhile.
-
-    Args:
-        source: What answers requests: the server in rank 0, a connection elsewhere; owned from now on.
-        host: Host name or address of rank 0.
-        timeout: Of `get` and `wait`, until `set_timeout`; and of every answer, which rank 0 gives at once.
+    `source`, owned from now on, is the server in rank 0, elsewhere a connection; `host` is rank 0's name or address.
+    `get` and `wait` poll, so that other threads can use the store meanwhile. `timeout` is theirs, until `set_timeout`;
+    and of every answer, which rank 0 gives at once.
     """
 
     timeout: timedelta  # a property of PyTorch's that its stubs lack
@@ -356,23 +347,10 @@ class KeyValueStore(dist.Store):
         return int(self._ask("count"))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist.
-
-        Raises:
-            dist.DistStoreError: They do not within the timeout.
-        """
+        """Wait until all keys exist; raise DistStoreError if they do not within the timeout."""
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
         if not Deadline(seconds).poll_until(lambda: self.check(keys)):
             raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f} ms, keys: {', '.join(keys)}")
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for keys, and return their values."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        """Set the values of keys."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
 
     def clone(self) -> KeyValueStore:
         """Return this store, which many threads can use."""

@@ -45,15 +45,9 @@ class Listeners:
 
 
 def listen(rank: int, store: Store, transport: str) -> Listeners:
-    """Listen where other ranks can reach this one.
+    """Listen where other ranks can reach this one, whose rank in the world is for errors.
 
-    Args:
-        rank: For errors: its rank in the world.
-        store: Where the ranks meet.
-        transport: As CYXTRAIN_TRANSPORT; "tcp" needs no Unix socket.
-
-    Raises:
-        RendezvousError: The address of this machine cannot be bound.
+    Raises RendezvousError if the address of this machine cannot be bound.
     """
     address = own_address(_store_host(store))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

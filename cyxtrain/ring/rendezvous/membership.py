@@ -29,30 +29,19 @@ PeerFailure = Callable[[float], "CyxtrainError | None"]
 """Waits at most so many seconds, and returns the error if another group of this world has lost a rank."""
 
 
-def no_peer_failure(seconds: float) -> None:
-    """Return that no other group has lost a rank: there is none."""
-
-
 class RankTakenError(RendezvousError):
-    """Another process is this rank.
+    """Another process is this rank."""
 
-    Attributes:
-        holder: Its record, if it has written one.
-        first: The record of its rank 0.
-    """
-
-    holder: RankRecord | None = None
-    first: RankRecord | None = None
+    holder: RankRecord | None = None  # its record, if it has written one
+    first: RankRecord | None = None  # the record of its rank 0
 
 
 class Membership:
     """One rank's view of a group that forms; groups may form at the same store again and again.
 
-    Args:
-        store: Shared by all ranks, with its own keys for this group.
-        global_ranks: By rank, what errors call it: its rank in the world.
-        options: The secret, the name of the group, and whether a launcher has restarted this rank. If another process
-            is this rank then, it is the previous one, and the store may be that of the previous rank 0: both end soon.
+    Of the `options` it takes the secret, the name of the group, and whether a launcher has restarted this rank. If
+    another process is this rank then, it is the previous one, and the store may be that of the previous rank 0: both
+    end soon.
     """
 
     def __init__(
@@ -62,7 +51,7 @@ class Membership:
         global_ranks: Sequence[int],
         deadline: Deadline,
         options: RingOptions | None = None,
-        peer_failure: PeerFailure = no_peer_failure,
+        peer_failure: PeerFailure = lambda seconds: None,
         generation: int = 0,
     ) -> None:
         options = options or RingOptions()
@@ -104,9 +93,7 @@ class Membership:
     def claim(self) -> None:
         """Claim this rank: from now on the others can be told of a failure.
 
-        Raises:
-            RankTakenError: Another process is this rank.
-            StoreLostError: The store has gone.
+        Raises RankTakenError if another process is this rank, and StoreLostError.
         """
         key, token = f"claims/{self._rank}", self._own.token
         while not self._life:
@@ -136,13 +123,12 @@ class Membership:
     def register(self, record: RankRecord) -> None:
         """Write the record of this rank for the others to read."""
         self._own = record
-        self._write(self._record_key(self._rank), record.to_json())
+        self._write(self._key(f"entry/{self._rank}"), record.to_json())
 
     def await_all(self) -> list[RankRecord]:
         """Wait until all ranks have registered; return their records, by rank.
 
-        Raises:
-            RendezvousError: Ranks are missing at the deadline, or are incompatible; or one of them has failed.
+        Raises RendezvousError if ranks are missing at the deadline or incompatible, or one of them has failed.
         """
 
         def all_have_registered() -> bool:
@@ -159,9 +145,7 @@ class Membership:
     def check(self) -> None:
         """Raise the error because of which joining has failed, if it has.
 
-        Raises:
-            RendezvousError: Another rank has reported why it failed, or its process has ended.
-            PeerLostError, PeerSilentError: Another group of this world has lost a rank.
+        Another rank has reported it, or its process has ended, or another group of this world has lost a rank.
         """
         with self._store_of_rank_0():
             verdict = self.store.get(self._key("verdict"))
@@ -178,8 +162,7 @@ class Membership:
     def report_failure(self, error: CyxtrainError) -> bool:
         """Report why this rank cannot join; the first report counts.
 
-        Returns:
-            Whether joining has failed; False: all had connected before, and a rank may end.
+        Return whether joining has failed; False: all had connected before, and a rank may end.
         """
         if self._has_reported:
             return True
@@ -203,8 +186,7 @@ class Membership:
     def all_connected(self) -> bool:
         """Return whether all ranks are connected to all others: every rank gets the same answer in the end.
 
-        Raises:
-            RendezvousError: A rank has failed before all were connected.
+        Raises RendezvousError if a rank has failed before.
         """
         with self._store_of_rank_0():
             # A rank that has read it may have left, and cannot write again what another program deletes.
@@ -225,12 +207,11 @@ class Membership:
         """Let the other ranks read the cause before the store ends with rank 0."""
         ranks = range(1, len(self._global_ranks))
         # Also those whose record this rank has not read, or that is the cause.
-        others = sum(self.store.has(self._record_key(rank)) for rank in ranks)
+        others = sum(self.store.has(self._key(f"entry/{rank}")) for rank in ranks)
         patience = Deadline(_READERS_SECONDS)
         patience.poll_until(lambda: sum(self.store.has(self._key(f"heard/{rank}")) for rank in ranks) >= others)
 
     def _apply(self, verdict: bytes) -> None:
-        """Raise the failure of joining, if that is the verdict."""
         if verdict == _ALL_CONNECTED:
             return
         self.store.set(self._key(f"heard/{self._rank}"), "yes")
@@ -241,9 +222,6 @@ class Membership:
 
     def _key(self, name: str) -> str:
         return f"{self._life}/{name}"
-
-    def _record_key(self, rank: int) -> str:
-        return self._key(f"entry/{rank}")
 
     def _read_records(self) -> None:
         with self._store_of_rank_0():
@@ -257,7 +235,7 @@ class Membership:
                     self._records[rank] = record
 
     def _record_of(self, rank: int) -> RankRecord | None:
-        text = self.store.get(self._record_key(rank))
+        text = self.store.get(self._key(f"entry/{rank}"))
         return None if text is None else RankRecord.from_json(text)
 
     def _write(self, key: str, value: str) -> None:
@@ -298,7 +276,7 @@ class Membership:
         unauthenticated = [
             self._global_ranks[rank]
             for rank in missing
-            if rank in refused or self._record_key(rank) in self.store.forged
+            if rank in refused or self._key(f"entry/{rank}") in self.store.forged
         ]
         is_set = "is not" if self._options.secret is None else "is"
         hint = (
@@ -327,10 +305,9 @@ class Membership:
 
 
 def await_all_ranks(store: Store, rank: int, world_size: int, deadline: Deadline, options: RingOptions) -> None:
-    """Wait until all ranks of a world are there; for backends whose own errors do not name the missing ranks.
+    """Wait until all ranks of a world are there; raise RendezvousError with those that are missing at the deadline.
 
-    Raises:
-        RendezvousError: With the ranks that are missing at the deadline.
+    For backends whose own errors do not name them.
     """
     membership = Membership(store, rank, range(world_size), deadline, options)
     with membership.joining():

@@ -38,19 +38,14 @@ sys.stdin.read()
 
 
 class RankProbe:
-    """A rank's listening sockets and its connections to others, as in a rendezvous; nothing is decided or joined.
-
-    Attributes:
-        record: How others reach this rank.
-        accepted: Connections of other ranks to this one; the caller closes those that it takes out.
-    """
+    """A rank's listening sockets and its connections to others, as in a rendezvous; nothing is decided or joined."""
 
     def __init__(self, store: Store, rank: int, world_size: int, options: RingOptions) -> None:
         self._listeners = listen(rank, store, options.transport)
-        self.record = own_record(rank, world_size, self._listeners, options)
+        self.record = own_record(rank, world_size, self._listeners, options)  # how others reach this rank
         self._own = Hello("", 0, Role.COLLECTIVES, rank, world_size, checksums=False)
         self._key = b""
-        self.accepted: dict[int, socket.socket] = {}
+        self.accepted: dict[int, socket.socket] = {}  # the caller closes those that it takes out
         self._selector = selectors.DefaultSelector()
         self._acceptor: Acceptor | None = None
 

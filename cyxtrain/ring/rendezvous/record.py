@@ -69,8 +69,7 @@ class RankRecord:
     def from_json(cls, text: str | bytes) -> RankRecord:
         """Read a record; from another version of the protocol, only the fields that this one knows.
 
-        Raises:
-            RendezvousError: It is no record of a rank.
+        Raises RendezvousError if it is none.
         """
         try:
             facts = json_object(text.encode() if isinstance(text, str) else text)
@@ -141,8 +140,7 @@ def _check_range(name: str, value: object) -> None:
 def parse_record(kind: type[_Record], text: bytes) -> _Record:
     """Read a dataclass with fields of plain types that a rank has written as JSON; text becomes printable.
 
-    Raises:
-        RendezvousError: It is something else.
+    Raises RendezvousError if it is something else.
     """
     try:
         facts = json_object(text)

@@ -4,7 +4,8 @@ Each rank listens on its own port, writes its address to the store, waits until 
 and accepts the higher ones: three connections per pair, for collectives, messages and control, each authenticated.
 Addresses and listener are kept: ranks can reconnect after the store is gone, and unknown callers are rejected.
 
-A rank that fails writes the cause to the store, which all others poll: they fail with the same cause.
+A rank that fails writes the cause to the store, which all others poll: they fail with the same cause. In the end ranks
+compare the records that they decide by, so that none chooses another algorithm than the rest and hangs.
 
 Cost per rank: three sockets to each other rank and one listening socket; one store write, and one read per rank.
 """
@@ -12,13 +13,17 @@ Cost per rank: three sockets to each other rank and one listening socket; one st
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import secrets
 import selectors
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -31,13 +36,16 @@ from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.dial import dial, notify_duplicate
 from cyxtrain.ring.rendezvous.handshake import PEER_ROLES, Hello, Role
 from cyxtrain.ring.rendezvous.listen import Listeners, listen
-from cyxtrain.ring.rendezvous.membership import Membership, PeerFailure, RankTakenError, ended, no_peer_failure
+from cyxtrain.ring.rendezvous.membership import Membership, PeerFailure, RankTakenError, ended
 from cyxtrain.ring.rendezvous.record import RankRecord
-from cyxtrain.ring.rendezvous.table_check import compare_tables
-from cyxtrain.ring.wire.checksums import Checksums
-from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline, backoff
+from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
+from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
+from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline, Poller, backoff
 from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 
+_LENGTH_BYTES = 4
+_MAX_BYTES = 1 << 16
+_DIGEST_CHARACTERS = 16
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
     "CYXTRAIN_SECRET is not set: every process that reaches rank 0's port and speaks this protocol can join this run "
@@ -48,13 +56,13 @@ _NO_SECRET = (
 
 @dataclass
 class RendezvousResult:
-    """The records and connections that a rank has after rendezvous; empty in a world of one."""
+    """The records and connections that a rank has after rendezvous."""
 
     table: list[RankRecord] = field(default_factory=list)
     listeners: Listeners | None = None
     acceptor: Acceptor | None = None
     """Rejects all further connections."""
-    selector: selectors.BaseSelector | None = None
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     """Waits for the listener and unauthenticated connections; `SelectorKey.data` is the callback."""
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PEER_ROLES})
     readable_by_rank: list[set[int]] = field(default_factory=list)
@@ -82,8 +90,7 @@ class RendezvousResult:
                 sock.close()
         if self.listeners is not None:
             self.listeners.close()
-        if self.selector is not None:
-            self.selector.close()
+        self.selector.close()
 
 
 def rendezvous(
@@ -92,25 +99,21 @@ def rendezvous(
     global_ranks: Sequence[int],
     timeout: timedelta,
     options: RingOptions,
-    generation: int = 0,
-    peer_failure: PeerFailure = no_peer_failure,
+    generation: int,
+    peer_failure: PeerFailure,
 ) -> RendezvousResult:
-    """Connect this rank with all others.
-
-    Ranks may rendezvous repeatedly through the same store. Errors use `global_ranks`.
+    """Connect this rank with all others; ranks may do so repeatedly through the same store. Errors use `global_ranks`.
 
     Raises:
         RendezvousError: Ranks are missing at the deadline (it lists them), a duplicate rank, a rank has ended, ranks
             are incompatible, have different secrets, or cannot reach each other.
         PeerLostError, PeerSilentError: Another group of this world has lost a rank.
     """
-    result = RendezvousResult()
-    if len(global_ranks) == 1:
-        return result  # a world of one binds no port
     membership = Membership(
         store, rank, global_ranks, Deadline(timeout.total_seconds()), options, peer_failure, generation
     )
     hello = Hello("", generation, Role.CONTROL, rank, len(global_ranks), options.checksums)  # rank 0 names the run
+    result = RendezvousResult()
     try:
         with membership.joining():
             result.listeners = listen(global_ranks[rank], store, options.transport)
@@ -146,7 +149,7 @@ class _Connector:
         assert result.listeners is not None
         self._secret = _secret(options, result.table[0])
         self._checksums = result.checksums = Checksums(self._secret, own.run)
-        self._selector = result.selector = selectors.DefaultSelector()
+        self._selector = result.selector
         self._listeners = result.listeners
         self._result = result
         self._rank = own.rank
@@ -177,7 +180,7 @@ class _Connector:
             self._wait(POLL_SECONDS)
         readable = self._await_all_connected()
         sockets = result.sockets[Role.COLLECTIVES]
-        result.readable_by_rank, result.all_unix = compare_tables(
+        result.readable_by_rank, result.all_unix = _compare_tables(
             self._rank, self._global_ranks, result.table, readable, sockets, self._checksums, self._membership.deadline
         )
         if self._listeners.unix is not None:
@@ -190,8 +193,7 @@ class _Connector:
     def _await_all_connected(self) -> list[int]:
         """Wait until all ranks are connected, so that all of them get the cause if one fails first.
 
-        Returns:
-            The ranks whose memory this one can read.
+        Return the ranks whose memory this one can read.
         """
         readable: list[int] = []
         membership = self._membership
@@ -214,8 +216,7 @@ class _Connector:
     def _find_readable(self) -> list[int]:
         """Return the ranks whose memory this one can read.
 
-        Raises:
-            RendezvousError: CYXTRAIN_TRANSPORT=cma, and the kernel does not allow it.
+        Raises RendezvousError if CYXTRAIN_TRANSPORT=cma, and the kernel does not allow it.
         """
         table, own = self._result.table, self._result.table[self._rank]
         readable = []
@@ -347,3 +348,85 @@ def own_record(rank: int, world_size: int, listeners: Listeners, options: RingOp
         run=secrets.token_hex(16) if rank == 0 else "",
         key=secrets.token_hex(32) if rank == 0 and options.secret is None else "",
     )
+
+
+def _compare_tables(
+    rank: int,
+    global_ranks: Sequence[int],
+    table: Sequence[RankRecord],
+    readable: Iterable[int],
+    sockets: Mapping[int, socket.socket],
+    checksums: Checksums,
+    deadline: Deadline,
+) -> tuple[list[set[int]], bool]:
+    """Compare the table of records with all other ranks, and exchange whose memory each can read. All ranks call it.
+
+    If two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
+    about 1 KiB each way between each two ranks. Nothing has been sent on the sockets yet.
+
+    Returns:
+        (by rank, whose memory it can read; whether Unix sockets connect all ranks).
+
+    Raises:
+        RendezvousError: Another rank has another table (with the fields that differ), has ended or is silent.
+        DamagedFrameError: Data was corrupted in transit.
+    """
+    own = _digests(table)
+    all_unix = not any(sock.family in (socket.AF_INET, socket.AF_INET6) for sock in sockets.values())
+    body = json.dumps({"reads": sorted(readable), "all_unix": all_unix, **own}).encode()
+    for sock in sockets.values():
+        with contextlib.suppress(OSError):  # a lost connection is noticed below
+            sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body))
+    readable_by_rank = [set(readable) for _ in global_ranks]
+    for peer, sock in sorted(sockets.items()):
+        received = _receive_table(sock, global_ranks[peer], deadline)
+        if checksums.of(received[:-SUM_BYTES]) != received[-SUM_BYTES:]:
+            raise damaged(global_ranks[peer], global_ranks[rank], "the comparison of records")
+        theirs: dict[str, Any] = {}
+        with contextlib.suppress(FrameError):
+            theirs = json_object(received[:-SUM_BYTES])
+        differing = [name for name in own if theirs.get(name) != own[name]]
+        if differing:
+            raise RendezvousError(
+                f"rank {global_ranks[rank]} and rank {global_ranks[peer]} have read different values at the store, "
+                f"of: {', '.join(differing)}. Another program writes there. Set CYXTRAIN_SECRET to the same "
+                "value on every rank, or choose another MASTER_PORT.",
+                rank=global_ranks[peer],
+            )
+        readable_by_rank[peer] = {other for other in range(len(global_ranks)) if other in theirs.get("reads", [])}
+        all_unix = all_unix and theirs.get("all_unix") is True
+    return readable_by_rank, all_unix
+
+
+def _digests(table: Sequence[RankRecord]) -> dict[str, str]:
+    rows = [dataclasses.asdict(record) for record in table]
+    return {
+        name: hashlib.sha256(json.dumps([row[name] for row in rows]).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+        for name in rows[0]
+    }
+
+
+def _receive_table(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
+    """Return one message and its checksum; read not a byte more."""
+    received, end, poller = bytearray(), _LENGTH_BYTES, Poller()
+    while len(received) < end:
+        if not poller.wait([sock], [], deadline, POLL_SECONDS):
+            if deadline.passed():
+                raise RendezvousError(
+                    f"rank {name} is connected to all others, and did not send its records for comparison within "
+                    f"{deadline.seconds:g} s. Look at its output.",
+                    rank=name,
+                )
+            continue
+        try:
+            part = sock.recv(end - len(received))
+        except BlockingIOError:
+            continue
+        except OSError:
+            part = b""
+        if not part:
+            raise ended(name)
+        received += part
+        if end == len(received) == _LENGTH_BYTES:
+            end += min(int.from_bytes(received, "big"), _MAX_BYTES) + SUM_BYTES
+    return bytes(received[_LENGTH_BYTES:])

@@ -1,47 +1,52 @@
-"""Open the store of a run at rank 0, or reach it; every error has the true cause, within the deadline."""
+"""Open the store of a run at rank 0, or reach it; every error has the true cause, within the deadline.
+
+PyTorch's TCPStore is for backends that need one (NCCL, Gloo) and for torchrun, whose agent keeps it. Its client hides
+why it cannot connect, and waits for ever if another program answers on the port. Its server trusts everybody: it is
+closed once all ranks are connected.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import functools
 import logging
 import socket
+import struct
 import time
 from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
 
 from cyxtrain.errors import RendezvousError, reason_of
 from cyxtrain.ring.rendezvous.dial import ClosedError, authenticate
 from cyxtrain.ring.rendezvous.handshake import HandshakeError, Hello, RefusedError, Role
 from cyxtrain.ring.rendezvous.key_values import Connection, KeyValueServer, KeyValueStore
+from cyxtrain.ring.rendezvous.listen import own_address
 from cyxtrain.ring.rendezvous.record import refuse_exited
+from cyxtrain.ring.rendezvous.store_client import attempt_in_thread, root_of
 from cyxtrain.ring.wire.link import Deadline
 
 _log = logging.getLogger("cyxtrain.ring")
-RETRY_SECONDS = 0.1
+_RETRY_SECONDS = 0.1
 _SHORTEST_NAP_SECONDS = 0.002
 _LONGEST_TRY_SECONDS = 2.0
 _WARN_AFTER_PROOFS = 3
 """Rejected proofs after which a rank warns; one that arrives late is accepted at the next try."""
 _NO_SECRET = b"cyxtrain without a secret"
 """Known to everybody: it keeps out other programs, and nobody else."""
-
-
-def open_store(
-    rank: int, address: str, port: int, world_size: int, secret: bytes | None, seconds: float
-) -> KeyValueStore:
-    """Open the store of a run as rank 0, or reach that of rank 0, which may start later.
-
-    Without a secret every process that speaks this protocol is accepted.
-
-    Raises:
-        RendezvousError: The port is in use, or rank 0 cannot be reached; with the true cause.
-    """
-    if rank == 0:
-        return serve_store(address, port, world_size, secret, seconds)
-    return reach_store(rank, address, port, world_size, secret, seconds)
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06  # "return 0 bytes of the packet": drop it
+_KEY = "pytorch/store"
+"""Where rank 0 writes the address."""
 
 
 def serve_store(address: str, port: int, world_size: int, secret: bytes | None, seconds: float) -> KeyValueStore:
-    """Open the store on this machine; see `open_store`."""
+    """Open the store of a run, as rank 0. Without a secret every process that speaks this protocol is accepted.
+
+    Raises RendezvousError if the port is in use, or the address leads elsewhere.
+    """
     try:
         listener = _listen(address, port)
     except OSError as error:
@@ -72,14 +77,14 @@ def serve_store(address: str, port: int, world_size: int, secret: bytes | None, 
 def reach_store(
     rank: int, address: str, port: int, world_size: int, secret: bytes | None, seconds: float
 ) -> KeyValueStore:
-    """Connect to the store of rank 0; see `open_store`."""
+    """Connect to the store of rank 0, which may start later; raise RendezvousError with the true cause."""
     deadline, place = Deadline(seconds), f"{address}:{port}"
     hello = Hello("", 0, Role.STORE, rank, world_size, checksums=False)
     rejected = 0
     while True:
         sock, failure = _connect(address, port, deadline, world_size)
         if sock is None and rejected < _WARN_AFTER_PROOFS:
-            raise not_reached(rank, address, port, seconds, failure)
+            raise _not_reached(rank, address, port, seconds, failure)
         if sock is None:
             raise _rejected(rank, place, seconds, secret)  # and that run has ended since
         try:
@@ -103,14 +108,14 @@ def reach_store(
         except BaseException:
             sock.close()
             raise
-        if deadline.left() <= RETRY_SECONDS:
+        if deadline.left() <= _RETRY_SECONDS:
             if rejected >= _WARN_AFTER_PROOFS:
                 raise _rejected(rank, place, seconds, secret)
-            raise foreign_service(rank, place, failure)
-        time.sleep(RETRY_SECONDS)  # the previous store may be closing
+            raise _foreign_service(rank, place, failure)
+        time.sleep(_RETRY_SECONDS)  # the previous store may be closing
 
 
-def foreign_service(rank: int, place: str, detail: str) -> RendezvousError:
+def _foreign_service(rank: int, place: str, detail: str) -> RendezvousError:
     """Return the error for another program that answers at the address of rank 0."""
     return RendezvousError(
         f"rank {rank} found something at {place} that is not the store of this run"
@@ -133,7 +138,7 @@ def _is_set(secret: bytes | None) -> str:
     return "is not set" if secret is None else "is set"
 
 
-def not_reached(rank: int, address: str, port: int, seconds: float, failure: str) -> RendezvousError:
+def _not_reached(rank: int, address: str, port: int, seconds: float, failure: str) -> RendezvousError:
     """Return the error for a rank 0 that could not be reached."""
     return RendezvousError(
         f"rank {rank} could not reach rank 0 at {address}:{port} within {seconds:.3g} s: {failure}. "
@@ -180,7 +185,7 @@ def _connect(address: str, port: int, deadline: Deadline, world_size: int = 0) -
         if deadline.passed():
             return None, f"{cause} ({tries} tries)"
         time.sleep(min(deadline.left(), nap_seconds))  # rank 0 may not listen yet
-        nap_seconds = min(2 * nap_seconds, RETRY_SECONDS)
+        nap_seconds = min(2 * nap_seconds, _RETRY_SECONDS)
 
 
 def _cause(error: OSError) -> str:
@@ -189,3 +194,68 @@ def _cause(error: OSError) -> str:
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer (timed out)"
     return reason_of(error).lower()
+
+
+def share_tcp_store(store: Store, rank: int, world_size: int, deadline: Deadline) -> Store:
+    """Return a store of PyTorch that all ranks share, for threads of C++. All ranks call it.
+
+    It is `store`, that of the run, if that is one of PyTorch. Once all are connected nobody else gets in.
+    """
+    ours = root_of(store)
+    if not isinstance(ours, KeyValueStore):
+        return store
+    seconds = max(deadline.left(), 0.001)
+    ours.set_timeout(timedelta(seconds=seconds))
+    if rank == 0:
+        shared, listener = host_store(own_address(ours.host), seconds)
+        store.set(_KEY, f"{shared.host} {shared.port}")
+    else:
+        host, port = store.get(_KEY).decode().split()
+        shared = reach_tcp_store(rank, host, int(port), world_size, seconds)
+    store.set(f"{_KEY}/{rank}", "connected")
+    store.wait([f"{_KEY}/{other}" for other in range(world_size)])
+    if rank == 0:
+        close_to_newcomers(listener)
+    return shared
+
+
+def host_store(host: str, timeout_seconds: float) -> tuple[TCPStore, socket.socket]:
+    """Open a store of PyTorch at a free port of this machine; return it and its listening socket."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
+    port, timeout = int(listener.getsockname()[1]), timedelta(seconds=timeout_seconds)
+    own = listener.dup()
+    store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, own
+
+
+def close_to_newcomers(listener: socket.socket) -> None:
+    """Let nobody else connect: the kernel drops what reaches the listening socket, and keeps open connections.
+
+    Linux only (SO_ATTACH_FILTER, socket(7)); elsewhere the port stays open.
+    """
+    with listener, contextlib.suppress(OSError, AttributeError):
+        nothing = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+        program = struct.pack("HP", 1, ctypes.addressof(nothing))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
+    """Connect to a store of PyTorch, which may open later.
+
+    Raises RendezvousError with the true cause, and how often it was tried.
+    """
+    deadline = Deadline(timeout_seconds)
+    while True:
+        failure = await_listener(address, port, deadline.left())
+        if failure is not None:
+            raise _not_reached(rank, address, port, timeout_seconds, failure)
+        left = timedelta(seconds=max(deadline.left(), 0.1))
+        connect = functools.partial(TCPStore, address, port, world_size, False, left, wait_for_workers=False)
+        opened = attempt_in_thread(connect, left.total_seconds() + 0.2)
+        if isinstance(opened, TCPStore):
+            return opened
+        if deadline.left() <= _RETRY_SECONDS:
+            detail = "" if isinstance(opened, TimeoutError) else reason_of(opened)
+            raise _foreign_service(rank, f"{address}:{port}", detail)
+        time.sleep(_RETRY_SECONDS)  # the previous store may be closing

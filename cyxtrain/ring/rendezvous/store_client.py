@@ -7,7 +7,9 @@ proof that a member wrote it for this key of this group (HMAC-SHA256, RFC 2104),
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
+import json
 import logging
 import threading
 from collections.abc import Callable
@@ -35,29 +37,22 @@ class StoreLostError(RendezvousError):
 
 
 class StoreClient:
-    """The keys of one group.
+    """The keys of one `group`, distinct from those of others of the same run; `who` is for errors: "rank 3".
 
-    Args:
-        who: For errors, this rank: "rank 3".
-        secret: Of the run; None: values carry no proof.
-        group: What tells this group from others of the same run.
-
-    Attributes:
-        lost: Whether the store has ended, or does not answer.
-        forged: Keys that a program without the secret has written.
+    Without a `secret`, values carry no proof.
     """
 
     def __init__(
         self, store: Store, who: str, deadline: Deadline, secret: bytes | None = None, group: str = ""
     ) -> None:
-        self.lost = False
+        self.lost = False  # whether the store has ended, or does not answer
         self._store: Any = store  # its stubs know only str, and values are bytes
         self._root = root_of(store)
         self._who = who
         self._deadline = deadline
         self._secret = secret
         self._group = group
-        self.forged: set[str] = set()
+        self.forged: set[str] = set()  # keys that a program without the secret has written
 
     def has(self, *keys: str) -> bool:
         """Return whether all of these keys have a value of a member."""
@@ -72,6 +67,10 @@ class StoreClient:
     def read(self, kind: type[_Answer], key: str) -> _Answer:
         """Return the dataclass with fields of plain types that a rank has written there as JSON; see `parse_record`."""
         return parse_record(kind, self.get(key) or b"")
+
+    def write(self, key: str, record: Any) -> None:
+        """Set a dataclass for others to `read`."""
+        self.set(key, json.dumps(dataclasses.asdict(record)))
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""
@@ -144,9 +143,7 @@ class StoreClient:
     def _call(self, call: Callable[[], _Answer]) -> _Answer:
         """Call the store.
 
-        Raises:
-            StoreLostError: It has ended.
-            RendezvousError: It does not answer before the deadline.
+        Raises StoreLostError if it has ended, and RendezvousError if it does not answer before the deadline.
         """
         seconds = self._deadline.left() + _GRACE_SECONDS
         if isinstance(self._root, KeyValueStore):
@@ -174,7 +171,6 @@ class StoreClient:
 
 
 def _attempt(call: Callable[[], _Answer]) -> _Answer | Exception:
-    """Return the result, or the error."""
     try:
         return call()
     except Exception as error:

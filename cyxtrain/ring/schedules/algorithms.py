@@ -52,15 +52,9 @@ class ReadReduce(NamedTuple):
 
 
 class Multicast(NamedTuple):
-    """Send the same few bytes to several ranks, then receive a few from each of several.
+    """Send the same few bytes to several ranks, then receive a few, each in its span, from each of several.
 
     The bytes fit into socket buffers, so that no send waits for another rank.
-
-    Attributes:
-        to: Ranks to send to.
-        send: Span to send.
-        sources: Ranks to receive from.
-        receive: Span for each of those.
     """
 
     to: tuple[int, ...]
@@ -84,6 +78,15 @@ def chunks(count: int, parts: int) -> Spans:
 def even_spans(count: int, parts: int) -> Spans:
     """Return `parts` consecutive spans of `count` elements each."""
     return tuple((part * count, (part + 1) * count) for part in range(parts))
+
+
+def neighbouring(lengths: Sequence[int]) -> list[Span]:
+    """Return consecutive spans of these lengths."""
+    spans, start = [], 0
+    for length in lengths:
+        spans.append((start, start + length))
+        start += length
+    return spans
 
 
 def dissemination_barrier(rank: int, world_size: int) -> list[Transfer]:

@@ -75,36 +75,22 @@ def _one_zero(tensor: Tensor) -> None:
         tensor.add_(0.0)
 
 
-_OPERATORS: dict[Reduction, Callable[..., Any]] = {
-    Reduction.SUM: torch.add,
-    Reduction.AVG: torch.add,
-    Reduction.PRODUCT: torch.mul,
-    Reduction.MIN: _smaller,
-    Reduction.MAX: _larger,
-    Reduction.BAND: torch.bitwise_and,
-    Reduction.BOR: torch.bitwise_or,
-    Reduction.BXOR: torch.bitwise_xor,
+_OPERATORS: dict[Reduction, tuple[Callable[..., Any], np.ufunc]] = {
+    Reduction.SUM: (torch.add, np.add),
+    Reduction.AVG: (torch.add, np.add),
+    Reduction.PRODUCT: (torch.mul, np.multiply),
+    Reduction.MIN: (_smaller, np.minimum),
+    Reduction.MAX: (_larger, np.maximum),
+    Reduction.BAND: (torch.bitwise_and, np.bitwise_and),
+    Reduction.BOR: (torch.bitwise_or, np.bitwise_or),
+    Reduction.BXOR: (torch.bitwise_xor, np.bitwise_xor),
 }
+"""PyTorch's and NumPy's."""
 _UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {
-    torch.uint16: np.uint16,
-    torch.uint32: np.uint32,
-    torch.uint64: np.uint64,
-}
-_NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
-    Reduction.SUM: np.add,
-    Reduction.AVG: np.add,
-    Reduction.PRODUCT: np.multiply,
-    Reduction.MIN: np.minimum,
-    Reduction.MAX: np.maximum,
-    Reduction.BAND: np.bitwise_and,
-    Reduction.BOR: np.bitwise_or,
-    Reduction.BXOR: np.bitwise_xor,
+    getattr(torch, name): getattr(np, name) for name in ("uint16", "uint32", "uint64")
 }
 _QUICK: dict[torch.dtype, type[np.number[Any]]] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
+    getattr(torch, name): getattr(np, name) for name in ("float32", "float64", "int32", "int64")
 }
 """Dtypes that NumPy adds with the same result, and small arrays in a third of the time."""
 _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -119,17 +105,11 @@ def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[A
 
 
 class Calculation(NamedTuple):
-    """How a dtype is combined.
+    """How a dtype is combined."""
 
-    Attributes:
-        operator: Combines two arrays of elements into `out`.
-        view: Returns memory as such an array, from a flat tensor and its bytes.
-        parts: Elements of the array per element of the tensor.
-    """
-
-    operator: Callable[..., Any]
-    view: Callable[[Tensor, memoryview], Any]
-    parts: int = 1
+    operator: Callable[..., Any]  # combines two arrays of elements into `out`
+    view: Callable[[Tensor, memoryview], Any]  # returns such an array, from a flat tensor and its bytes
+    parts: int = 1  # elements of the array per element of the tensor
 
 
 def _as_tensor(flat: Tensor, memory: memoryview) -> Any:
@@ -159,7 +139,7 @@ def calculation_of(reduction: Reduction, dtype: torch.dtype, *, use_numpy: bool 
     """Return how a reduction of a dtype is calculated, by NumPy only if `use_numpy`; refuse unsupported ones."""
     _check_reduction(reduction, dtype)
     if dtype in _UNSIGNED:  # PyTorch lacks arithmetic for wide unsigned integers
-        return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
+        return Calculation(_OPERATORS[reduction][1], _as_array(_UNSIGNED[dtype]))
     array = added_by_numpy(reduction, dtype) if use_numpy else None
     if array is not None:
         return Calculation(_add_silently, _as_array(array))
@@ -167,8 +147,8 @@ def calculation_of(reduction: Reduction, dtype: torch.dtype, *, use_numpy: bool 
         return Calculation(_multiply_complex, _as_tensor)
     if dtype.is_complex:
         # PyTorch adds no complex halves on CPUs; real and imaginary parts add up separately.
-        return Calculation(_OPERATORS[reduction], _as_parts, parts=2)
-    return Calculation(_OPERATORS[reduction], _as_tensor)
+        return Calculation(_OPERATORS[reduction][0], _as_parts, parts=2)
+    return Calculation(_OPERATORS[reduction][0], _as_tensor)
 
 
 class Scratch:
@@ -192,11 +172,7 @@ class Scratch:
 class Combiner:
     """Combines received elements in a scratch with a flat tensor, in place; refuses unsupported dtypes.
 
-    Args:
-        reduction: How elements are combined.
-        flat: One-dimensional.
-        scratch: Holds the received elements.
-        use_numpy: Whether it adds as PyTorch does: `AlgorithmSelector.sums_identically`.
+    NumPy is used if it adds as PyTorch does: `AlgorithmSelector.sums_identically`.
     """
 
     def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, use_numpy: bool = False) -> None:

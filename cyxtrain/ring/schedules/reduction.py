@@ -14,20 +14,12 @@ from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
 
 
 class Buffers(NamedTuple):
-    """The memory that a schedule works on, in bytes.
-
-    Attributes:
-        source: To send from.
-        target: To receive into; the same as `source` for reductions.
-        item_bytes: Bytes per element: a schedule counts elements.
-        combiner: Of target and scratch; None: nothing is reduced.
-        scratch: For elements to be combined.
-    """
+    """The memory that a schedule works on, in bytes."""
 
     source: memoryview
-    target: memoryview
-    item_bytes: int
-    combiner: Combiner | None = None
+    target: memoryview  # the same as `source` for reductions
+    item_bytes: int  # a schedule counts elements
+    combiner: Combiner | None = None  # of target and scratch; None: nothing is reduced
     scratch: memoryview | None = None
 
 
@@ -63,9 +55,8 @@ class ReductionPlan:
     def stages(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
         """Reduce every element, by tree or by chunks, whichever suits the size.
 
-        Args:
-            rest: Returns the schedule that moves the reduced spans, by rank, to where they belong. A tree leaves all
-                on every rank.
+        A tree leaves all on every rank; `rest` returns the schedule that moves reduced spans, by rank, to where they
+        belong.
         """
         if self.is_few:
             return self.by_tree()
@@ -96,12 +87,7 @@ class ReductionPlan:
             yield Stage(rest, buffers)
 
     def by_reading(self, source: memoryview, spans: Spans) -> Iterator[Stage]:
-        """Leave this rank's span of all sources reduced.
-
-        Args:
-            source: What others read; it does not change.
-            spans: By rank, in elements of the source.
-        """
+        """Leave this rank's span of all sources reduced; others read `source`, which does not change, by `spans`."""
         *advertised, fold = algorithms.read_reduce(self._selector.rank, self._selector.world_size, spans)
         assert isinstance(fold, ReadReduce)
         buffers = self._buffers()._replace(source=source)

@@ -46,31 +46,20 @@ class Path(enum.Enum):
 
 @dataclass(frozen=True)
 class AlgorithmSelector:
-    """Chooses the schedules of one rank; docs/ring.md has the table.
-
-    Attributes:
-        ring: All ranks, those of one machine next to each other.
-        can_read_peers: Whether every rank can read the memory of every other.
-        shares_memory: Whether few ranks of one machine are all connected by Unix sockets, over which they share memory.
-        oversubscribed: Whether three ranks or more share the cores of one machine: fewer messages are then faster.
-        core_per_rank: Whether all ranks are on one machine, with a core for each.
-    """
+    """Chooses the schedules of one rank; docs/ring.md has the table."""
 
     rank: int
     world_size: int
-    ring: tuple[int, ...]
-    can_read_peers: bool = False
-    shares_memory: bool = False
-    oversubscribed: bool = False
-    core_per_rank: bool = False
+    ring: tuple[int, ...]  # all ranks, those of one machine next to each other
+    can_read_peers: bool = False  # whether every rank can read the memory of every other
+    shares_memory: bool = False  # whether they are few, on one machine, and Unix sockets connect them all
+    oversubscribed: bool = False  # three or more share the cores of one machine: fewer messages are then faster
+    core_per_rank: bool = False  # whether all are on one machine, with a core for each
 
     def path(self, count: int, item_bytes: int, *, may_stage: bool = True) -> Path:
         """Return how so many elements are reduced; the table in docs/ring.md specifies it.
 
-        Args:
-            count: Of elements.
-            item_bytes: Of each.
-            may_stage: Whether NumPy adds such elements, and frames carry no checksums.
+        `may_stage` tells whether NumPy adds such elements, and frames carry no checksums.
         """
         if self.is_tiny(count, item_bytes):
             return Path.RANK_0 if self.oversubscribed else Path.MULTICAST

@@ -30,18 +30,8 @@ _PIECE_BYTES = 1 << 18
 class SharedMemoryReduce:
     """The sum or mean over ranks of a row of shared memory, bitwise identical to `Group.all_reduce`.
 
-    Args:
-        header: Of no payload.
-        selector: Of this rank.
-        rows: By rank, its elements.
-        counters: By rank, the words of its progress counter.
-        what: Distinguishes reductions that share counters.
-        checks: Whether each rank checks its chunk of the result for NaN and infinities.
-
-    Attributes:
-        own: This rank's row.
-        is_finite: Whether the latest result is finite, if ranks check it; the same on all.
-        counters: Of the other ranks; empty: ranks exchange frames.
+    `rows` and the words of progress counters are given by rank. The `header` has no payload. `what` distinguishes
+    reductions that share counters. If it `checks`, each rank checks its chunk of the result for NaN and infinities.
     """
 
     def __init__(
@@ -59,6 +49,7 @@ class SharedMemoryReduce:
         self.own = own = rows[rank]
         self._own_bytes = memoryview(own).cast("B")
         others = [peer for peer in range(world_size) if peer != rank]
+        # Of the other ranks; empty: ranks exchange frames.
         self.counters = [header.counter(rank, peer, counters) for peer in others] if selector.uses_counters else []
         self._words, self._published = counters, counters[rank]
         self._what = what
@@ -72,7 +63,8 @@ class SharedMemoryReduce:
         self._pieces = [_piece(parts, rank, is_few) for parts in _cut(rows, chunks(own.size, world_size)[rank])]
         with lasting():
             self._totals = [torch.from_numpy(total) for _, total, _ in self._pieces] if checks else []
-        self._checks, self.is_finite = checks, True
+        self._checks = checks
+        self.is_finite = True  # whether the latest result is, if ranks check it; the same on all
 
     def run(self, memory: memoryview) -> Iterator[Exchange]:
         """Copy elements to the row, reduce, and copy the result back; yield each exchange with other ranks."""
@@ -136,11 +128,8 @@ def _piece(parts: Sequence[Any], rank: int, is_few: bool) -> tuple[list[tuple[An
 class StagedReductions:
     """The staged all_reduces of one group; their segment is made after the first all_reduce that could use it.
 
-    From 16 KiB to some MiB two copies, which stay in a cache, take less time than the kernel needs to move the bytes.
-    A core writes slowly where another core has read; so the rank that reads a chunk also writes it.
-
-    Args:
-        persistent: Of the group.
+    From 16 KiB to some MiB two copies, which stay in a cache, take less time than the kernel needs to move the bytes. A
+    core writes slowly where another core has read; so the rank that reads a chunk also writes it.
     """
 
     def __init__(self, persistent: PersistentOps) -> None:

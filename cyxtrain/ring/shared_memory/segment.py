@@ -50,9 +50,8 @@ class Ranks(Protocol):
 class SharedMemorySegment:
     """Memory that all ranks share: each has the same places in it, and progress counters for each place.
 
-    Args:
-        memory: The rows of all ranks, one after the other.
-        places: Offset of each place in a rank's row, in bytes; the last one is the length of a row.
+    It holds the rows of all ranks, one after the other. `places` are offsets in a row, in bytes; the last is its
+    length.
     """
 
     def __init__(self, memory: mmap.mmap, places: Sequence[int]) -> None:
@@ -74,12 +73,8 @@ class SharedMemorySegment:
 def make_segment(ranks: Ranks, sizes: Sequence[int], timeout: timedelta | None = None) -> SharedMemorySegment | None:
     """Return zeroed memory that all ranks share, or None on every rank if one cannot have it. All ranks call it.
 
-    Cost: two small collectives, one or two descriptors, and all of the memory at once.
-
-    Args:
-        ranks: Connected by Unix sockets.
-        sizes: Bytes of each place in a rank's row.
-        timeout: Deadline of each collective; None: the group's.
+    They are connected by Unix sockets; `sizes` are the bytes of each place in a rank's row. Cost: two small
+    collectives, one or two descriptors, and all of the memory at once.
     """
     places = list(itertools.accumulate(map(_pages, sizes), initial=_pages(len(sizes) * _COUNTER_BYTES)))
     row_bytes, total, found = places[-1], torch.zeros(1, dtype=torch.int64, device="cpu"), None
@@ -105,7 +100,6 @@ def make_segment(ranks: Ranks, sizes: Sequence[int], timeout: timedelta | None =
 
 
 def _pages(size: int) -> int:
-    """Round bytes up to whole pages."""
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -21,9 +21,8 @@ SUM_BYTES = 8
 class Checksums:
     """The keyed checksums of one group. Cost: one read of the bytes, and about a microsecond.
 
-    Args:
-        key: The run's secret, or what rank 0 made in its place.
-        run: The random name of the group's rendezvous, so that no two groups have the same checksums.
+    `key` is the run's secret, or what rank 0 made in its place; `run` the random name of the group's rendezvous, so
+    that no two groups have the same checksums.
     """
 
     def __init__(self, key: bytes, run: str) -> None:

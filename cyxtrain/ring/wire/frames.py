@@ -79,26 +79,11 @@ _ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
 
 
 _DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.bool,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 
@@ -112,21 +97,14 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 
 class Operation(NamedTuple):
-    """One collective, as all its ranks must agree on it.
-
-    Attributes:
-        sequence: Number of the collective in its group, from 1.
-        dtype: `dtype_code` of the elements; 0: no elements.
-        shape: Of each rank's tensor; at most six dimensions, the rest folded into the last.
-        root: Source or destination; a message's tag; an all_reduce's shared buffer; -1: none.
-    """
+    """One collective, as all its ranks must agree on it."""
 
     kind: Kind
-    sequence: int
+    sequence: int  # the number of the collective in its group, from 1
     reduction: Reduction = Reduction.NONE
-    dtype: int = 0
-    shape: tuple[int, ...] = ()
-    root: int = NO_ROOT
+    dtype: int = 0  # `dtype_code` of the elements; 0: no elements
+    shape: tuple[int, ...] = ()  # of each rank's tensor
+    root: int = NO_ROOT  # source or destination; a message's tag; an all_reduce's shared buffer
     generation: int = 0
 
     def identity(self) -> bytes:
@@ -177,13 +155,8 @@ class Numbered(Protocol):
         """As `Operation.describe`."""
 
 
-def at_operation(error: CyxtrainError, operation: Numbered) -> CyxtrainError:
-    """Return a copy of a group's error that names the operation in which this rank was."""
-    return in_call(error, operation.describe())
-
-
 def in_call(error: CyxtrainError, here: str) -> CyxtrainError:
-    """Return a copy of a group's error that names the call in which this rank was."""
+    """Return a copy of a group's error that names the call, or the operation, in which this rank was."""
     message = str(error)
     if here not in message:
         gap = "" if message.endswith("\n") else " " if message.endswith(".") else ". "  # a traceback ends its last line
@@ -209,13 +182,9 @@ def put_sequence(frame: memoryview, sequence: int) -> None:
 
 
 def header(begin: bytes, payload: memoryview, *, checksums: Checksums | None, address: int = 0) -> bytes:
-    """Return the header of a transfer.
+    """Return the header of a transfer that `begin`s as `expected_header` says.
 
-    Args:
-        begin: The result of `expected_header`.
-        payload: What is sent.
-        checksums: None: the header carries none.
-        address: Where the receiver reads the payload; 0: it follows.
+    Without `checksums` it carries none. At an `address` the receiver reads the payload; 0: it follows.
     """
     if checksums is None:
         return begin + (_ADDRESS.pack(address) + _NO_SUMS if address else _NO_ADDRESS_NO_SUMS)

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from cyxtrain.errors import reason_of
 from cyxtrain.ring.wire.checksums import Checksums
@@ -49,13 +48,6 @@ _NEAR_SEND_BYTES = 1 << 19
 """Bytes in flight on the same machine, so that they stay in a cache."""
 _NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}
 """Option numbers that Python does not define yet."""
-
-
-class Pollable(Protocol):
-    """A link or a socket, which the kernel can wait for."""
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
 
 
 class LinkBroken(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
@@ -136,14 +128,9 @@ def _stay_in_cache(sock: socket.socket) -> None:
 
 
 class Link:
-    """A connected, non-blocking stream to one peer.
+    """A connected, non-blocking stream to the peer `rank`; the maker of the socket closes it.
 
-    Args:
-        sock: The connected socket; its maker closes it.
-        rank: The peer.
-        memory: The peer's memory, if this process can read it.
-        advertises: Whether the peer can read this process's memory.
-        checksums: Of its frames; None: they carry none.
+    `memory` is the peer's, if this process can read it; `advertises` tells whether the peer can read this one's.
     """
 
     def __init__(
@@ -258,6 +245,10 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
+Pollable = Link | socket.socket
+"""What the kernel can wait for."""
+
+
 class Poller:
     """Wait until one of some links can move; keeps its kernel objects, and serves one thread at a time."""
 
@@ -271,14 +262,7 @@ class Poller:
         deadline: Deadline,
         longest_seconds: float = _LONGEST_POLL_SECONDS,
     ) -> bool:
-        """Wait for readers, writers or time; return whether a link can move.
-
-        Args:
-            readers: To receive from.
-            writers: To send to.
-            deadline: When to give up.
-            longest_seconds: When to return in any case; at most half a second.
-        """
+        """Wait for readers, writers or time, at most half a second; return whether a link can move."""
         seconds = min(deadline.left(), longest_seconds, _LONGEST_POLL_SECONDS)
         until = time.monotonic() + seconds
         if sys.platform == "win32":

@@ -38,32 +38,17 @@ class _Piece(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def _find_reader() -> Any:
-    """Return process_vm_readv; None: this system has none."""
-    if _libc is None:
-        return None
-    try:
-        function: Any = _libc.process_vm_readv
-    except AttributeError:  # an old C library
-        return None
-    function.restype = ctypes.c_ssize_t
-    function.argtypes = (
-        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
-        *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
-    )
+def _find(name: str, returned: Any, *arguments: Any) -> Any:
+    """Return a function of the C library; None: it has none of this name."""
+    function: Any = getattr(_libc, name, None)
+    if function is not None:
+        function.restype, function.argtypes = returned, arguments
     return function
 
 
-def _find_madvise() -> Any:
-    """Return madvise; None: this system is not Linux."""
-    if _libc is None:
-        return None
-    function: Any = _libc.madvise
-    function.restype, function.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
-
-
-_readv, _madvise = _find_reader(), _find_madvise()
+_address, _count = ctypes.c_void_p, ctypes.c_ulong
+_readv = _find("process_vm_readv", ctypes.c_ssize_t, ctypes.c_int, _address, _count, _address, _count, ctypes.c_ulong)
+_madvise = _find("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allow_peer_reads() -> str:

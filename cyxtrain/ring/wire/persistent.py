@@ -46,13 +46,7 @@ def keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> None:
 
 
 class PersistentOps:
-    """The headers of one group's persistent operations, and its small all_reduces by shape, dtype and reduction.
-
-    Args:
-        links: To each other rank.
-        selector: Of this rank.
-        generation: Of the group.
-    """
+    """The headers of one group's persistent operations, and its small all_reduces by shape, dtype and reduction."""
 
     def __init__(self, links: Mapping[int, Link], selector: AlgorithmSelector, generation: int) -> None:
         self.selector = selector
@@ -90,12 +84,7 @@ class PersistentOps:
     ) -> PersistentHeader | None:
         """Return the header of a persistent all_reduce; None: alone, or with checksums, there are none.
 
-        Args:
-            reduction: How elements are combined.
-            dtype: Of the elements.
-            shape: Of the tensor.
-            payload_bytes: Of each frame.
-            root: Number of the shared buffer that holds the elements.
+        `root` is the number of the shared buffer that holds the elements.
         """
         if not self._links:
             return None
@@ -118,19 +107,6 @@ class PersistentHeader:
     """The frame of a persistent operation, and the exchanges that bring every rank's frame to all.
 
     Cost: each sends to all others, in one round; if ranks share cores each sends to rank 0, and rank 0 to all others.
-
-    Args:
-        operation: Without its number.
-        links: To each other rank.
-        selector: Of this rank.
-        payload_bytes: Of each frame.
-
-    Attributes:
-        frame: What this rank sends: header and payload.
-        expected: The frames it receives, by rank.
-        collecting: After this exchange those who reduce have every frame.
-        spreading: After this one all others have the result.
-        sequence: Number of the running operation.
     """
 
     def __init__(
@@ -139,11 +115,12 @@ class PersistentHeader:
         self._unnumbered = operation
         self.reduction = operation.reduction
         self.payload_bytes = payload_bytes
-        self.sequence = 0
+        self.sequence = 0  # of the running operation
         head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=None)
-        self.frame = _new_frame(payload_bytes)
+        self.frame = _new_frame(payload_bytes)  # what this rank sends: header and payload
         self.frame[:HEADER_BYTES] = head
-        self.expected: dict[int, ExpectedFrame] = {}
+        self.expected: dict[int, ExpectedFrame] = {}  # the frames that it receives, by rank
+        # After the first exchange those who reduce have every frame; after the second all others have the result.
         self.collecting, self.spreading = (self._exchange(each, links) for each in selector.exchanges(1))
 
     def _exchange(self, multicast: Multicast, links: Mapping[int, Link]) -> Exchange:
@@ -177,10 +154,7 @@ class PersistentHeader:
 class SmallReduction:
     """An all_reduce of few elements, summed in the order of `algorithms.tree` in memory that is reused.
 
-    Args:
-        header: With as many payload bytes as the tensor has.
-        selector: Of this rank.
-        array: NumPy's type of the elements.
+    The header has as many payload bytes as the tensor; `array` is NumPy's type of the elements.
     """
 
     def __init__(self, header: PersistentHeader, selector: AlgorithmSelector, array: type[np.number[Any]]) -> None:
@@ -209,12 +183,7 @@ class SmallReduction:
 
 
 class ExpectedFrame:
-    """The frame that must come from one rank.
-
-    Attributes:
-        frame: Header and payload.
-        done: Whether all of it has arrived.
-    """
+    """The frame, header and payload, that must come from one rank; `done` when all of it has arrived."""
 
     __slots__ = ("_have", "_head", "done", "frame", "link")
 
@@ -243,21 +212,12 @@ class ExpectedFrame:
 
 
 class ProgressCounter:
-    """A peer's progress counter in shared memory.
+    """A peer's progress counter in shared memory; `done` when the peer is as far as awaited.
 
     Nothing is sent, so a rank that waits long for a peer to begin sends a probe frame: the peer takes it when it is
-    through, or sees by it that it is in another operation. A peer that has begun is not asked: it might be through.
-
-    Args:
-        theirs: The peer's words: count, operation, and by rank the operation in which the peer asked that rank.
-        own: This rank's words.
-        rank: This rank.
-        peer: The other rank.
-        hearing: Receives the peer's probe.
-        frame: This rank's probe.
-
-    Attributes:
-        done: Whether the peer is as far as awaited.
+    through, or sees by it that it is in another operation. A peer that has begun is not asked: it might be through. The
+    peer's words are a count, an operation, and by rank the operation in which the peer asked that rank; `probe_frame`
+    receives its probe, and `frame` is this rank's.
     """
 
     __slots__ = ("_frame", "_own", "_peer", "_rank", "_theirs", "_wanted", "done", "link", "probe_frame")

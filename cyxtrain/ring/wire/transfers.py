@@ -93,35 +93,22 @@ def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | Non
     return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
 
 
-class OutgoingDescriptor:
-    """A file descriptor to send over a Unix socket."""
-
-    __slots__ = ("_descriptor", "done", "link")
-
-    def __init__(self, link: Link, descriptor: int) -> None:
-        self.link = link
-        self.done = False
-        self._descriptor = descriptor
-
-    def advance(self) -> bool:
-        """Send it if the kernel takes it; return whether it did."""
-        self.done = self.link.send_descriptor(self._descriptor)
-        return self.done
-
-
-class IncomingDescriptor:
-    """A file descriptor to receive, which the receiver owns; negative: it was lost."""
+class DescriptorTransfer:
+    """A file descriptor to send over a Unix socket; if it is negative, one to receive, which may have been lost."""
 
     __slots__ = ("descriptor", "done", "link")
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, descriptor: int = -1) -> None:
         self.link = link
         self.done = False
-        self.descriptor = -1
+        self.descriptor = descriptor
 
     def advance(self) -> bool:
-        """Receive it if it has arrived; return whether it has."""
-        self.done, self.descriptor = self.link.receive_descriptor()
+        """Send it if the kernel takes it, or receive it if it has arrived; return whether that is done."""
+        if self.descriptor >= 0:
+            self.done = self.link.send_descriptor(self.descriptor)
+        else:
+            self.done, self.descriptor = self.link.receive_descriptor()
         return self.done
 
 
@@ -158,9 +145,8 @@ class ShortIncoming:
 class Incoming:
     """A transfer to receive: a header, then the payload, piece by piece, replaced or combined.
 
-    Attributes:
-        advertised: Whether the payload is not sent but read in place.
-        done: Whether all has arrived; of a ReadReduce, the header.
+    If it is `advertised`, the payload is not sent but read in place. It is `done` when all has arrived; of a
+    ReadReduce, the header.
     """
 
     __slots__ = (
@@ -242,7 +228,6 @@ class Incoming:
             self._room = buffers.target[place + start : place + end]
 
     def _took(self, count: int) -> None:
-        """Use so many received bytes."""
         if self._sum is not None:
             self._sum.update(self._room[:count])
         if count < len(self._room):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.batches.structure import Tree, leaves, map_output, map_tree, output_parts, tensors, with_parts
+from cyxtrain.data.batches.structure import Tree, leaves, map_tree, tensors, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import is_accelerator, remedy_for_devices
@@ -147,7 +147,7 @@ class DryRun:
             self._model.eval()
             output = self._output(batch, predicting=True)
             self.rows_second = self._find_rows_second(source, output, batch.rows)
-        parts = dict(output_parts(output))
+        parts = dict(leaves(output))
         tensors = {
             name: torch.empty_like(part, device="meta") for name, part in parts.items() if isinstance(part, Tensor)
         }
@@ -157,7 +157,7 @@ class DryRun:
         """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
 
         def shapes(output: Any) -> dict[str, torch.Size]:
-            return {name: part.shape for name, part in output_parts(output) if isinstance(part, Tensor)}
+            return {name: part.shape for name, part in leaves(output) if isinstance(part, Tensor)}
 
         found = {name: shape for name, shape in shapes(output).items() if len(shape) > 2 and shape[1] == rows}
         found = {name: shape for name, shape in found.items() if shape[:2] != (1, 1)}
@@ -249,7 +249,7 @@ class DryRun:
         if self._loss.function is None and self._loss.used is None:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
-            output = map_output(Tensor.detach, output)
+            output = map_tree(Tensor.detach, output)
             return make_metrics(self._metrics, self._loss, output, batch.targets, batch.rows)
 
     def _without_output(self) -> Metrics:
@@ -485,12 +485,10 @@ def _picked(batch: Batch) -> Batch:
 
 
 def _part(batch: Batch, rows: slice | Tensor) -> Batch:
-    def part(tree: Tree) -> Tree:
+    def part(tree: Tree | None) -> Any:
         return map_tree(lambda tensor: tensor[rows].clone(), tree)  # a model may change its input
 
-    weights = None if batch.weights is None else batch.weights[rows]
-    targets = None if batch.targets is None else part(batch.targets)
-    return replace(batch, inputs=part(batch.inputs), targets=targets, weights=weights)
+    return replace(batch, inputs=part(batch.inputs), targets=part(batch.targets), weights=part(batch.weights))
 
 
 def warning_of(check: Callable[[], str]) -> str:

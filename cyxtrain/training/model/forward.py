@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cyxtrain.config.settings import takes
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import TARGET_NAMES
-from cyxtrain.data.batches.structure import Tree, map_output
+from cyxtrain.data.batches.structure import Tree, map_tree
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import ARGUMENT, names_items, usual_rule
@@ -122,7 +122,7 @@ class ModelCall:
             return call(model, batch)
         with torch.enable_grad():
             output = call(model, batch)
-        return map_output(Tensor.detach, output)
+        return map_tree(Tensor.detach, output)
 
     def _compute(self, model: Callable[..., Any], inputs: Tree, *targets: Tree | None, **others: int) -> Any:
         arguments, named = self._arguments(inputs, *targets)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.config.settings import names_checked
 from cyxtrain.data.batches.specs import example_of, form_of
-from cyxtrain.data.batches.structure import fields_of, output_parts, same_sequence, with_parts
+from cyxtrain.data.batches.structure import fields_of, leaves, same_sequence, with_parts
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
@@ -113,7 +113,7 @@ class Predictions:
             elif isinstance(joined, Tensor) and part.rows_second:
                 joined = joined.transpose(0, 1)
             found.append(finished(joined, as_array=self._is_numpy))
-        names = [name for name, _ in output_parts(self._example)]
+        names = [name for name, _ in leaves(self._example)]
         return with_parts(self._example, dict(zip(names, found, strict=True)))
 
 
@@ -214,7 +214,7 @@ class ShardFolder:
         self, path: str | os.PathLike[str], model: nn.Module, rows: CheckedData, output: Any, *, distributed: bool
     ) -> None:
         self.path, self._distributed = Path(path).absolute(), distributed
-        self._names, self._rows = [name for name, _ in output_parts(output)], rows
+        self._names, self._rows = [name for name, _ in leaves(output)], rows
         state: dict[str, Any] = {}
         self._on_writer(lambda: state.update(self._begin(_facts(model, rows), output)))
         if distributed:
@@ -304,7 +304,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _group_size(rows: CheckedData, output: Any) -> int:
     """Return how many batches a shard has, by the sizes of the dry run's output."""
-    parts = ((name in rows.rows_second, part) for name, part in output_parts(output))
+    parts = ((name in rows.rows_second, part) for name, part in leaves(output))
     row_bytes: int = sum(part.nbytes // max(1, part.shape[second]) for second, part in parts)
     batches = rows.source.num_batches(rows.batch_size)
     most = _STREAM_BATCHES if batches is None else -(-batches // _FEWEST_SHARDS)

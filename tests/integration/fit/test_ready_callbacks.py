@@ -614,7 +614,7 @@ def test_gradients_are_seen_between_averaging_and_clipping():
         (lambda: ModelCheckpoint("x", save_freq=0), "save_freq must be a whole number"),
         (lambda: ModelCheckpoint("x", save_freq=2, save_best_only=True), "save_best_only needs save_freq='epoch'"),
         (lambda: Timer(0), "seconds must be above 0"),
-        (lambda: GradientNormMonitor(0), "every_n_steps must be at least 1"),
+        (lambda: GradientNormMonitor(0), "every_n_steps must be a whole number of at least 1"),
         (lambda: EMA(1.0), "decay must be between 0 and 1"),
         (lambda: EMA(start_step=-1), "start_step must be a whole number"),
         (lambda: SWA(0.75), "start_epoch must be a whole number"),

@@ -34,11 +34,11 @@ from worlds import free_port, wait_until
 
 import cyxtrain as cx
 from cyxtrain.config import DistributedConfig
-from cyxtrain.doctor import examine, local_checks, machine_facts, measure, report, store_exchange, terminal
-from cyxtrain.doctor.findings import Pair, PeerResult, RankInfo, Roster, to_json
-from cyxtrain.doctor.machine_facts import Machine
+from cyxtrain.doctor import examine, local_checks, measure, report, store_exchange, terminal
+from cyxtrain.doctor.local_checks import Machine
 from cyxtrain.doctor.measure import RoundTrip
 from cyxtrain.doctor.pairs import rounds
+from cyxtrain.doctor.store_exchange import Pair, PeerResult, RankInfo, Roster
 from cyxtrain.environment.processes import Process
 from cyxtrain.ring import Deadline, RankRecord, StoreClient, try_transports
 from cyxtrain.ring.rendezvous import probe
@@ -138,14 +138,14 @@ def test_a_connection_is_measured_both_ways():
 
 
 def test_a_connection_that_ends_in_the_middle_is_an_error():
-    with pytest.raises((measure.ConnectionEndedError, ConnectionError)):
+    with pytest.raises(ConnectionError):
         between_two(20.0, lambda sock: sock.close())
 
 
 def test_a_connection_that_carries_short_messages_only_is_told_from_one_that_is_dead():
     def follow_what_is_short(sock: socket.socket) -> None:
-        while question := sock.recv(9):
-            if question[:1] != b"p":
+        while question := sock.recv(16):
+            if any(question):  # bytes come, or are wanted
                 return
             sock.sendall(bytes(16))
 
@@ -384,8 +384,8 @@ def test_memory_that_cannot_be_read_is_reported_with_the_reason(monkeypatch):
 
 
 def test_the_interface_of_an_address_is_found():
-    assert machine_facts.interface_of("127.0.0.1") in ("lo", "")  # "": not Linux
-    assert machine_facts.interface_of("192.0.2.1") == machine_facts.interface_of("") == ""
+    assert local_checks.interface_of("127.0.0.1") in ("lo", "")  # "": not Linux
+    assert local_checks.interface_of("192.0.2.1") == local_checks.interface_of("") == ""
 
 
 # --- who comes ------------------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_the_interface_of_an_address_is_found():
 def test_who_comes_when_rank_0_has_ceased_to_wait_hears_so():
     store = dist.HashStore()
     board = StoreClient(store, "rank 2", Deadline(5.0))
-    board.set("roster", to_json(Roster([0, 1], 3, "ab")))
+    board.write("roster", Roster([0, 1], 3, "ab"))
     with pytest.raises(cx.RendezvousError, match="rank 2 registered after rank 0 had stopped waiting"):
         store_exchange.read_roster(board, 2, 3, Deadline(5.0))
     with pytest.raises(cx.RendezvousError, match="started with WORLD_SIZE=4, rank 0 with WORLD_SIZE=3"):
@@ -415,7 +415,7 @@ def test_two_processes_of_one_rank_are_told_apart():
 
 @pytest.mark.parametrize(
     "text",
-    ["[1, 2", '{"ranks": [0, "1"], "world_size": 2, "token": ""}', to_json(Roster([0], 1, "")).replace('""', '"no"')],
+    ["[1, 2", '{"ranks": [0, "1"], "world_size": 2, "token": ""}', '{"ranks": [0], "world_size": 1, "token": "no"}'],
 )
 def test_what_no_rank_has_written_is_said(text):
     store = dist.HashStore()

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 import cyxtrain as cx
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
-from cyxtrain.parallel.compression import load_state
-from cyxtrain.parallel.powersgd import LowRankGradient, as_matrix
+from cyxtrain.parallel.compression import LowRankGradient, as_matrix, load_state
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 MANY_BUCKETS = 1e-4  # MiB: about a parameter each

@@ -19,8 +19,8 @@ from cyxtrain.config.settings import nearest, unknown_name
 from cyxtrain.launch.starting import launch
 from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.metrics.named_metrics import _KNOWN
-from cyxtrain.optim.named_schedules import SCHEDULERS
 from cyxtrain.optim.optimizers import OPTIMIZERS
+from cyxtrain.optim.schedule_classes import SCHEDULERS
 from cyxtrain.training.inputs.arguments import parse_fit
 
 CONFIGS = (cx.DistributedTrainingConfig, cx.DDPConfig, cx.AMPConfig)

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.sampler import DistributedSampler
+from cyxtrain.data.sampler import DistributedBatchIterator, DistributedSampler
 from cyxtrain.errors import ConfigError
 
 SIZES = [1, 2, 7, 64, 100, 1797]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from cyxtrain.data import sampler as sampler_module
-from cyxtrain.data.sampler import DistributedSampler, global_order, sharded_size
+from cyxtrain.data.sampler import DistributedSampler, global_order
 from cyxtrain.data.sources.validation_rows import validation_rows
 from cyxtrain.errors import ConfigError
 
@@ -110,7 +110,7 @@ def test_sizes_are_methods():
     assert (uneven.local_size(), uneven.total_size(), uneven.padded_size()) == (2, 10, 10)
     dropping = DistributedSampler(10, rank=2, world_size=4, drop_last=True, pad=False)
     assert (dropping.local_size(), dropping.total_size(), dropping.padded_size()) == (2, 10, 8)
-    assert sharded_size(10, 4, drop_last=True, pad=True) == 8
+    assert DistributedSampler(10, rank=2, world_size=4, drop_last=True, pad=True).padded_size() == 8
 
 
 def test_it_is_a_sampler_for_pytorchs_data_loader():
@@ -131,7 +131,8 @@ def test_without_a_group_it_is_rank_0_of_1():
 
 
 def test_with_a_group_rank_and_world_size_are_the_groups(monkeypatch):
-    monkeypatch.setattr(sampler_module, "_default_group", lambda: (2, 3))
+    for name, found in {"is_initialized": True, "get_rank": 2, "get_world_size": 3}.items():
+        monkeypatch.setattr(sampler_module.dist, name, lambda found=found: found)
     sampler = DistributedSampler(5)
     assert (sampler.rank, sampler.world_size) == (2, 3)
     given = DistributedSampler(5, rank=0, world_size=1)

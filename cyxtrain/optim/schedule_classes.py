@@ -1,27 +1,25 @@
-"""Learning-rate schedules by name, which end with the fit."""
+"""The classes of learning-rate schedules: by name, which end with the fit, and of other packages, such as timm's."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from cyxtrain.config.settings import takes
+
 
 class FitSchedule(LRScheduler):
-    """A schedule over the steps of one fit; the next fit starts it again.
+    """A schedule over the steps of one fit; the next fit starts it again."""
 
-    Attributes:
-        total_steps: How many times the fit steps it; 0 before the first fit.
-    """
-
-    # its name for trainers
-    label = ""
+    label = ""  # its name for trainers
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.total_steps = 0
+        self.total_steps = 0  # how many times the fit steps it; 0 before the first fit
         super().__init__(optimizer)
 
     def begin(self, total_steps: int) -> None:
@@ -40,9 +38,9 @@ class FitSchedule(LRScheduler):
         factor = self.factor() if self.total_steps else 1.0
         return [rate * factor for rate in self.base_lrs]
 
-    @abstractmethod
     def factor(self) -> float:
         """Return the factor of the learning rate at step `last_epoch` of `total_steps`."""
+        return 1.0
 
     def part(self) -> float:
         """Return the completed fraction of the fit, 0 to 1."""
@@ -53,10 +51,6 @@ class Constant(FitSchedule):
     """Keeps the learning rate."""
 
     label = "constant"
-
-    @override
-    def factor(self) -> float:
-        return 1.0
 
 
 class Linear(FitSchedule):
@@ -112,3 +106,57 @@ def _between(start: float, end: float, part: float) -> float:
 
 
 SCHEDULERS: dict[str, type[FitSchedule]] = {each.label: each for each in (Constant, Linear, Cosine, OneCycle)}
+
+
+class Schedule(Protocol):
+    """What is needed of another package's schedule, besides its `step`, whose arguments differ."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...  # noqa: D102
+
+
+class GivenSchedule(LRScheduler):
+    """Steps a schedule of another package, as PyTorch's are stepped.
+
+    One with `step_update` is timm's, which counts steps or epochs by its `t_in_epochs`.
+    """
+
+    def __init__(self, given: Any, optimizer: torch.optim.Optimizer) -> None:
+        # LRScheduler's own __init__ would set the rate.
+        self.optimizer = optimizer
+        self.given = given
+        self.last_epoch = 0
+        self._schedulers = [given]  # where PyTorch keeps parts: their attributes are restored and copied, too
+        self._has_units = callable(getattr(given, "step_update", None))
+        self._takes_number = self._has_units or not takes(given.step, 0)
+
+    @property
+    def interval(self) -> str | None:
+        """The unit that it counts, if it tells."""
+        return ("epoch" if getattr(self.given, "t_in_epochs", True) else "step") if self._has_units else None
+
+    def step(self, epoch: Any = None) -> None:
+        """Set the next rate; the object is told how many steps, or epochs, are complete."""
+        self.last_epoch += 1
+        step = self.given.step_update if self.interval == "step" else self.given.step
+        step(*[self.last_epoch] * self._takes_number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count and the state of the object."""
+        return {"last_epoch": self.last_epoch, "given": self.given.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore both."""
+        self.last_epoch = state_dict["last_epoch"]
+        self.given.load_state_dict(state_dict["given"])
+
+
+def is_schedule(given: Any) -> bool:
+    """Return whether an object of another class can be stepped, saved and restored."""
+    names = ("step", "state_dict", "load_state_dict")
+    return all(callable(getattr(given, name, None)) for name in names) and not isinstance(given, type)
+
+
+def given_schedule(scheduler: LRScheduler | None) -> Any:
+    """Return a schedule as the user gave it."""
+    return scheduler.given if isinstance(scheduler, GivenSchedule) else scheduler
