@@ -25,12 +25,8 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
     name = next((name for name in _CLIPS if getattr(config, name) is not None), None)
     if name is None:
         return None
-    (function, argument), limits = _CLIPS[name], getattr(config, name)
-
-    if isinstance(limits, Mapping):
-        limits = {own: limit for own, limit in limits.items() if own in optimizers}
-    else:
-        limits = {"": limits}
+    (function, argument), given = _CLIPS[name], getattr(config, name)
+    limits = {own: given[own] for own in given if own in optimizers} if isinstance(given, Mapping) else {"": given}
 
     def clip(parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
         norms = {}
