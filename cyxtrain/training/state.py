@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -401,6 +401,11 @@ class _SavedOptimizer(NamedTuple):
     rates: dict[str, Any]
 
 
+class _ByName(dict[str, torch.optim.Optimizer]):
+    def __call__(self) -> NoReturn:
+        raise TypeError("optimizers is a dictionary: take one by name, or call optimize(loss, name) in a train_step.")
+
+
 class TrainerView:
     """What a trainer shows of its training."""
 
@@ -409,7 +414,7 @@ class TrainerView:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers by name; an only one is called "optimizer"."""
-        return self._state.optimizers
+        return _ByName(self._state.optimizers)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
