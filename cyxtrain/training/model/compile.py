@@ -147,27 +147,23 @@ def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
         forward = torch.compiler.disable(_forward, recursive=False) if layers else _forward
         for layer in layers:
             own = layer.__dict__.get("forward")  # a user may have replaced it
-            stack.callback(_set_forward, layer, own)
+            if own is None:
+                stack.callback(delattr, layer, "forward")
+            else:
+                stack.callback(setattr, layer, "forward", own)
             layer.forward = functools.partial(forward, layer, layer.forward)
         yield
-
-
-def _set_forward(layer: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del layer.forward
-    else:
-        layer.forward = forward
 
 
 def _forward(layer: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
+
+    def contexts() -> tuple[Any, Any]:
+        return contextlib.nullcontext(), _buffers_kept(layer)
+
     # Randomness and autocast are as in the first run; buffers, such as running means, are kept from a second change.
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=functools.partial(_contexts, layer), **named)
-
-
-def _contexts(layer: nn.Module) -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _buffers_kept(layer)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
 
 @contextlib.contextmanager
