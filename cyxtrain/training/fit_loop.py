@@ -143,7 +143,13 @@ class FitLoop:
         self._show(step, share)
         if self._validates_within_epochs and self._plan.validates_at(self._state.position):
             self._validate_within_epoch(step)
-        self._check_and_save(step)
+        every = self._plan.config.check_replicas_every_n_steps
+        if every and self._state.position.step % every == 0:
+            step.guard.wait_for_verdict()
+            self._ddp.check_replicas()
+        if self._manager.is_due():
+            step.guard.wait_for_verdict()
+            self._manager.save_step(step.totals)
         self._apply(requests, step)
         step.clock.steps += 1
         self._profile.step()
@@ -371,16 +377,6 @@ class FitLoop:
             if saves:
                 self._manager.save_step(step.totals)
         stop_if_requested(received)
-
-    def _check_and_save(self, step: TrainingStep) -> None:
-        """Compare the replicas, and save, if that is due after this step."""
-        every = self._plan.config.check_replicas_every_n_steps
-        if every and self._state.position.step % every == 0:
-            step.guard.wait_for_verdict()
-            self._ddp.check_replicas()
-        if self._manager.is_due():
-            step.guard.wait_for_verdict()
-            self._manager.save_step(step.totals)
 
     def _show(self, step: TrainingStep, share: Share) -> None:
         plan = self._plan
