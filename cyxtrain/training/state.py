@@ -237,10 +237,6 @@ class TrainingState(_Fields):
             rates.end_epoch()
         self._clear_rank_states()
 
-    def complete_fit(self) -> None:
-        """Count a completed call of `fit`."""
-        self.complete_fits = self.position.fits
-
     def _begin_run(self, data: Mapping[str, str]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
         own = f"{secrets.token_hex(8)} {time.time()}"
@@ -342,7 +338,7 @@ class TrainingState(_Fields):
         state, _ = read_file_on_all(path)
         self.load(state, f"checkpoint {path}")
         self.metadata |= state.metadata
-        self.complete_fit()
+        self.complete_fits = self.position.fits
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Load model, optimizer, scheduler and loss scale from a checkpoint; raise CheckpointError as `load`."""

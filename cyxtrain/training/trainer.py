@@ -296,7 +296,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:
         """Record completion, or report why the fit stopped; exit or raise if that was requested."""
         if stopped is None:
-            self._state.complete_fit()
+            self._state.set(complete_fits=self._state.position.fits)
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
             exit_for(stopped)
