@@ -157,7 +157,7 @@ class Callback:
         """A step starts."""
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """A step is done."""
+        """A step is done; logs are means over this rank's samples since the epoch began."""
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
         """Gradients are averaged over all ranks and finite, not yet clipped; the step has not been taken."""

@@ -25,6 +25,7 @@ from cyxtrain.errors import warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import rule_named
+from cyxtrain.metrics.weighting import Weighting
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
@@ -155,7 +156,8 @@ class DistributedAMPTrainer:
                 It may have no samples, as in the tail of an epoch.
 
         Returns:
-            The loss of this rank's micro-batch, as the loss function gives it; 0 if nothing in it counts.
+            The loss of this rank's micro-batch, as the loss function gives it, with (sum, weight) as a mean; 0 if
+            nothing in it counts.
 
         Raises:
             ConfigError: It is not a batch, has other parts than the first one, or the model cannot take it.
@@ -188,10 +190,10 @@ class DistributedAMPTrainer:
             share.micro_batches.append(rows)
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
             found = share.results[-1].loss
-            if not self._loss.counts_terms:
-                loss = float(found.value.detach())
-            elif found.has_weight:
-                loss = float(found.mean.detach())
+            is_as_given = self._loss.weighting is Weighting.NOTHING or found.terms is found.weight
+            loss = float((found.value if is_as_given else found.mean).detach())
+            if math.isnan(loss) and not found.has_weight:
+                loss = 0.0
         elif is_last:
             step.join_without_rows(share)
         if is_last:
