@@ -107,8 +107,7 @@ class Updates:
         verdicts = [each for own in self._verdicts.values() for each in own]
         verdict = self._guard.end_updates(verdicts)
         self._idle -= self._verdicts.keys()
-        skipped = self._skipped + 1 if Verdict.SKIPPED in verdicts else 0
-        self._state.position.set(skipped=skipped)
+        self._state.position.set(skipped=self._skipped + 1 if Verdict.SKIPPED in verdicts else 0)
         for name, rates in self._state.rates.items():
             if Verdict.TAKEN in self._verdicts.get(name, [Verdict.TAKEN]):
                 torch_compat.note_step(rates.optimizer)  # each schedule counts steps, also those without an update

@@ -13,8 +13,7 @@ from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.inputs.checked_data import CheckedData, EmptyBatch, inputs_seen
 from cyxtrain.training.inputs.plan import FitPlan
-from cyxtrain.training.model.modes import put_into_training
-from cyxtrain.training.model.snapshot import snapshot
+from cyxtrain.training.model.snapshot import put_into_training, snapshot
 from cyxtrain.world import runtime
 
 
