@@ -1,4 +1,4 @@
-"""A model's loss, metrics and outputs over all rows: each counted once, in order; and the run over their batches."""
+"""A model's loss, metrics and outputs over all rows: each counted once, in order."""
 
 from __future__ import annotations
 
