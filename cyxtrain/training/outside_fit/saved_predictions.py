@@ -96,7 +96,12 @@ class Predictions:
             return self._output(rows[index])
         with contextlib.suppress(TypeError):
             return self._output([rows[operator.index(index)]], single=True)
-        return self._output([rows[operator.index(each)] for each in index])
+        numbers = np.asarray(index)
+        if numbers.dtype == bool and numbers.shape == (len(self),):
+            numbers = np.flatnonzero(numbers)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+            raise IndexError(f"give a row's number, a slice, a list of numbers or a bool per row, not {brief(index)}.")
+        return self._output([rows[each] for each in numbers.tolist()])
 
     def _output(self, rows: Sequence[int], *, single: bool = False) -> Any:
         """Return rows by number, as one batch of output; if `single`, the one row without its dimension."""
