@@ -50,11 +50,7 @@ class Names:
         module: types.ModuleType | None = None,
         kind: type = object,
     ) -> Maker:
-        """Return the class or function: one of `known`, in any case; a class of `module`; or "module:name".
-
-        Raises ConfigError, which names `what` is looked for and the nearest name, if there is none. Classes of `module`
-        must have the base class `kind`.
-        """
+        """Return the class or function: one of `known`, in any case; a `kind` in `module`; or "module:name"."""
         if name.lower() in known:
             return known[name.lower()]
         if is_path(name):

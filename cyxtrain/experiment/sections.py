@@ -16,6 +16,7 @@ SECTIONS = (
     "model",
     "data",
     "loss_fn",
+    "loss_weights",
     "optimizer",
     "optimizers",
     "scheduler",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from cyxtrain.config.settings import require
@@ -59,15 +60,17 @@ class ConfusionMatrix(WholeSet):
         require(given == count, f"ConfusionMatrix.class_names has {given} names, and there are {count} classes.")
         if loss.ignored is not None and not loss.is_binary:
             classes = classes.masked_fill(classes == loss.ignored, -1)
-        return predicted.long(), classes.long()
+        return (predicted.long(), torch.full_like(predicted, count, dtype=torch.int32)), classes.long()
 
     @override
-    def _names(self, name: str, rows: tuple[Any, Any]) -> list[str]:
+    def _names(self, name: str, results: Callable[[], dict[str, float]]) -> list[str]:
         return []  # without drawing: it adds no numbers to the history
 
     def _draw(self, outputs: Any, targets: Any) -> dict[str, float]:
-        predicted, classes = (np.concatenate([*map(np.atleast_1d, each)], None) for each in (outputs, targets))
-        names = self.class_names or [str(number) for number in range(1 + max(predicted.max(), classes.max()))]
+        parts = (*outputs, targets) if isinstance(outputs, tuple) else (outputs, targets)
+        predicted, *counts, classes = (np.concatenate([*map(np.atleast_1d, each)], None) for each in parts)
+        size = counts[0].max() if counts else 1 + max(predicted.max(), classes.max())
+        names = self.class_names or [str(number) for number in range(size)]
         self.matrix = np.zeros((len(names), len(names)), np.int64)
         np.add.at(self.matrix, (classes[classes >= 0], predicted[classes >= 0]), 1)
         self.figure = _figure(self.matrix, names)

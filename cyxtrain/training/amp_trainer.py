@@ -24,6 +24,7 @@ from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.metrics.num_items import rule_named
 from cyxtrain.metrics.weighting import Weighting
 from cyxtrain.optim.learning_rates import LearningRates
@@ -272,7 +273,7 @@ class DistributedAMPTrainer:
         call = ModelCall(self.model, Precision(_PRECISION, device), rows.inputs, rows.targets, self._loss)
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
-            DryRun(self.model, self._loss, call, self._placement, {}, is_of_fit=True).check_weights(rows)
+            DryRun(self.model, self._loss, call, self._placement, NamedMetrics(), is_of_fit=True).check_weights(rows)
             if self._loss.warning and self.is_main_process:
                 warn(self._loss.warning)
         rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""

@@ -79,7 +79,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
             "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
             sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
-            several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
+            several by name, or lists of them by output name. Accuracy is measured if targets are class indices;
+            "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
             of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
             returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
@@ -136,7 +137,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self.metrics = metrics_by_name(metrics)
+        self.metrics = metrics_by_name(metrics, [*map(str, loss_fn)] if isinstance(loss_fn, Mapping) else ())
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         made = make_schedulers(scheduler, schedulers, named)

@@ -42,7 +42,7 @@ class Placement:
         placed = self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs)
         return Rows(
             map_tree(as_channels_last, placed) if self.channels_last else placed,
-            map_tree(self._target, targets),
+            map_tree(lambda tensor: self.prepare_target(self._moved(tensor), self.dtype), targets),
             None if weights is None else self._moved(weights).to(self.dtype),
         )
 
@@ -58,9 +58,6 @@ class Placement:
     def _part(self, tensor: Tensor) -> Tensor:
         """Return one of several inputs: booleans among them are a mask."""
         return self._moved(tensor) if tensor.dtype is torch.bool else self._input(tensor)
-
-    def _target(self, tensor: Tensor) -> Tensor:
-        return self.prepare_target(self._moved(tensor), self.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:

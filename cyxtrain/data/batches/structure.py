@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 Tree: TypeAlias = Tensor | dict[str, "Tree"] | tuple["Tree", ...] | list["Tree"]
 """Parts of the containers may be None, such as a mask that is not used; the type leaves that out for brevity."""
@@ -38,7 +39,7 @@ def as_tensor(value: Any) -> Tensor:
 def leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
     """Yield the name of each part as Python reaches it, such as "output['scores']", and the part, unless it is None."""
     named = fields_of(output)
-    if named is not None or isinstance(output, (tuple, list)):
+    if named is not None or _is_sequence(output):
         for key, part in enumerate(output) if named is None else named.items():
             yield from leaves(part, f"{name}[{key!r}]")
     elif output is not None:
@@ -50,10 +51,14 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
     named = fields_of(output)
     if named is not None:
         return with_fields(output, {key: with_parts(part, parts, f"{name}[{key!r}]") for key, part in named.items()})
-    if isinstance(output, (tuple, list)):
+    if _is_sequence(output):
         made = (with_parts(part, parts, f"{name}[{number}]") for number, part in enumerate(output))
         return same_sequence(output, made)
     return None if output is None else parts[name]
+
+
+def _is_sequence(output: Any) -> bool:
+    return isinstance(output, (tuple, list)) and not isinstance(output, PackedSequence)
 
 
 def tensors(tree: Tree | None) -> list[Tensor]:
@@ -76,6 +81,15 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
+
+
+def parts_by_name(value: Any) -> dict[str, Any]:
+    """Return the parts of an output or a target by name; those of a tuple without names, or of a list, by place."""
+    named = fields_of(value)
+    if named is None:
+        several = value if isinstance(value, (tuple, list)) else ()
+        named = dict(zip(getattr(value, "_fields", range(len(several))), several, strict=True))
+    return {str(name): part for name, part in named.items()}
 
 
 def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:

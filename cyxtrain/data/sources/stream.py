@@ -38,10 +38,7 @@ _OWN = 1  # `Place.order` if each rank has its own data
 
 
 class Pass:
-    """A pass through the batches of `make()`, whose random generators are separate from training's.
-
-    `parts` of the data may have generators or a `set_epoch`; `rank` is 0 if all ranks have the same data.
-    """
+    """A pass through the batches of `make()`, whose random generators, also those of `parts`, are not training's."""
 
     def __init__(
         self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
@@ -94,10 +91,7 @@ class Pass:
 
 
 class StreamSource(Source):
-    """Batches of `make()`, one after the other; `what` names them in messages.
-
-    Reading starts with pass `number`. The header shows `note`. `parts` as `Pass`.
-    """
+    """Batches of `make()` from pass `number` on; messages call them `what`, and the header adds `note`."""
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from cyxtrain.errors import brief
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
+from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel import gathering_alone
@@ -52,7 +53,7 @@ class TrainerArguments(NamedTuple):
     loss_fn: Any
     optimizers: Mapping[str, torch.optim.Optimizer]
     device: str | torch.device
-    metrics: Mapping[str, Any]
+    metrics: NamedMetrics
     steps: OwnSteps
     logged: LoggedNumbers
 
@@ -193,7 +194,7 @@ def check_data(
         placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())
     call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
-    asked, measures, output = {} if predicting else trainer.metrics, Metrics(), None
+    asked, measures, output = NamedMetrics() if predicting else trainer.metrics, Metrics(), None
     dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
         output = dry_run.predict(source)

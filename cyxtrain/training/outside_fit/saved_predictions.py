@@ -257,11 +257,11 @@ class ShardFolder:
         shards = [int(match[1]) for name in names if (match := re.fullmatch(r"shard-(\d+)\.json", name))]
         return {"group": found["batches_per_shard"], "done": shards, "complete": found["complete"]}
 
-    def write(self, shard: int, batches: list[dict[str, Tensor]]) -> None:
+    def write(self, shard: int, batches: list[dict[str, list[Tensor]]]) -> None:
         """Write the outputs of the batches of a shard."""
         record: dict[str, list[Any]] = {"kinds": [], "shapes": []}
         for part, name in enumerate(self._names):
-            tensors = [batch[name] for batch in batches]
+            tensors = [piece for batch in batches for piece in batch[name]]
             alike = itertools.groupby(tensors, lambda tensor: tensor.shape[1:])
             shapes = [[sum(map(len, group)), *shape] for shape, group in alike]
             joined = torch.cat(tensors if len(shapes) == 1 else [tensor.reshape(-1) for tensor in tensors])
