@@ -155,7 +155,7 @@ HISTORY = {
     **dict.fromkeys(("train_losses", "train_accuracies", "val_losses", "val_accuracies"), _NUMBERS),
     **dict.fromkeys(("total_time_seconds", "samples_per_second"), _is_number),
     **dict.fromkeys(("effective_batch_size", "world_size"), _is_count),
-    "epochs": _list_of(_is_count),
+    **dict.fromkeys(("epochs", "steps"), _list_of(_is_count)),
     "metrics": _dict_of(_NUMBERS),
     "validations": _list_of(_dict_of(_is_number)),
 }

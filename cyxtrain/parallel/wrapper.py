@@ -214,7 +214,7 @@ class DistributedDataParallel(nn.Module):
                 self._reducer.unsynced = False
 
     def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
-        """Send `num_signals` numbers, each 0 or 1, with the gradients of the next synchronisation, at no cost.
+        """Send `signals`, each 0 or 1, with the gradients of the next synchronisation, at no cost.
 
         Returns a function to call after it, which returns, for each signal, a number above 0 if any rank gave 1. With
         reports, if any rank gave it in those that were read since the last call.

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cyxtrain.config.settings import names_checked, unknown_name
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, counted
@@ -58,6 +60,8 @@ class TrainingHistory:
     """Number of ranks."""
     epochs: list[int] = field(default_factory=list)
     """The epoch numbers as shown, from 1; a second `fit` continues counting."""
+    steps: list[int] = field(default_factory=list)
+    """The number of steps at the end of each epoch, earlier fits of the trainer included."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Other measured numbers by name, such as "f1" and "val_f1"."""
     validations: list[dict[str, float]] = field(default_factory=list)
@@ -161,10 +165,20 @@ class TrainingHistory:
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Return a matplotlib figure of all curves, and write it to `path` if given (PNG, SVG, PDF).
 
+        Validations within an epoch are drawn where they came, such as at 1.5 in the middle of epoch 2.
+
         Raises:
             ConfigError: matplotlib is not installed (`pip install 'cyxtrain[plot]'`), or there is no epoch.
         """
-        return plot_history(self.history, self._epoch_numbers(), path)
+        epochs = self._epoch_numbers()
+        curves = {name: (epochs[: len(values)], values) for name, values in self.history.items()}
+        if len(self.steps) == len(epochs) and {row["step"] for row in self.validations} - {*self.steps}:
+            begins = 0 if epochs[0] == 1 else 2 * self.steps[0] - max(self.steps[:2])  # of another fit: about there
+            for name in [name for name in curves if name.startswith("val_")]:
+                rows = [row for row in self.validations if name in row]
+                places = np.interp([row["step"] for row in rows], [begins, *self.steps], [epochs[0] - 1, *epochs])
+                curves[name] = (places.tolist(), [row[name] for row in rows])
+        return plot_history(curves, path)
 
     def _repr_html_(self) -> str:
         return history_as_html(self.history, self._summary())
@@ -248,12 +262,13 @@ def validation_of(history: TrainingHistory, *, step: int = 0, epoch: int = 0) ->
     return {name: value for name, value in row.items() if name.startswith("val_")} if is_meant else {}
 
 
-def record_epoch(history: TrainingHistory, epoch: int, measured: Mapping[str, float]) -> None:
-    """Append the numbers of an epoch, under Keras's names, to a history.
+def record_epoch(history: TrainingHistory, epoch: int, step: int, measured: Mapping[str, float]) -> None:
+    """Append the numbers of an epoch that ended with a step, under Keras's names, to a history.
 
     A NaN accuracy is left out unless other epochs have one: then no row of this epoch counted.
     """
     history.epochs.append(epoch)
+    history.steps.append(step)
     record_numbers(history, measured)
 
 

@@ -17,22 +17,23 @@ _WIDTH, _HEIGHT, _MARGIN = 220, 90, 6
 _TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
 
 
-def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], path: Any = None) -> Figure:
-    """Return a figure with a panel for each number, with training and validation; write it to `path` if given."""
+def plot_history(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: Any = None) -> Figure:
+    """Return a figure of (epochs, values) by name, a panel for each number; write it to `path` if given."""
     try:
         from cyxtrain.environment.picture import Picture
     except ImportError as error:
         raise ConfigError("plot() needs matplotlib, which is not installed: pip install 'cyxtrain[plot]'.") from error
-    panels = _panels(columns)
+    panels = _panels({name: values for name, (_, values) in curves.items()})
     if not panels:
         raise ConfigError("there is nothing to plot: the history has no epoch.")
     columns_of_panels = len(panels) if len(panels) <= 3 else 2
     rows = -(-len(panels) // columns_of_panels)
     figure = Picture(figsize=(5.0 * columns_of_panels, 3.2 * rows), layout="constrained")
     grid: list[Any] = list(figure.subplots(rows, columns_of_panels, squeeze=False).flat)
-    for axes, (name, curves) in zip(grid, panels.items(), strict=False):
-        for kind, values, color in curves:
-            axes.plot(epochs[: len(values)], values, marker="." if len(values) < 30 else "", label=kind, color=color)
+    for axes, (name, drawn) in zip(grid, panels.items(), strict=False):
+        for kind, values, color in drawn:
+            places, _ = curves[name if color == _TRAIN else f"val_{name}"]
+            axes.plot(places, values, marker="." if len(values) < 30 else "", label=kind, color=color)
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

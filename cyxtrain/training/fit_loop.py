@@ -442,11 +442,11 @@ class FitLoop:
         times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
-        plan, history = self._plan, self._state.history
-        validated = validation_of(history, epoch=self._state.position.epoch)
+        plan, history, position = self._plan, self._state.history, self._state.position
+        validated = validation_of(history, epoch=position.epoch)
         printed = {name: value for name, value in own.items() if not name.startswith(_NOT_PRINTED)}
         text = "  ".join(filter(None, map(numbers, (measured, printed))))
-        record_epoch(history, self._state.position.epoch, measured | validated | own)
+        record_epoch(history, position.epoch, position.step, measured | validated | own)
         self._training_seconds += epoch_seconds
         self._trained_rows += rows
         history.total_time_seconds = total_seconds

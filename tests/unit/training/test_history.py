@@ -8,7 +8,7 @@ import math
 import pytest
 
 from cyxtrain.errors import ConfigError
-from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory, record_epoch
+from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory, record_epoch, record_validation
 
 
 def history(num_epochs=3, first=1):
@@ -54,10 +54,24 @@ def test_numbers_that_are_not_finite_survive_strict_json():
 def test_an_epoch_of_which_no_row_counted_leaves_the_lists_alike():
     history = TrainingHistory()
     for epoch, (loss, accuracy) in enumerate([(math.nan, math.nan), (0.5, 0.25), (math.nan, math.nan)], 1):
-        record_epoch(history, epoch, {"loss": loss, "accuracy": accuracy, "val_loss": 1.0, "val_accuracy": math.nan})
+        measured = {"loss": loss, "accuracy": accuracy, "val_loss": 1.0, "val_accuracy": math.nan}
+        record_epoch(history, epoch, 10 * epoch, measured)
     assert [str(value) for value in history.train_accuracies] == ["nan", "0.25", "nan"]
     assert [str(value) for value in history.train_losses] == ["nan", "0.5", "nan"]
     assert (history.epochs, history.val_losses, history.val_accuracies) == ([1, 2, 3], [1.0] * 3, [])
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_validations_within_an_epoch_are_drawn_where_they_came(first):
+    history = TrainingHistory()
+    for epoch in (first, first + 1):
+        for step in (10 * epoch - 5, 10 * epoch):
+            record_validation(history, step, epoch, {"loss": 1 / step})
+        record_epoch(history, epoch, 10 * epoch, {"loss": 1.0, "val_loss": 1 / (10 * epoch)})
+    training, validation = history.plot().axes[0].lines
+    assert list(training.get_xdata()) == [first, first + 1]
+    assert list(validation.get_xdata()) == [first - 0.5, first, first + 0.5, first + 1]
+    assert list(validation.get_ydata()) == [row["val_loss"] for row in history.validations]
 
 
 def test_files_hold_what_the_calls_return(tmp_path):
