@@ -24,6 +24,7 @@ the user's program, and helpers for messages.
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 import unicodedata
 import warnings
@@ -52,7 +53,7 @@ class CyxtrainError(RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.during = during
-        _prepare_to_raise()
+        prepare_to_raise()
 
     def to_facts(self) -> dict[str, Any]:
         """Return the error as JSON types, to send to other ranks."""
@@ -224,7 +225,7 @@ def reported(message: object, rank: int) -> str:
 def on_all_ranks(error: _Error) -> _Error:
     """Mark and return an error that every rank raises at this point: it need not be reported."""
     error.__dict__[_ON_ALL_RANKS] = True
-    _prepare_to_raise()
+    prepare_to_raise()
     return error
 
 
@@ -238,7 +239,8 @@ def before_raising(function: Callable[[], None]) -> None:
     _before_raising[:] = [function]
 
 
-def _prepare_to_raise() -> None:
+def prepare_to_raise() -> None:
+    """Call what `before_raising` was given."""
     for function in _before_raising:
         function()
 
@@ -262,9 +264,14 @@ def shortened(names: Iterable[str]) -> str:
 
 
 def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
-    """Return a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable."""
+    """Return a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable.
+
+    A function is its name and arguments; of other objects the address is left out.
+    """
     try:
-        text = value if isinstance(value, str) else repr(value)
+        text = value if isinstance(value, str) else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+        if inspect.isfunction(value):
+            text = f"{value.__name__}({', '.join(inspect.signature(value).parameters)})"
     except Exception:  # a number of 5,000 digits, a list that is too deep
         text = f"<{type(value).__name__}>"
     shown = " ".join("".join(each if each.isprintable() else " " for each in text[: 2 * limit]).split())

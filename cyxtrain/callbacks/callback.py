@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch import nn
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, unknown_name
+from cyxtrain.config.settings import names_checked, require_constructed, unknown_name
 from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
@@ -127,11 +128,14 @@ class Callback:
     """Why it stops the fit, for the line that rank 0 prints; "": its class name."""
     _saved: ClassVar[tuple[str, ...]] = ()
     """Names of attributes that are its state."""
+    _is_constructed = True
+    """Whether our constructor has run, if it has one."""
 
     def __init_subclass__(cls) -> None:
         """Let our own constructors answer unknown arguments as `fit` does."""
-        if cls.__module__.startswith(f"{__package__}."):
-            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
+        if cls.__module__.startswith(f"{__package__}.") and "__init__" in vars(cls):
+            cls._is_constructed = False
+            cls.__init__ = _noting(names_checked(cls.__init__))  # type: ignore[method-assign]
 
     @property
     def model(self) -> nn.Module:
@@ -407,10 +411,23 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
                 f"callbacks must be instances of cyxtrain.callbacks.Callback, got {what}. Derive yours from it: hooks "
                 "have Keras's names and arguments."
             )
+        own = next(cls for cls in type(callback).__mro__ if cls.__module__.startswith(f"{__package__}."))
+        require_constructed(callback._is_constructed, callback, own.__name__)
         for name in dir(callback):
             if name.startswith("on_") and name not in _HOOKS:
                 raise unknown_name(type(callback).__name__, name, list(_HOOKS), "hook named")
     return found
+
+
+def _noting(construct: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of ours that notes in the callback that it has run."""
+
+    @functools.wraps(construct)
+    def call(callback: Callback, *arguments: Any, **named: Any) -> None:
+        construct(callback, *arguments, **named)
+        callback._is_constructed = True
+
+    return call
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

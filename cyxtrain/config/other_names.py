@@ -192,6 +192,11 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "A launcher sets it, as in cyxtrain launch --nnodes 2": "num_nodes num_machines",
         "Gradients are averaged over all ranks as in DDP; each rank holds the whole model": "strategy deepspeed fsdp",
         "Pass optimizer= and scheduler= to the trainer": "configure_optimizers",
+        "reduce": "reduce_fx",
+        "weight: None is the number of rows of the running batch.": "batch_size",
+        "The history has one number per epoch, over all ranks: leave it out": (
+            "on_step on_epoch prog_bar sync_dist sync_dist_group rank_zero_only add_dataloader_idx enable_graph"
+        ),
     },
     "attribute": {
         "Pass loss_fn, optimizer and metrics to DistributedTrainer(model, loss_fn, optimizer, metrics=...)": (

@@ -6,6 +6,7 @@ A name that does not exist is refused at once, with the one that was meant (`oth
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -54,9 +55,10 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
     """Return the error for a name that does not exist, with what was meant."""
     others = [cls for cls in _PLACES if cls != owner]
     places = {field: _PLACES[cls].format(field) for cls in reversed(others) for field in _FIELDS[cls]}
-    if name in places and name not in known:
-        return ConfigError(f"{owner} has no {what} '{name}': it belongs to {places[name]}.")
     kind = "argument" if owner in _FIELDS else what
+    is_meant = any(meant in known for meant, _ in meanings(name, kind, known))
+    if name in places and name not in known and not is_meant:
+        return ConfigError(f"{owner} has no {what} '{name}': it belongs to {places[name]}.")
     meant = nearest(name, known, kind, places if kind == "argument" else {})
     return ConfigError(f"{owner} has no {what} '{name}'. {meant}")
 
@@ -135,6 +137,12 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
     require(not missing, f"{owner} needs {' and '.join(missing)}.")
 
 
+def _default(function: Callable[..., Any], name: str) -> Any:
+    with contextlib.suppress(ValueError, KeyError):
+        return inspect.signature(function).parameters[name].default
+    return None
+
+
 def make(owner: str, maker: Callable[..., Any], given: Mapping[str, Any], *first: Any) -> Any:
     """Call a class or function with settings, after the arguments `first`; errors name the `owner`."""
     check_arguments(owner, maker, given, len(first))
@@ -143,6 +151,9 @@ def make(owner: str, maker: Callable[..., Any], given: Mapping[str, Any], *first
     except ConfigError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, OSError) as error:
+        for name, value in given.items():
+            is_text = isinstance(value, str) and is_number(_default(maker, name))
+            require(not is_text, f"{owner}: {name} must be a number, got the text {value!r}.")
         raise ConfigError(f"{owner} cannot be created{f' with {dict(given)}' if given else ''}: {error}") from error
 
 
@@ -197,6 +208,16 @@ def require(condition: bool, message: str) -> None:
     """Raise `ConfigError(message)` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def require_constructed(is_constructed: bool, instance: object, base: str) -> None:
+    """Refuse an object of a user's class whose __init__ has not called that of our class `base`."""
+    name = type(instance).__name__
+    require(
+        is_constructed,
+        f"{name} has an __init__ that does not call {base}'s, which sets what {base} needs: call super().__init__(...) "
+        f"first in {name}.__init__, with the arguments of {base}.",
+    )
 
 
 def require_integer(owner: str, name: str, value: object, minimum: int) -> None:

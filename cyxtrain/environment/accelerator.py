@@ -23,7 +23,7 @@ _NOT_DEFAULT = ("mps",)
 """Kinds that are never chosen by default: MPS has no float64, in which losses are summed."""
 _HAS_RUN_ON = ("cpu", "cuda", "meta")
 """Kinds of device on which this package has been run."""
-_OTHER_DEVICE = ("on the same device", "and weight type")
+_OTHER_DEVICE = ("on the same device", "on the expected device", "and weight type")
 """PyTorch's words in the errors of operations whose tensors are on several devices."""
 
 

@@ -13,8 +13,11 @@ all other errors. A hook of the program itself stays.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import traceback
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,6 +44,9 @@ _REPLACED = ("sys", "torch", "apport_python_hook")
 _OF_ANOTHER_RANK = (PeerLostError, PeerSilentError, RendezvousError, DistributedTrainingError)
 """Errors whose cause is not in this rank's program, unless all ranks raise them."""
 _MAX_LINES, _MAX_FRAMES = 15, 4
+_FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    [^\n]*[\w"\'][^\n]*\n)?', re.MULTILINE)
+"""A frame in the text of a traceback, without the line of carets."""
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class _Hook:
@@ -94,12 +100,19 @@ def _in_short(error: BaseException, trace: TracebackType | None) -> str:
     places = _users_places(trace, None if error.__cause__ is None else error.__cause__.__traceback__)
     if len(places) > _MAX_FRAMES:
         del places[1 : 1 - _MAX_FRAMES]
-    frames = "".join(traceback.StackSummary.extract(places).format())
-    message = f"{type(error).__module__}.{type(error).__qualname__}: {error}".splitlines()
+    frames = "".join(traceback.StackSummary.extract(places).format()) + _worker_frames(error.__cause__)
+    notes = getattr(error, "__notes__", [])
+    message = "\n".join([f"{type(error).__module__}.{type(error).__qualname__}: {error}", *notes]).splitlines()
     free = _MAX_LINES - 1 - frames.count("\n")
     if len(message) > free:
         message[free - 2 : -1] = ["..."]
     return f"{HEADER}\n{frames}" + "\n  ".join(message)
+
+
+def _worker_frames(cause: BaseException | None) -> str:
+    """Return the frames of the user's code in a worker process, whose traceback is the text of a cause; at most two."""
+    text = "" if cause is None or cause.__traceback__ is not None else str(cause)
+    return "".join([each[0] for each in _FRAME.finditer(text) if not each[1].startswith(_PACKAGE)][:2])
 
 
 def _is_of_another_rank(error: BaseException) -> bool:

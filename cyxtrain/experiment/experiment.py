@@ -18,10 +18,12 @@ from cyxtrain import callbacks
 from cyxtrain.callbacks.callback import Callback
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import check_arguments, is_number, make, names_checked, unknown_name
+from cyxtrain.config.other_names import meanings
+from cyxtrain.config.settings import check_arguments, is_number, make, names_checked, require, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.by_name import (
+    SECTIONS,
     Names,
     Overrides,
     check_section,
@@ -188,8 +190,20 @@ def _settings_of(
         raise ConfigError(f"the section '{section}' must have settings by {by}, got {found!r}.")
     for name in found:
         if known is not None and name not in known:
+            home = _section_of(str(name)) if what == "setting" else ""
+            require(not home, f"the section '{section}' has no setting '{name}': it belongs to the section {home}.")
             raise unknown_name(f"the section '{section}'", str(name), [*known], what)
     return dict(found)
+
+
+def _section_of(name: str) -> str:
+    """Return the section to which a setting belongs, if it is not in its own; "": none has it."""
+    if any(remark.startswith("The optimizer has it") for _, remark in meanings(name, "argument", [])):
+        return "'optimizer', as in optimizer: {name: adam, lr: 0.01}"
+    fields = {"training": _fields(DistributedTrainingConfig), "distributed": _fields(DistributedConfig)}
+    fields["distributed"] += _fields(DDPConfig)
+    fields |= {each: [each] for each in SECTIONS if each not in fields}
+    return next((repr(each) for each, own in fields.items() if name in own), "")
 
 
 def _by_optimizer(values: Mapping[str, Any], section: str, known: Collection[str] | None) -> dict[str, Any]:

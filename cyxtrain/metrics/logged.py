@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cyxtrain.config.settings import require, require_choice
+from cyxtrain.config.settings import names_checked, require, require_choice
 from cyxtrain.errors import ConfigError, brief, on_all_ranks
 from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.world import runtime
@@ -183,6 +183,7 @@ class NumberLogger:
     _logged: LoggedNumbers | None = None
     """Where they go; None: outside of a fit or an evaluation."""
 
+    @names_checked
     def log(
         self,
         name: str,

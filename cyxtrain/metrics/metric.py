@@ -7,6 +7,7 @@ ranked) in rank order.
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import functools
 import json
@@ -14,8 +15,10 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ from typing_extensions import override
 from cyxtrain.data.batches.structure import as_tensor
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import own_copy
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief
 from cyxtrain.metrics.whole_set import TriedSet
 from cyxtrain.world import runtime
 
@@ -82,16 +85,20 @@ class MeanMetric(Metric):
         if isinstance(self._function, nn.Module) and isinstance(output, Tensor):
             self._function.to(output.device)
         result = self._function(output, target)
-        if isinstance(result, tuple):
+        if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
             device = next((part.device for part in result if isinstance(part, Tensor)), torch.device("cpu"))
             self._add(*(_as_double(part, device) for part in result))
             return
-        found = as_tensor(result).detach().double()
-        per_row = found.dim() > 0 and len(found) == rows
-        if not per_row and found.numel() != 1:
+        if not isinstance(result, (Tensor, tuple)):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a text, None, a dictionary
+                result = as_tensor(result)
+        found = result.detach().double() if isinstance(result, Tensor) else None
+        per_row = found is not None and found.dim() > 0 and len(found) == rows
+        if found is None or not (per_row or found.numel() == 1):
+            what = f"{type(result).__name__} {brief(result)}" if found is None else f"shape {list(found.shape)}"
             raise ConfigError(
-                f"the metric {self.name} must return a number per row, or their mean; for {rows} rows it returned "
-                f"shape {list(found.shape)}."
+                f"the metric {self.name} must return a number per row, or their mean, or (sum, weight); for {rows} "
+                f"rows it returned {what}."
             )
         total = found.reshape(rows, -1).mean(1).sum() if per_row else found.reshape(()) * rows
         self._add(total, torch.full_like(total, rows))
@@ -140,6 +147,10 @@ class MeanMetric(Metric):
         if own and isinstance(self._function, nn.Module):
             found = {name: _tensor(each, torch.device("cpu")) for name, each in own.items()}
             self._function.load_state_dict(found, strict=False)
+
+
+def _is_number(part: Any) -> bool:
+    return part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, (Number, np.bool_, np.ndarray))
 
 
 def _as_double(number: Any, device: torch.device) -> Tensor:

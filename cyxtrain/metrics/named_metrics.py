@@ -7,6 +7,7 @@ takes a second.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -159,9 +160,16 @@ def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows
         except ConfigError:
             raise
         except Exception as error:
+            remedy = (
+                remedy_for_devices(error) or ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
+            )
+            with contextlib.suppress(Exception):
+                assert isinstance(metric, MeanMetric)
+                own, answer = metric.select(output, target)
+                metric.add(answer, own, rows)
+                remedy = ". It takes them in the other order: a metric is a function of (output, target)."
             what = f"the metric {metric.name} cannot take the model's output and y"
-            remedy = ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
-            raise ConfigError(f"{what}: {error}{remedy_for_devices(error) or remedy}") from error
+            raise ConfigError(f"{what}: {error}{remedy}") from error
     return Metrics(made).copy()
 
 

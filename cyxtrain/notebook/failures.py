@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cyxtrain.errors import BLAMING_ANOTHER, CyxtrainError, DistributedTrainingError
+from cyxtrain.errors import BLAMING_ANOTHER, CyxtrainError, DistributedTrainingError, prepare_to_raise
 from cyxtrain.notebook.sharing import as_bytes, from_bytes, returning
 
 _LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
@@ -75,6 +75,7 @@ def raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
         # A class's __init__ may take other arguments than it passes to Exception's.
         error: BaseException = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
         vars(error).update(attributes)
+        prepare_to_raise()
     except Exception:
         error = DistributedTrainingError(f"rank {rank} has failed: {failed.name}: {failed.message}", rank=rank)
     where = f"on rank {rank} of {num_ranks}"

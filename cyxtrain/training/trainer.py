@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, nearest, require_choice, require_integer
+from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, WeightedLosses
@@ -160,6 +160,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
         def __getattr__(self, name: str) -> Any:
             """Answer a name of another library, which a trainer does not have, by its meaning."""
+            require_constructed("_state" in self.__dict__ or name.startswith("__"), self, "DistributedTrainer")
             known = [each for each in (*dir(type(self)), *self.__dict__) if not each.startswith("_")]
             if name.startswith("_") or name in known:
                 return object.__getattribute__(self, name)
@@ -167,6 +168,10 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                 known += [f"config.{name}" for each in fields(self.config) if each.name == name]
             meant = nearest(name, known, "attribute")
             raise AttributeError(f"the trainer has no {name!r}. {meant}", name=name, obj=self)
+
+        def __call__(self, *_: Any, **__: Any) -> NoReturn:
+            """Refuse a call of Keras, whose trainer is the model."""
+            raise TypeError("the trainer is not the model: call self.model(x), without training=, which fit sets.")
 
     def __getstate__(self) -> dict[str, Any]:
         return {

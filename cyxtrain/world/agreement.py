@@ -109,6 +109,8 @@ def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     for name in {**first, **other}:
         if not name.startswith("_") and first.get(name) != other.get(name):
             own_rows = " Each rank's own rows go as a DataLoader, with sharded_data=True." * ("training" in name)
+            if "the batch's" in name:
+                own_rows = " For each rank's own rows, pass those of all ranks: cyxtrain.all_gather_with_grad(x)."
             what, before = ("models", "the model is made") if "the model's" in name else ("data", "torch.randn")
             seed = f" Random {what} need one seed: torch.manual_seed(0) before {before}." * (
                 "hash of its values" in name

@@ -199,8 +199,8 @@ def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | Non
     missing = [number for number in classes.tolist() if number not in known]
     if missing:
         raise ConfigError(
-            f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds: "
-            "give one for each class."
+            f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds; it "
+            f"has one for class {shortened(map(str, weights)) or 'none'}: give one for each class."
         )
     table = [float(known[number]) for number in classes.tolist()]
     factors = torch.tensor(table, dtype=torch.float64, device=targets.device)[which]

@@ -18,13 +18,14 @@ from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.rows import sampled_hash
 from cyxtrain.data.batches.structure import Tree, parts_by_name
 from cyxtrain.data.sources.source import Source
-from cyxtrain.errors import ConfigError, brief, shortened
+from cyxtrain.errors import ConfigError, brief, shortened, warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import ONLY, described_name, needs_closure, parameters_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of
 from cyxtrain.training.trained import params_without_optimizer
+from cyxtrain.world import runtime
 
 _OWN_FIELDS = ("verbose", "checkpoint_dir", "profile")
 """What ranks may set differently: only one of them shows and writes."""
@@ -144,6 +145,20 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
         )
     if shape == [1] and not targets.is_floating_point():
         raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
+
+
+def warn_of_softmax(output: Any, targets: Any, loss: Loss) -> None:
+    """Warn of outputs that are probabilities if the loss applies a softmax to them."""
+    for part, each in loss.by_output.items() if loss.function is not None else ():
+        warn_of_softmax(*loss.of_output(part, output, targets), each)
+    if not isinstance(loss.function, nn.CrossEntropyLoss) or not isinstance(output, Tensor) or output.dim() < 2:
+        return
+    scores, classes = output.detach().float(), output.shape[1]
+    if classes > 1 and bool((scores >= 0).all() & ((scores.sum(1) - 1).abs() < 0.01).all()) and runtime.is_master():
+        warn(
+            f"the outputs for all {len(output):,} rows that were tried are probabilities, which sum to 1 over the "
+            f"{classes} classes, and CrossEntropyLoss applies a softmax itself: leave the Softmax out of the model."
+        )
 
 
 def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:

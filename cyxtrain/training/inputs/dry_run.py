@@ -34,7 +34,7 @@ from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.metrics.whole_set import WholeSet, tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
-from cyxtrain.training.inputs.checks import check_classes
+from cyxtrain.training.inputs.checks import check_classes, warn_of_softmax
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
 from cyxtrain.training.model.snapshot import put_into_training, snapshot
@@ -97,6 +97,7 @@ class DryRun:
                 if isinstance(module, nn.SyncBatchNorm):
                     module.eval()  # in training mode it waits for the other ranks
             output, value = self._forward(source, batch)
+            warn_of_softmax(output, batch.targets, self._loss)
             if self._call.optimizes:
                 return self._measuring(output, batch, value)
             with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):

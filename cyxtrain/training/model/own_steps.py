@@ -6,6 +6,7 @@ A step takes a batch and returns its loss, as a model without a loss_fn does: wh
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -234,7 +235,7 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
     """Return the step of the user's own that trains, tests or predicts; None: the built-in one.
 
     Without a test_step the built-in one evaluates, if there is a loss_fn; otherwise the train_step, which knows the
-    loss. Raises ConfigError if the model has no forward and there is no step.
+    loss. Raises ConfigError if the model has no forward and there is no step, or if the step takes no batch.
     """
     found, has_forward = steps.get(kind), getattr(model.forward, "__func__", None) is not nn.Module.forward
     if found is None and kind == TEST and not (has_forward and loss.function is not None):
@@ -243,6 +244,12 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
         raise ConfigError(
             f"{type(model).__name__} has no forward, and the trainer no {kind}: give it one, a function of (trainer, "
             "batch) or a method of a subclass of DistributedTrainer; or give a model with a forward."
+        )
+    if found is not None and not takes(found.function, 1):
+        parameters = ", ".join(["self", *inspect.signature(found.function).parameters])
+        raise ConfigError(
+            f"{type(found.trainer).__name__}.{found.name} takes ({parameters}), and is called with a batch alone: make "
+            f"it {found.name}(self, batch)."
         )
     return found
 

@@ -29,7 +29,7 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
         ) from error
     asked = f"device={str(device)!r}"
     is_there = visible is not None and visible.type == found.type
-    if not (is_there or found.type in ("cpu", "meta") or accelerator.is_there(found.type)):
+    if not (is_there or found.type == "cpu" or accelerator.is_there(found.type)):
         raise ConfigError(f"{asked}: no {found.type.upper()} device is visible. Use 'auto' or 'cpu'.")
     if is_there and (found.index or 0) >= count:
         numbers = f"{found.type}:0" + (f" to {found.type}:{count - 1}" if count > 1 else "")
@@ -50,6 +50,12 @@ def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
     here = torch.device("cpu") if parameter is None else parameter.device
     visible = accelerator.visible()
     places = sorted({str(each.device) for each in model.parameters() if accelerator.is_accelerator(each.device)})
+    empty = [name for name, each in model.named_parameters() if each.is_meta]
+    if empty:
+        raise ConfigError(
+            f"the model's {shortened(empty)} are on the meta device, which keeps no values: make the model without it, "
+            "or call model.to_empty(device='cpu') and load weights."
+        )
     if asked == "auto" and len(places) > 1:
         raise ConfigError(
             f"the model's parameters are on {' and '.join(places)}, and each rank trains a whole model on one device. "

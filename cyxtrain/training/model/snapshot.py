@@ -114,7 +114,7 @@ class _Kept:
         self._copies = [
             (tensor, tensor.detach().to("cpu", copy=True))
             for number, tensor in tensors.items()
-            if copies and number not in others and tensor.layout is torch.strided
+            if copies and number not in others and tensor.layout is torch.strided and not tensor.is_meta
         ]
 
     def restore(self) -> None:

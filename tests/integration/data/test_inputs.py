@@ -308,7 +308,7 @@ LEFT, RIGHT, TARGETS = parts(12)
         ((LEFT, RIGHT), TARGETS, {"sample_weight": np.ones(5)}, "X.0. and sample_weight have different lengths"),
         ((LEFT, RIGHT), TARGETS, {"sample_weight": np.ones((12, 1))}, "one number per row, shape"),
         ((LEFT, RIGHT), TARGETS, {"sample_weight": -np.ones(12)}, "must not be negative"),
-        ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0}}, "class_weight has no weight for class 1, 2"),
+        ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0}}, "for class 1, 2, which y holds; it has one for class 0"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0, 1: "x", 2: 1.0}}, "numbers of at least 0, got 'x'"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": [1.0, 2.0]}, r"must be a dictionary such as \{0: 1.0"),
         ((LEFT, RIGHT), LEFT, {"class_weight": {0: 1.0}}, "class_weight needs one class number per row"),

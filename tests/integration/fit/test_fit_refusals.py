@@ -47,6 +47,46 @@ class Sparse(nn.Module):
         return self.last(self.words(tokens))
 
 
+class Unfinished(cx.callbacks.EarlyStopping):
+    def __init__(self) -> None:
+        self.mine = 1
+
+
+class AsKeras(cx.DistributedTrainer):
+    def train_step(self, batch: Any) -> Any:
+        return self(batch[0])  # type: ignore[operator]
+
+
+class Numbered(cx.DistributedTrainer):
+    def train_step(self, batch: Any, number: int) -> Any:  # type: ignore[override]
+        raise AssertionError("nobody calls it")
+
+
+class NumberedTest(cx.DistributedTrainer):
+    def test_step(self, batch: Any, number: int) -> Any:  # type: ignore[override]
+        raise AssertionError("nobody calls it")
+
+
+class LogsAsLightning(cx.DistributedTrainer):
+    def train_step(self, batch: Any) -> Any:
+        loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+        self.log("mine", loss, on_epoch=True)  # type: ignore[call-arg]
+        return loss
+
+
+class Elsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.factor = nn.Linear(FEATURES, CLASSES), torch.ones(CLASSES, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) * self.factor
+
+
+def measured(metric: Any) -> Any:
+    return trainer_of(metrics={"mine": metric}).fit(INPUTS, TARGETS)
+
+
 # What a rank is given -> what the error says. Each trainer is new; the rows are right where nothing else is given.
 Way = Callable[[], Any]
 WRONG: dict[str, tuple[Way, str]] = {
@@ -117,7 +157,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     ),
     "a part of y that is missing": (
         lambda: cx.DistributedTrainer(make_model(), {"a": "mse", "b": "mse"}).fit(INPUTS, {"a": NUMBERS, "B": NUMBERS}),
-        r"has a loss for \['b'\], and y is a dictionary with \['a', 'B'\]",
+        r"has a loss for \['b'\], and y has the parts \['a', 'B'\]",
     ),
     "classes in a column": (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"y\.reshape\(-1\)"),
     "a class that the model does not know": (
@@ -179,6 +219,43 @@ WRONG: dict[str, tuple[Way, str]] = {
     "rows as pairs": (
         lambda: trainer_of().fit([*zip(INPUTS, TARGETS, strict=True)]),
         r"X is a list of \(x, y\) pairs, one per row: give DataLoader\(pairs",
+    ),
+    "a callback without super().__init__()": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=Unfinished()),
+        r"Unfinished has an __init__ that does not call EarlyStopping's, .*: call super\(\)\.__init__\(\.\.\.\) first",
+    ),
+    "Keras's call of the trainer": (
+        lambda: AsKeras(make_model()).fit(INPUTS, TARGETS),
+        r"the trainer is not the model: call self\.model\(x\), without training=",
+    ),
+    "a step with a number": (
+        lambda: Numbered(make_model()).fit(INPUTS, TARGETS),
+        r"Numbered\.train_step takes \(self, batch, number\), .*: make it train_step\(self, batch\)",
+    ),
+    "a test step with a number": (
+        lambda: NumberedTest(make_model(), "cross_entropy").evaluate(INPUTS, TARGETS),
+        r"NumberedTest\.test_step takes \(self, batch, number\), .*: make it test_step\(self, batch\)",
+    ),
+    "log as in Lightning": (
+        lambda: LogsAsLightning(make_model()).fit(INPUTS, TARGETS),
+        "log has no argument 'on_epoch'. The history has one number per epoch",
+    ),
+    "a metric of text": (lambda: measured(lambda *_: "good"), r"mine must return .*; for 12 rows it returned str good"),
+    "a metric of nothing": (lambda: measured(lambda *_: None), "for 12 rows it returned NoneType None"),
+    "a metric of a dictionary": (lambda: measured(lambda *_: {"a": 1}), "for 12 rows it returned dict {'a': 1}"),
+    "a metric of three": (lambda: measured(lambda *_: (1, 2, 3)), r"for 12 rows it returned tuple \(1, 2, 3\)"),
+    "a metric of text and weight": (lambda: measured(lambda *_: ("a", 2)), r"it returned tuple \('a', 2\)"),
+    "a metric of (target, output)": (
+        lambda: measured(lambda target, output: output.argmax(1) == target),
+        r"cannot take .*\. It takes them in the other order: a metric is a function of \(output, target\)",
+    ),
+    "a model without values": (
+        lambda: trainer_of(make_model().to("meta")).fit(INPUTS, TARGETS),
+        r"0\.weight, 0\.bias.* are on the meta device, which keeps no values: make the model without it",
+    ),
+    "a tensor without values": (
+        lambda: trainer_of(Elsewhere()).fit(INPUTS, TARGETS),
+        "A tensor was left on the device where it was created: register",
     ),
     "all for validation": (lambda: trainer_of().fit(INPUTS, TARGETS, validation_split=1.0), "validation_split"),
     "one row to split": (lambda: trainer_of().fit(INPUTS[:1], TARGETS[:1], validation_split=0.5), "at least one"),
@@ -533,3 +610,60 @@ def test_steps_that_nobody_calls_are_refused_with_what_to_do(world_size):
             assert text.startswith(f"{name}, and fit does not call it: make it train_step(self, batch) of a subclass")
         assert "Stepping has a training_step, and fit does not call it: make it train_step(self, batch)" in stepping
         assert "Validating has a validation_step, and fit does not call it: make it test_step(self" in validating
+
+
+class WithoutSuper(cx.DistributedTrainer):
+    def __init__(self, model: nn.Module) -> None:
+        self.net = model
+
+
+def test_a_trainer_whose_constructor_has_not_run_is_refused_wherever_it_is_used_first():
+    for call in (
+        lambda trainer: trainer.fit(INPUTS, TARGETS),
+        lambda trainer: trainer.evaluate(INPUTS, TARGETS),
+        lambda trainer: trainer.predict(INPUTS),
+        lambda trainer: trainer.train_on_batch(INPUTS, TARGETS),
+        lambda trainer: trainer.save_checkpoint("none"),
+        lambda trainer: trainer.history,
+        lambda trainer: trainer.model,
+    ):
+        with pytest.raises(cx.ConfigError, match=r"WithoutSuper has an __init__ .*: call super\(\)\.__init__"):
+            call(WithoutSuper(make_model()))
+
+
+def test_what_an_error_shows_of_an_object_has_names_and_no_address():
+    def loss_of(model: Any, x: Any, y: Any) -> None:
+        raise AssertionError("nobody calls it")
+
+    for words, wrong in (
+        (r"a function of \(trainer, batch\), got loss_of\(model, x, y\)", {"train_step": loss_of}),
+        ("or a name, got <generator object Module.parameters>", {"optimizer": make_model().parameters()}),
+    ):
+        with pytest.raises(cx.ConfigError, match=words):
+            cx.DistributedTrainer(make_model(), **wrong)
+
+
+SOFTMAX = "all 12 rows .* are probabilities, which sum to 1 over the 3 classes, .*: leave the Softmax out"
+
+
+def test_probabilities_for_a_loss_that_applies_a_softmax_are_warned_of_and_nothing_else_is():
+    quiet: dict[str, Any] = {"epochs": 1, "verbose": False}
+    by_name = cx.DistributedTrainer(ByName(), {"a": "cross_entropy", "b": None}, "sgd")
+    with one_process(), pytest.warns(UserWarning, match=SOFTMAX):
+        trainer_of(nn.Sequential(make_model(), nn.Softmax(1))).fit(INPUTS, TARGETS, **quiet)
+    with one_process(), pytest.warns(UserWarning, match=SOFTMAX):
+        by_name.fit(INPUTS, {"a": TARGETS}, **quiet)
+    with warnings.catch_warnings(), one_process():
+        warnings.simplefilter("error")
+        for last, loss in ((nn.LogSoftmax(1), "nll"), (nn.Sigmoid(), "cross_entropy")):
+            trainer_of(nn.Sequential(make_model(), last), loss).fit(INPUTS, TARGETS, **quiet)
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = self.net(x)
+        return {"a": found.softmax(1), "b": found}

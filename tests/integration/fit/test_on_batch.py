@@ -208,6 +208,20 @@ def given_different_batches() -> str:
 def test_different_batches_on_the_ranks_are_refused():
     for said in everywhere(2, given_different_batches):
         assert "rank 1 differs from rank 0 in the batch's X: shape" in said
+        assert said.endswith("For each rank's own rows, pass those of all ranks: cyxtrain.all_gather_with_grad(x).")
+
+
+def own_rows_of_each_rank() -> list[float]:
+    trainer, (inputs, targets) = trainer_of(make_model("float64")), data()
+    parts = [each.tensor_split(trainer.get_world_size())[trainer.get_rank()] for each in (inputs, targets)]
+    trainer.train_on_batch(*map(cx.all_gather_with_grad, parts))
+    return [float(each.detach().sum()) for each in trainer.model.parameters()]
+
+
+def test_own_rows_of_each_rank_are_gathered_first():
+    expected = everywhere(1, own_rows_of_each_rank)[0]
+    for found in everywhere(2, own_rows_of_each_rank):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
 class Calling(cx.callbacks.Callback):

@@ -249,8 +249,10 @@ def test_a_memory_map_whose_file_has_become_a_pipe_is_not_waited_for(tmp_path):
         (10**5000, "<int>"),
         ("x" * 201, "x" * 200 + "..."),
         (" " * 1000 + "x", "..."),
+        (lambda model, x: None, "<lambda>(model, x)"),
+        (object(), "<object object>"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_values_are_short_in_messages(value, text):
     assert brief(value) == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,8 @@ from cyxtrain.optim.schedule_classes import SCHEDULERS
 from cyxtrain.training.inputs.arguments import parse_fit
 
 CONFIGS = (cx.DistributedTrainingConfig, cx.DDPConfig, cx.AMPConfig)
-CALLS = (parse_fit, cx.DistributedTrainer, cx.DistributedAMPTrainer, cx.callbacks.ModelCheckpoint, torch.optim.Adam)
+TRAINERS = (cx.DistributedTrainer, cx.DistributedAMPTrainer)
+CALLS = (parse_fit, *TRAINERS, cx.DistributedTrainer.log, cx.callbacks.ModelCheckpoint, torch.optim.Adam)
 OURS = {
     "hook": [name for name in dir(Callback) if name.startswith("on_")],
     "loss": [*LOSSES],
@@ -150,6 +152,23 @@ ANSWERS = {
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ANSWERS.items() for name in names])
 def test_a_name_of_another_library_is_answered_by_its_meaning(kind, name):
     assert ANSWERS[kind][name] in nearest(name, OURS[kind], kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("on_epoch", "log has no argument 'on_epoch'. The history has one number per epoch, over all ranks: leave it"),
+        ("prog_bar", "leave it out"),
+        ("sync_dist", "leave it out"),
+        ("reduce_fx", "Did you mean 'reduce'"),
+        ("batch_size", "Did you mean 'weight'? None is the number of rows"),
+        ("wieght", "Did you mean 'weight'"),
+    ],
+)
+def test_log_answers_the_arguments_of_lightning(name, words):
+    trainer: Any = cx.DistributedTrainer(make_model(), "mse")
+    with pytest.raises(cx.ConfigError, match=re.escape(words)):
+        trainer.log("x", 1.0, **{name: True})
 
 
 def test_a_trainer_answers_the_calls_of_other_libraries():

@@ -12,6 +12,8 @@ import pytest
 import cyxtrain as cx
 from cyxtrain.environment import uncaught
 from cyxtrain.errors import on_all_ranks
+from cyxtrain.notebook.failures import Failed
+from cyxtrain.notebook.failures import raised as from_worker
 
 LIBRARY = """
 def call(function):
@@ -85,6 +87,36 @@ def test_a_mistake_is_printed_with_the_frames_of_the_users_code_and_those_of_its
         "cyxtrain.errors.ConfigError: the model cannot take X: no layer",
     ]
     assert len(lines) == 6
+
+
+def step() -> None:
+    raise AttributeError("no layer")
+
+
+def in_a_worker() -> None:
+    try:
+        step()
+    except AttributeError as error:
+        raise cx.ConfigError(f"the model cannot take X: {error}") from error
+
+
+def fails_in_a_worker() -> None:
+    with pytest.raises(cx.ConfigError) as found:
+        in_a_worker()
+    sent = Failed.of(found.value)
+    sys.excepthook = by_python  # a worker's error is the first of this process
+    error = from_worker(sent, 1, 2)
+    raise error from error.__cause__
+
+
+def test_a_mistake_in_a_worker_process_is_printed_with_the_frames_of_the_users_code_there(capsys):
+    lines = printed(fails_in_a_worker, capsys)
+    assert lines[0] == uncaught.HEADER
+    assert frames(lines) == ["fails_in_a_worker", "in_a_worker", "step"]
+    assert '    raise AttributeError("no layer")' in lines
+    assert "cyxtrain.errors.ConfigError: the model cannot take X: no layer" in lines
+    if sys.version_info >= (3, 11):
+        assert lines[-1] == "  (on rank 1 of 2, in a worker process)"
 
 
 def nested(depth: int) -> None:
