@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cyxtrain.data.batches.structure import Tree
 
-
-def form_of(tree: Tree | None) -> Any:
+def form_of(tree: Any) -> Any:
     """Return types and row shapes of a tree's tensors."""
     if tree is None:
         return None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.batches.structure import Tree, leaves, map_tree, with_parts
+from cyxtrain.data.batches.structure import Tree, leaves, map_tree, named_tensors, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import is_accelerator, remedy_for_devices
@@ -286,7 +286,8 @@ def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
     if not ("same dtype" in text or "should be the same" in text) or not re.search(r"(?i)\b(long|int|short)", text):
         return ""
-    whole = [name for name, each in leaves(inputs, "X") if not (each.is_floating_point() or each.dtype is torch.bool)]
+    given = named_tensors(inputs, "X")
+    whole = [name for name, each in given if not (each.is_floating_point() or each.dtype is torch.bool)]
     what = shortened(whole)
     return f". {what} holds whole numbers: convert it with .float(), or .astype('float32') in NumPy." if whole else ""
 
@@ -323,7 +324,7 @@ def _total(result: Any) -> Tensor:
 def _shapes(tree: Tree) -> str:
     if isinstance(tree, Tensor):
         return str(list(tree.shape))
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in leaves(tree, "X"))
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named_tensors(tree, "X"))
 
 
 def _described(value: Any) -> str:

@@ -67,10 +67,11 @@ def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     if uneven is None:
         return None
     data = plan.data
-    part = EmptyBatch(data.source, data.placement, data.call, data.loss)
-    problem = part.problem(model, layers)
-    if not problem:
-        return part
+    problem = "the DataLoader's collate_fn makes batches that cannot be cut to no rows."
+    if data.source.no_rows is None:
+        part = EmptyBatch(data.source, data.placement, data.call, data.loss)
+        if not (problem := part.problem(model, layers)):
+            return part
     rows, counts = counted(uneven.global_rows, "row"), ", ".join(map(str, uneven.counts))
     which, remedy = f"a step has {rows}", "set another batch_size or accumulation_steps"
     if uneven.is_tail:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.data.batches.batch import Batch
-from cyxtrain.data.batches.structure import Tree, map_tree, tensors
+from cyxtrain.data.batches.structure import OpaqueBatch, Tree, map_tree, tensors
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import ARGUMENT, find_rule, may_take_items, names_items, usual_rule
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
@@ -33,14 +33,16 @@ class WeightCheck:
         self._loss = loss
         self._call = call
         # A loss of torch.nn needs no comparison: it is not worth the look for rows that differ.
-        self._batch = _part(batch, slice(0, ROWS)) if loss.is_known else _picked(batch)
+        self._is_opaque = isinstance(batch.inputs, OpaqueBatch)  # then no row can be tried alone
+        picked = batch if self._is_opaque else _picked(batch)
+        self._batch = _part(batch, slice(0, ROWS)) if loss.is_known else picked
         is_full = call.precision.is_full and all(each.dtype.itemsize > 2 for each in model.parameters())
         self._tolerance = _TOLERANCE if is_full else _TOLERANCE_16_BITS
 
     def find_items(self) -> str:
         """Find out whether the model divides by num_items_in_batch, and what it counts; return a warning, or ""."""
         loss, named = self._loss, names_items(self._model)
-        if loss.used is not None:  # a step of the user's own passes what it likes
+        if loss.used is not None or self._is_opaque:  # a step of the user's own passes what it likes
             return ""
         if loss.function is not None or loss.weightings or not may_take_items(self._model):
             return ""
@@ -69,7 +71,7 @@ class WeightCheck:
     def find_weights(self) -> str:
         """Compare the loss of all rows with the mean of their single losses; return a warning, or ""."""
         loss = self._loss
-        if loss.gathers or self._batch.rows < 2:
+        if loss.gathers or self._batch.rows < 2 or self._is_opaque:
             return ""
         if loss.gives_pairs and (divided := self._find_mean()):
             return divided
