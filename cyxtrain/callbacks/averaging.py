@@ -26,7 +26,7 @@ class _Averaging(Callback):
         owner = type(self).__name__
         require_boolean(owner, "validates", validates)
         require_boolean(owner, "overwrites_at_end", overwrites_at_end)
-        self.validates = validates
+        self.validates = self.validates_own_weights = validates
         self.overwrites_at_end = overwrites_at_end
         self._average: list[Tensor] = []
         self._own: list[Tensor] | None = None
@@ -66,7 +66,8 @@ class _Averaging(Callback):
         self.on_test_end()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        if self.overwrites_at_end:
+        # the best weights stay that were validated without the average
+        if self.overwrites_at_end and (self.validates or not self.trainer.config.load_best):
             self._set(self._at_end())
 
     @contextlib.contextmanager
@@ -115,8 +116,9 @@ class EMA(_Averaging):
         decay: Between 0 and 1.
         start_step: Steps before averaging starts; until then the average equals the parameters.
         validates: Whether validation, and with it the choice of "best.ckpt", uses the average.
-        overwrites_at_end: Whether the model gets the average when the fit is complete; with `load_best`, that of the
-            best checkpoint.
+        overwrites_at_end: Whether the model gets the average when the fit is complete. `load_best` and
+            `restore_best_weights` take precedence: the model gets the average of the best validation if that used it,
+            and otherwise its weights.
 
     Raises:
         ConfigError: An argument is invalid.

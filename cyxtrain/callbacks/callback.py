@@ -100,8 +100,8 @@ class Callback:
     Attributes:
         trainer: The trainer that calls it.
         params: "epochs" (the last one, from 1), "steps" (per epoch), "samples_per_step" (over all ranks),
-            "warmup_steps", "verbose", whether there is "validation", names of "metrics" in the logs of an epoch, and
-            for which of them "larger_is_better".
+            "warmup_steps", "verbose", whether there is "validation", names of its "sets" and of "metrics" in the logs
+            of an epoch, and for which of them "larger_is_better".
     """
 
     trainer: Trainer
@@ -115,7 +115,12 @@ class Callback:
     restored_with_best = False
     """Whether `fit(load_best=True)` restores its state, too, before `on_train_end`."""
     runs_last = False
-    """Whether its `on_epoch_end` runs after those of the other callbacks, and sees what they have logged."""
+    """Whether its hooks, except those of batches, run after those of the other callbacks; its `on_epoch_end` then sees
+    what they have logged."""
+    validates_own_weights = False
+    """Whether validation uses weights that it puts into the model, from `on_test_begin` to `on_test_end`, or within a
+    `with` block by `applied()`: what keeps the best weights then keeps these."""
+    _validated: Callback | None = None  # the one in this fit that does
     ends_on_nonfinite = False
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
     stop_reason = ""
@@ -157,7 +162,7 @@ class Callback:
         """A step starts."""
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """A step is done."""
+        """A step is done; logs are means over this rank's samples since the epoch began."""
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
         """Gradients are averaged over all ranks and finite, not yet clipped; the step has not been taken."""
@@ -194,6 +199,10 @@ class Callback:
 
         It is the last row of `trainer.history.validations`. `stop_training` stops the fit after this step.
         """
+
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        """Put the weights of this callback into the model within a `with` block, if `validates_own_weights`."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Close files: the fit has ended, in whatever way."""
@@ -257,11 +266,16 @@ class Callbacks:
         self.stop_reason = ""
         """Why the latest one to set `stop_training` did so; "": none has."""
         self._overriding = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in _HOOKS}
+        self._validated = [each for each in self._callbacks if each.validates_own_weights]
+        if len(self._validated) > 1:
+            names = " and ".join(type(each).__name__ for each in self._validated)
+            raise ConfigError(f"validation uses one average, and {names} have one: set validates=False in the others.")
 
     def set_trainer(self, trainer: Trainer, params: dict[str, Any]) -> None:
         """Set the trainer and the parameters of each."""
         for callback in self._callbacks:
             callback.set_trainer(trainer)
+            callback._validated = next(iter(self._validated), None)
             callback.set_params(dict(params))
 
     def call(self, hook: str, *arguments: Any, last: bool | None = None) -> None:
@@ -272,7 +286,7 @@ class Callbacks:
         if flag := _FLAGS.get(hook.removeprefix("on_").removesuffix("_begin")):
             for callback in self._callbacks[:1]:
                 setattr(callback.trainer, flag, False)
-        for callback in self._callbacks:
+        for callback in sorted(self._callbacks, key=lambda each: each.runs_last):
             if last is None or callback.runs_last is last:
                 self._run(callback, hook, *arguments)
 

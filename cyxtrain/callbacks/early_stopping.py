@@ -59,7 +59,7 @@ class EarlyStopping(Monitoring):
         self.patience = patience
         self.verbose = verbose
         self.baseline = baseline
-        self.restore_best_weights = self.belongs_on_all_ranks = restore_best_weights
+        self.restore_best_weights = self.belongs_on_all_ranks = self.runs_last = restore_best_weights
         self.start_from_epoch = start_from_epoch
         self.on_train_begin()
 
@@ -69,6 +69,7 @@ class EarlyStopping(Monitoring):
         self.best = self.worst
         self.best_epoch = 0
         self.best_weights: dict[str, Any] | None = None
+        self.stop_reason = ""
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         value = self.value_in(logs)
@@ -78,11 +79,12 @@ class EarlyStopping(Monitoring):
         if improved or (self.restore_best_weights and self.best_weights is None):  # even a first NaN
             self.best_epoch = epoch
             if self.restore_best_weights:
-                weights = plain_state(self.trainer.trained)  # with those of a loss that learns
-                self.best_weights = {
-                    name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                    for name, value in weights.items()
-                }
+                with self._measured_weights():
+                    weights = plain_state(self.trainer.trained)  # with those of a loss that learns
+                    self.best_weights = {
+                        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                        for name, value in weights.items()
+                    }
         self.best = value if improved else self.best
         counts = improved and (self.baseline is None or self.is_better(value, self.baseline))
         self.wait = 0 if counts else self.wait + 1
@@ -90,21 +92,28 @@ class EarlyStopping(Monitoring):
         if not improved and self.wait >= self.patience and not is_first:
             self.stopped_epoch = epoch
             rounds = "validation" if self._is_of_validations else "epoch"
-            is_finite = math.isfinite(self.best)
-            best = f"best {self.best:.4g} at epoch {self.best_epoch + 1}" if is_finite else "never finite"
+            best = f"best {self.best:.4g} at {self._best_place}" if math.isfinite(self.best) else "never finite"
             self.stop_reason = f"{self.monitor} has not improved for {counted(self.wait, rounds)}; {best}"
             self.trainer.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Restore the best weights, if requested; an interrupted fit keeps its own."""
         speaks = bool(self.verbose) and runtime.is_master()
-        if self.stopped_epoch and speaks:
-            best = f"best in {self.best_epoch + 1}" if math.isfinite(self.best) else "never finite"
+        if speaks and (self.stopped_epoch or self.stop_reason):
+            best = f"best at {self._best_place}" if math.isfinite(self.best) else "never finite"
             print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")
         if self.best_weights is not None:
             if speaks:
-                print(f"restored the weights of epoch {self.best_epoch + 1}")
+                print(f"restored the weights of {self._best_place}")
             load_plain_state(self.trainer.trained, self.best_weights)
+
+    @property
+    def _best_place(self) -> str:
+        """The epoch, or the step of a validation within epochs, with the best value."""
+        rows = self.trainer.history.validations if self._is_of_validations else []
+        steps = [row["step"] for row in rows if row.get(self.monitor) == self.best]
+        within = len({row["epoch"] for row in rows}) < len(rows)
+        return f"step {steps[0]:,}" if steps and within else f"epoch {self.best_epoch + 1}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it; without the weights if they are not requested."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,12 +24,13 @@ class ModelCheckpoint(Monitoring):
     or `load_weights` for weights.
 
     Args:
-        filepath: File name; "{epoch}" (from 1), "{batch}" and names of metrics in it are replaced, as in
-            "model-{epoch:02d}-{val_loss:.3f}.ckpt".
-        monitor: The metric that decides which epoch is the best.
+        filepath: File name; "{epoch}" (from 1), "{step}" (of the training), "{batch}" and names of metrics in it are
+            replaced, as in "model-{epoch:02d}-{val_loss:.3f}.ckpt"; a metric that is not known yet is "nan".
+        monitor: The metric that decides which epoch, or validation, is the best.
         verbose: 1: rank 0 prints what it saves.
-        save_best_only: Save only epochs that improve on all previous ones.
-        save_weights_only: Save only the weights, as safetensors.
+        save_best_only: Save only epochs that improve on all previous ones; or validations, also within an epoch, as
+            `keep_best` does.
+        save_weights_only: Save only the weights, as safetensors; with `save_best_only` those that were validated.
         mode: "min", "max", or "auto": as the metric declares.
         save_freq: "epoch", or a number of steps.
         initial_value_threshold: With `save_best_only`, the value that the first saved epoch must improve on.
@@ -78,21 +81,29 @@ class ModelCheckpoint(Monitoring):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch."""
-        if self.save_freq != "epoch":
-            return
+        if self.save_freq == "epoch":
+            self._compare(epoch, logs)
+
+    def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Save after a validation within an epoch; after that of its end, other callbacks must see the epoch first."""
+        if self.save_best_only and self._is_of_validations and epoch == self.trainer.epoch:
+            self._compare(epoch, logs)
+
+    def _compare(self, epoch: int, logs: Logs | None) -> None:
         if self.save_best_only:
             value = self.value_in(logs)
             if value is None or not self.is_better(value, self.worst if self.best is None else self.best):
                 return
             self.best = value
-        self._save({"epoch": epoch + 1, **(logs or {})})
+        self._save(epoch, {**dict.fromkeys(self.params["metrics"], math.nan), **(logs or {})})
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Save after steps."""
         if self.save_freq != "epoch" and self.trainer.step % int(self.save_freq) == 0:
-            self._save({"epoch": self.trainer.epoch + 1, "batch": batch + 1})
+            self._save(self.trainer.epoch, {"batch": batch + 1})
 
-    def _save(self, known: Mapping[str, float]) -> None:
+    def _save(self, epoch: int, known: Mapping[str, float]) -> None:
+        known = {"epoch": epoch + 1, "step": self.trainer.step, **known}
         try:
             path = self.filepath.format(**known)
         except (KeyError, IndexError, ValueError) as error:
@@ -105,6 +116,7 @@ class ModelCheckpoint(Monitoring):
         if not self.save_weights_only:
             self.trainer.save_checkpoint(path)
         elif runtime.is_master():
-            save_weights(self.model, path)
+            with self._measured_weights() if self.save_best_only else contextlib.nullcontext():
+                save_weights(self.model, path)
         if self.verbose and runtime.is_master():
             print(f"saved {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, ClassVar
 
@@ -42,6 +43,10 @@ class Monitoring(Callback):
             return False
         is_known = self.monitor in self.params["metrics"]
         return is_known or any(self.monitor in row for row in self.trainer.history.validations[-1:])
+
+    def _measured_weights(self) -> contextlib.AbstractContextManager[Any]:
+        """Put the weights with which the metric was measured into the model."""
+        return ((self._is_of_validations and self._validated) or self).applied()
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         """Compare the metric with the best one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.progress.display import Display, make_display, numbers
+from cyxtrain.progress.display import Display, around_validation, make_display, numbers
 from cyxtrain.world import runtime
 
 
@@ -32,7 +32,9 @@ class ProgressBar(Callback):
         self._display.step(self.params["samples_per_step"], lambda: dict(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._display.end_epoch(numbers(logs or {}))
+        logs = logs or {}
+        trained, validated = ({n: v for n, v in logs.items() if n.startswith("val_") is each} for each in (False, True))
+        self._display.end_epoch(around_validation(numbers(trained), validated, self.params["sets"]))
 
     def close(self) -> None:
         self._display.close()

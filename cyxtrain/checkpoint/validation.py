@@ -174,6 +174,7 @@ _OTHERS = {
     "trained": _list_of(_TEXT),
     "callbacks": _dict_of(_DICT),
     "stop_reason": _TEXT,
+    "before_end": _DICT,
     "data": _DICT,
     "losses": _dict_of(_DICT),
     "buffers": _dict_of(_instance_of(torch.Tensor)),

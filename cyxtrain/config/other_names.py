@@ -194,6 +194,52 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "Gradients are averaged over all ranks as in DDP; each rank holds the whole model": "strategy deepspeed fsdp",
         "Pass optimizer= and scheduler= to the trainer": "configure_optimizers",
     },
+    "attribute": {
+        "Pass loss_fn, optimizer and metrics to DistributedTrainer(model, loss_fn, optimizer, metrics=...)": (
+            "compile configure_optimizers create_optimizer prepare"
+        ),
+        "callbacks": "add_callback",
+        "config": "args",
+        "epoch": "current_epoch epochs_trained",
+        "evaluate": "test validate validation eval score evaluation_loop",
+        "fit": "train fit_generator training_loop",
+        "fit: The step is the method train_step(self, batch).": "training_step compute_loss train_function",
+        "history": "callback_metrics logged_metrics log_history",
+        "get_rank": "global_rank process_index",
+        "get_world_size": "world_size",
+        "is_master": "is_main_process is_global_zero is_world_process_zero",
+        "log: It takes one name and one number; train_step may return a dictionary of them.": "log_dict log_metrics",
+        "optimize: It does backward, averages gradients, clips and steps, of one optimizer by name, in a train_step.": (
+            "manual_backward backward toggle_optimizer untoggle_optimizer optimizer_step zero_grad"
+        ),
+        "predict": "predict_proba predict_generator transform",
+        "save_checkpoint": "save save_state",
+        "load_checkpoint: fit(resume=path) loads one and continues.": "load load_state restore",
+        "step": "global_step",
+        "Call trainer.set_learning_rates([0.01]); trainer.optimizer.param_groups has the rates": (
+            "lr learning_rate learning_rates get_lr get_last_lr"
+        ),
+        'Pass callbacks=[cx.callbacks.TensorBoard("logs")], or CSVLogger': "logger loggers report_to",
+        "stop_training": "should_stop stop",
+        "test_step": "validation_step",
+        "Call cx.save_weights(trainer.model, path); trainer.save_checkpoint(path) saves optimizers, too": (
+            "save_model save_weights save_pretrained"
+        ),
+        "Call cx.load_weights(trainer.model, path); trainer.load_checkpoint(path) loads optimizers, too": (
+            "load_model load_weights load_from_checkpoint from_pretrained"
+        ),
+        "The model is trainer.model, as in trainer.model.state_dict()": (
+            "get_weights set_weights weights trainable_variables parameters named_parameters state_dict "
+            "load_state_dict to cuda cpu module unwrap_model layers get_layer"
+        ),
+        "The device is that of the model, next(trainer.model.parameters()).device": "device",
+        "Set fit(clip_norm=1.0)": "clip_gradients clip_grad_norm clip_grad_value",
+        "Set fit(accumulation_steps=4)": "accumulate no_sync",
+        'Set fit(precision="bf16")': "autocast",
+        "Call cx.barrier()": "wait_for_everyone",
+        "Call cx.all_gather(...); metrics are of all ranks as they are": "gather gather_for_metrics all_gather reduce",
+        "Write if trainer.is_master(): print(...)": "print",
+    },
     "option": {
         "-n: It counts the ranks on this machine.": "--nprocs --num-proc --num-processes --world-size",
         "--gpus": "--gpu-ids",

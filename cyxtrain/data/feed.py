@@ -112,11 +112,7 @@ class RowSource(Protocol):
 
 
 class RowFeed(Feed):
-    """Rows by number, in passes through the data that each have an order.
-
-    With `steps_per_epoch` an epoch continues where the previous one ended, and begins the data again after their end;
-    otherwise each epoch is one pass.
-    """
+    """Rows by number, in passes that each have an order; with `steps_per_epoch` epochs end and begin within them."""
 
     def __init__(
         self, source: RowSource, order: Order, config: DistributedTrainingConfig, rank: int, world_size: int

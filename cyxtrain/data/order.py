@@ -66,12 +66,9 @@ class Order(ABC):
 
 
 class SeededOrder(Order):
-    """Our own order: the rows as they are, or shuffled by (seed, epoch); then perhaps sorted by length.
+    """Our own order: the rows as they are, or shuffled by (seed, epoch); then perhaps sorted by length."""
 
-    By their `lengths`, each 50 steps are sorted, the longest rows first: those that need most memory.
-    """
-
-    lengths: Indices | None = None
+    lengths: Indices | None = None  # by which each 50 steps are sorted, the longest rows first: they need most memory
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self.size = size

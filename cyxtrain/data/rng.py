@@ -25,10 +25,7 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
-    """Seed all generators.
-
-    `samples` of the epoch were trained on, if a run resumes in it on another number of ranks; otherwise 0.
-    """
+    """Seed all generators; `samples`: rows of the epoch before a resume on another number of ranks, otherwise 0."""
     # A hash that never changes; NumPy's and PyTorch's ways of mixing seeds may.
     digest = hashlib.blake2b(f"cyxtrain {seed} {epoch} {samples} {rank}".encode(), digest_size=24).digest()
     first, second, third = (int.from_bytes(digest[begin : begin + 8], "little") for begin in (0, 8, 16))
@@ -154,10 +151,7 @@ def seed_for_row(seed: int) -> None:
 
 
 def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: int, number: int, rank: int = 0) -> None:
-    """Seed all generators for a pass, and those of the data's parts; call `set_epoch` of the parts.
-
-    The random numbers are those of a rank; 0 if all ranks have the same data.
-    """
+    """Seed all generators for a pass, as those of a rank (0: all have the same data); call `set_epoch` of the parts."""
     seed_generators(seed, number, 0, rank, CPU)
     for generator in others:
         generator.manual_seed(int.from_bytes(_digest(seed, number), "little") >> 1)

@@ -52,10 +52,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def single_row(self, *, together: bool = False) -> SingleRow | None:
-        """Return whether any rank gets a micro-batch of a single row; the same on every rank.
-
-        With `together`, the micro-batches that all ranks have at the same time count as one.
-        """
+        """Return a micro-batch of a single row on any rank; `together`: those of all ranks at one time count as one."""
 
     def count_ranks(self, step: int) -> int:
         """Return how many ranks have rows in a step: those from 0 on."""

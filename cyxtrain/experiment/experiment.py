@@ -21,10 +21,18 @@ from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, Distributed
 from cyxtrain.config.settings import check_arguments, is_number, make, names_checked, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
-from cyxtrain.experiment.by_name import Names, is_path, named, section_of
+from cyxtrain.experiment.by_name import (
+    Names,
+    Overrides,
+    check_section,
+    is_path,
+    named,
+    section_of,
+    with_names,
+    words_of,
+)
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
-from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
 from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model
 from cyxtrain.optim.optimizers import ONLY, OPTIMIZERS, parameters_for
@@ -46,8 +54,9 @@ class Experiment:
     The model's weights are initialized from `training.seed`, the same on every rank. Checkpoints save the settings.
 
     Args:
-        config: Settings in the sections `imports model data loss_fn optimizer optimizers scheduler schedulers metrics
-            callbacks training distributed train_step test_step predict_step`; only `model` and `data` are required.
+        config: Settings in the sections `imports model data loss_fn loss_weights optimizer optimizers scheduler
+            schedulers metrics callbacks training distributed train_step test_step predict_step`; only `model` and
+            `data` are required.
         source: Names the settings in errors: the file.
         own_code: Whether they may run your own code, in `imports` or as "module:name"; False for settings that
             somebody else wrote.
@@ -81,6 +90,7 @@ class Experiment:
             self.trainer = DistributedTrainer(
                 model,
                 _loss(values, names),
+                loss_weights=values.get("loss_weights"),
                 **({"optimizers": optimizers, "schedulers": schedulers} if only is None else {"optimizer": only}),
                 metrics=_metrics(values, names),
                 scheduler=None if only is None else _scheduler(values.get("scheduler"), "scheduler", names, only),
@@ -232,9 +242,12 @@ def _model(values: Mapping[str, Any], names: Names, seed: int) -> nn.Module:
 
 
 def _loss(values: Mapping[str, Any], names: Names) -> Any:
-    """Return the loss function; None: the model computes its own."""
-    if values.get("loss_fn") is None:
+    """Return the loss function, or several by output name; None: the model computes its own."""
+    found = values.get("loss_fn")
+    if found is None:
         return None
+    if isinstance(found, Mapping) and "name" not in found:
+        return {output: _loss({"loss_fn": each}, names) for output, each in found.items()}
     name, settings = section_of(values, "loss_fn")
     found = names.find("loss", name, LOSSES, nn, torch_compat.LossModule)
     if is_path(name) and not settings and not isinstance(found, type):
@@ -290,8 +303,10 @@ def _scheduler(section: Any, owner: str, names: Names, optimizer: torch.optim.Op
 
 
 def _metrics(values: Mapping[str, Any], names: Names) -> Any:
-    """Return metrics for the trainer: names, and functions or classes of "module:name"."""
+    """Return metrics for the trainer: names, and functions or classes of "module:name"; or such by output name."""
     found = values.get("metrics") or []
+    if isinstance(found, Mapping) and "name" not in found:
+        return {output: _metrics({"metrics": each}, names) for output, each in found.items()}
     found = [found] if isinstance(found, (str, Mapping)) else found
     if not isinstance(found, list):
         raise ConfigError(f"the section 'metrics' must be a list, such as [f1, mae], got {found!r}.")

@@ -24,7 +24,7 @@ _SMALL = 0.1
 def find_accuracy(loss: Loss, output: Any, target: Any, value: Tensor, *, asked: bool) -> Accuracy | None:
     """Return what accuracy is, or None if targets are not classes."""
     if loss.by_output:
-        found, reason = None, "there are several losses"
+        found, reason = None, "there are several losses, so give it by output name: metrics={'a': ['accuracy']}"
     else:
         found, reason = _found(loss, output, labels_in(target), value / (loss.factor or 1.0), asked=asked)
     if asked and found is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cyxtrain.config.settings import is_number, require, unknown_name
 from cyxtrain.data.batches.batch import Batch
-from cyxtrain.data.batches.structure import Tree, fields_of, with_fields
+from cyxtrain.data.batches.structure import Tree, fields_of, parts_by_name, with_fields
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.accuracy import Accuracy, ignored_class, labels_in
@@ -53,37 +53,23 @@ class Loss:
             mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
             name: the losses are added, and None is no loss. `WeightedLosses` have factors.
         used: The loss that a step of the user's own may use; the step returns its loss as a model does.
-
-    Attributes:
-        by_output: The losses of a model with several outputs, by output name; empty for one loss.
-        functions: The user's callables; empty if the model computes its loss.
-        factor: The number in loss_weights if there is one loss_fn.
-        modules: The modules among them, or whose methods they are.
-        is_known: Whether it is one of torch.nn, whose arithmetic we know.
-        is_binary: Whether targets are 0 or 1, one per output, and outputs above `threshold` predict 1.
-        weightings: The weighting of each of several losses, by name in the history; empty for one loss.
-        items: How to count `num_items_in_batch` for the model; None if the model is not given it.
-        uses_num_items: Whether the model's loss is the sum of its terms, divided by that number.
-        gathers: The calls of `all_gather_with_grad` that model and loss make in each batch.
-        shown: Names of further numbers in the history: several losses, and other scalars of the model.
-        warning: What is wrong with its weighting; "" if nothing is.
-        ignored: The class number that does not count, if the data has it.
-        accuracy: What accuracy is, as the dry run found it; None if targets are not classes.
     """
 
     def __init__(self, loss_fn: Any, used: Loss | None = None) -> None:
         self.used = used
         loss_fn, given = loss_fn if isinstance(loss_fn, WeightedLosses) else (loss_fn, {})
         several = loss_fn if isinstance(loss_fn, Mapping) else {}
+        # Both by output name; outputs: those with a loss, and with the cross-entropy, further ones that have metrics.
         self.by_output = {str(name): Loss(each) for name, each in several.items() if each is not None}
-        self.weightings: dict[str, Weighting] = {}
-        self.shown: tuple[str, ...] = ()
-        self.items: ItemRule | None = None
-        self.uses_num_items = False
-        self.warning = ""
-        self.gathers: list[GatherCall] = []
+        self.outputs: dict[str, Loss] = {**self.by_output} if used is None else used.outputs
+        self.weightings: dict[str, Weighting] = {}  # of each of several losses, by name in the history
+        self.shown: tuple[str, ...] = ()  # further numbers in the history: several losses, other scalars of the model
+        self.items: ItemRule | None = None  # how to count `num_items_in_batch`; None: the model is not given it
+        self.uses_num_items = False  # whether the model's loss is the sum of its terms, divided by that number
+        self.warning = ""  # what is wrong with its weighting
+        self.gathers: list[GatherCall] = []  # of `all_gather_with_grad`, by model and loss in each batch
         self._factors = _checked_factors(loss_fn, given)
-        self.factor = self._factors.get("loss", 1.0)
+        self.factor = self._factors.get("loss", 1.0)  # the number in loss_weights if there is one loss_fn
         self._gives_pairs: bool | None = None
         self.function: Any = self._by_output if self.by_output else loss_function(loss_fn)
         self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
@@ -91,18 +77,18 @@ class Loss:
             self.functions = [self.function]
         if used is not None:
             self.functions = used.functions
-        self.modules = [*self.named_modules("").values()]
+        self.modules = [*self.named_modules("").values()]  # among these functions, or whose methods they are
         kind = type(self.function)
         self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
         seen = self.function if used is None else used.function
-        self.is_binary = isinstance(seen, _BINARY_LOSSES)
-        self.threshold = 0.0 if isinstance(seen, nn.BCEWithLogitsLoss) else 0.5
+        self.is_binary = isinstance(seen, _BINARY_LOSSES)  # targets are 0 or 1, one per output
+        self.threshold = 0.0 if isinstance(seen, nn.BCEWithLogitsLoss) else 0.5  # outputs above it predict 1
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
         self._of_each: Any = None
-        self.ignored: int | None = None
-        self.accuracy: Accuracy | None = None
+        self.ignored: int | None = None  # the class number that does not count, if the data has it
+        self.accuracy: Accuracy | None = None  # as the dry run found it; None if targets are not classes
         if self._reduction == "sum":
             self.weighting = Weighting.NOTHING
         self._name_parts()
@@ -203,7 +189,7 @@ class Loss:
             self.ignored = self.used.ignored
             return
         for name, each in self.by_output.items():
-            own = targets[name] if isinstance(targets, dict) else None
+            own = parts_by_name(targets).get(name)
             each.inspect(own, are_all=are_all, rows_have_weights=rows_have_weights)
         self._name_parts()
         if rows_have_weights and not self.by_output:
@@ -231,7 +217,7 @@ class Loss:
         """Set the weighting by what the user's function (the loss) or the model (its output) returned for some rows."""
         if self.by_output:
             for name, each in self.by_output.items():
-                with _of_output(name):
+                with naming_output(name):
                     each.inspect_result(result[name], rows)
             self._name_parts()
             return
@@ -292,8 +278,8 @@ class Loss:
     def check_shapes(self, output: Any, target: Tree | None) -> None:
         """Refuse shapes that PyTorch would broadcast into a table of every row against every other."""
         for name, each in self.by_output.items():
-            with _of_output(name):
-                each.check_shapes(part_of(output, name), part_of(target, name))
+            with naming_output(name):
+                each.check_shapes(*self.of_output(name, output, target))
         if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
         if output.shape == target.shape or output.numel() == target.numel() == 1:  # one row, whatever its shape
@@ -346,21 +332,28 @@ class Loss:
             return BatchLoss(result, 1, rows)
         return batch_loss_of(result, rows)
 
-    def _of_each_output(self, output: Any, target: Any) -> Iterator[tuple[str, Loss, Any, Any]]:
-        """Yield (name, loss, output, target) of each of several losses."""
-        for name, each in self.by_output.items():
-            own, answer = part_of(output, name), part_of(target, name)
-            if isinstance(answer, Tensor) and isinstance(own, Tensor) and own.is_floating_point():
-                answer = each.prepare_target(answer, own.dtype)
-            yield name, each, own, answer
+    def of_output(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
+        """Return one of several outputs and its target, in the dtype that its loss needs; all if `name` is empty.
+
+        A y that is one tensor is the target of each output.
+        """
+        if not name:
+            return output, target
+        own = _part_of(output, name, "the model's output")
+        answer = target if isinstance(target, Tensor) else _part_of(target, name, "y")
+        if isinstance(answer, Tensor) and isinstance(own, Tensor) and own.is_floating_point():
+            answer = self.outputs[name].prepare_target(answer, own.dtype)
+        return own, answer
 
     def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
         """Return what each of several losses returns, by output name."""
-        return {name: each.function(own, answer) for name, each, own, answer in self._of_each_output(output, target)}
+        return {name: each.function(*self.of_output(name, output, target)) for name, each in self.by_output.items()}
 
     def _of_several(self, output: Any, batch: Batch) -> BatchLoss:
-        several = self._of_each_output(output, batch.targets)
-        parts = {f"{name}_loss": each(own, replace(batch, targets=answer)) for name, each, own, answer in several}
+        parts = {}
+        for name, each in self.by_output.items():
+            own, answer = self.of_output(name, output, batch.targets)
+            parts[f"{name}_loss"] = each(own, replace(batch, targets=answer))
         return self._sum_of_losses(parts, batch.rows)
 
     def _own(self, output: Any, batch: Batch) -> BatchLoss:
@@ -440,23 +433,26 @@ def _shape(tensor: Tensor) -> str:
     return f"({', '.join(['n', *map(str, tensor.shape[1:])])})"
 
 
-def part_of(value: Any, name: str) -> Any:
+def _part_of(value: Any, name: str, owner: str) -> Any:
     """Return a part of an output or a target by name."""
-    found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    found = value.get(name) if isinstance(value, Mapping) else parts_by_name(value).get(name)
     if found is None:
-        names = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+        has = ", ".join(each for each, part in parts_by_name(value).items() if part is not None)
         raise ConfigError(
-            f"loss_fn has a loss for {name!r}, and the model's output and y must be dictionaries with that key; one "
-            f"has {names}."
+            f"{owner} has no part {name!r}, for which there is a loss or a metric; it has "
+            f"{has or f'one, a {type(value).__name__}'}. Use these names."
         )
     return found
 
 
 @contextlib.contextmanager
-def _of_output(name: str) -> Iterator[None]:
+def naming_output(name: str) -> Iterator[None]:
+    """Name an output in errors."""
     try:
         yield
     except ConfigError as error:
+        if not name:
+            raise
         raise ConfigError(f"output {name!r}: {error}") from error
 
 
@@ -469,7 +465,8 @@ def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
     if isinstance(loss_fn, (list, tuple)) or (is_one and given):
         raise ConfigError(
             "several losses and their loss_weights go by output name: give loss_fn as a dictionary, such as "
-            'loss_fn={"a": "mse", "b": "cross_entropy"}, loss_weights={"a": 0.1}; the model and y have these keys.'
+            'loss_fn={"a": "mse", "b": "cross_entropy"}, loss_weights={"a": 0.1}; the model and y have these keys, and '
+            "tuples have 0, 1, ..."
         )
     right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
     require(right, f"loss_weights must be a dictionary of numbers by name, or a number for one loss_fn, got {given!r}.")
@@ -477,7 +474,8 @@ def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
         return {str(name): float(factor) for name, factor in given.items()}
     has_any = any(each is not None for each in loss_fn.values())
     require(has_any, "loss_fn is an empty dictionary: give a loss for each output, by name.")
-    for name in given:
-        if name not in loss_fn:
-            raise unknown_name("loss_fn", str(name), [str(each) for each in loss_fn], "output")
+    outputs = [str(each) for each in loss_fn]
+    for name in map(str, given):
+        if name not in outputs:
+            raise unknown_name("loss_fn", name, outputs, "output")
     return {f"{name}_loss": float(factor) for name, factor in given.items()}

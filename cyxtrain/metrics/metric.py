@@ -30,9 +30,10 @@ from cyxtrain.world import runtime
 
 
 class Metric(ABC):
-    """A number per epoch, or one for each of several `names`."""
+    """A number per epoch, or one for each of several `names`; `select` finds its output and target."""
 
     def __init__(self, name: str, larger_is_better: bool | None) -> None:
+        self.select: Callable[[Any, Any], tuple[Any, Any]] = lambda output, target: (output, target)
         self.name = name
         self.names = [name]
         self.larger_is_better = larger_is_better
@@ -227,13 +228,16 @@ class LibraryMetric(Metric):
         with warnings.catch_warnings():  # of a rank without rows, which gets the states of other ranks
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
             try:
-                value = as_tensor(self._metric.compute())
+                result = self._metric.compute()
             except ValueError:  # too few rows, on all ranks alike
                 return [math.nan] * len(self.names)
-        if value.numel() != 1 and value.dim() != 1:
+        is_number = not isinstance(result, (tuple, list, dict))
+        value = as_tensor(result if is_number else [])
+        if not is_number or (value.numel() != 1 and value.dim() != 1):
+            has = f"shape {list(value.shape)}" if is_number else f"{len(result)} parts"
             raise ConfigError(
-                f"the metric {self.name} has shape {list(value.shape)}, and the history takes a number, or one for "
-                'each class: build it with an average, such as average="macro".'
+                f"the metric {self.name} has {has}, and the history takes a number, or one for each class: build it "
+                'with an average, such as average="macro", or pass cx.metrics.WholeSet(function).'
             )
         found: list[float] = value.double().reshape(-1).tolist()
         if len(found) > 1:  # the dry run is the first to see how many
@@ -303,8 +307,8 @@ def _refuse_what_cannot_be_joined(name: str, metric: Any) -> None:
     for state, default in metric.metric_state.items():
         if isinstance(default, list) and metric._reductions[state] is not dim_zero_cat:
             raise ConfigError(
-                f"the metric {name} keeps lists ({state}) that the ranks cannot join: pass a function of "
-                "(output, target)."
+                f"the metric {name} keeps lists ({state}) that the ranks cannot join: compute it in a function of all "
+                "outputs and targets, cx.metrics.WholeSet(function)."
             )
 
 
@@ -366,7 +370,7 @@ class Metrics:
         if self._metrics:
             with torch.no_grad():
                 for metric in self._metrics:
-                    metric.add(output, target, rows)
+                    metric.add(*metric.select(output, target), rows)
 
     def local_values(self) -> dict[str, float]:
         """Return each number over this rank's rows."""

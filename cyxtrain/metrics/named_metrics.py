@@ -12,17 +12,22 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cyxtrain.config.settings import unknown_name
+from cyxtrain.data.batches.structure import parts_by_name
 from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError, brief
-from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.accuracy import Accuracy
+from cyxtrain.metrics.find_accuracy import find_accuracy
+from cyxtrain.metrics.loss import Loss, naming_output
 from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
+from cyxtrain.metrics.sums import correct_of
+from cyxtrain.metrics.weighting import batch_loss_of
 from cyxtrain.metrics.whole_set import WholeSet
 
 _TOP = re.compile(r"top_([1-9]\d*)$")
@@ -61,36 +66,57 @@ _CORRELATIONS = ("pearson", "spearman")
 _KNOWN = [ACCURACY, "top_5", *_OF_CLASSES, *_BY_AVERAGE, *_OF_NUMBERS, *_FROM_LIBRARY, *_CORRELATIONS]
 
 
-def metrics_by_name(metrics: Any) -> dict[str, Any]:
-    """Return a user's metrics (None, one, several, or a dictionary) by name."""
-    if metrics is None:
-        return {}
-    if isinstance(metrics, Mapping):
-        given = [(str(name), each) for name, each in metrics.items()]
-    else:
-        several = [metrics] if isinstance(metrics, str) or not isinstance(metrics, Sequence) else list(metrics)
-        given = [pair for each in several for pair in _named(each)]
-    found: dict[str, Any] = {}
-    for name, each in given:
-        if isinstance(each, type) or not (isinstance(each, str) or callable(each)):
-            what = f"the class {each.__name__}: pass an instance" if isinstance(each, type) else brief(each)
-            raise ConfigError(
-                f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}."
-            )
-        if isinstance(each, str) and each not in _KNOWN and each not in _BUILT_IN and not _TOP.match(each):
-            raise unknown_name("cyxtrain", each, _KNOWN, "metric")
-        if isinstance(each, str) and each in _BUILT_IN:  # torchmetrics' objects compare as equal to anything
-            if each == "loss":
-                continue
-            name, each = ACCURACY, ACCURACY
-        elif not isinstance(metrics, Mapping) and not isinstance(each, str) and not _is_library(each):
-            name = _free_name(name, found)
+class NamedMetrics(dict[str, Any]):
+    """A user's metrics by name in the history; `outputs` has the output's name for those of one of several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[str, str] = {}
+
+    def add(self, name: str, metric: Any, output: str | None = None) -> None:
+        """Add a metric; raise ConfigError if its name is not free."""
         if name.startswith("val_") or name == "loss":
             raise ConfigError(f"the metric {name!r} needs another name: the history uses this one.")
-        if name in found:
+        if name in self:
             raise ConfigError(f"metrics has two named {name!r}: name them, as in metrics={{'mine': ...}}.")
-        found[name] = each
+        self[name] = metric
+        if output is not None:
+            self.outputs[name] = output
+
+
+def metrics_by_name(metrics: Any, outputs: Collection[str] = ()) -> NamedMetrics:
+    """Return a user's metrics (None, one, several, or a dictionary) by name.
+
+    In a dictionary, keys that are among `outputs`, and those of lists and dictionaries, name outputs of the model.
+    """
+    found = NamedMetrics()
+    if isinstance(metrics, NamedMetrics) or metrics is None:
+        return found if metrics is None else metrics
+    for given in metrics if isinstance(metrics, Sequence) and not isinstance(metrics, str) else [metrics]:
+        has_names = isinstance(given, Mapping)
+        for name, each in _named(given):
+            if has_names and (name in outputs or isinstance(each, (list, tuple, Mapping))):
+                for own, metric in metrics_by_name(each).items():
+                    found.add(f"{name}_{own}", metric, output=name)
+                continue
+            _check_kind(each)
+            if isinstance(each, str) and each in _BUILT_IN:  # torchmetrics' objects compare as equal to anything
+                if each == "loss":
+                    continue
+                name, each = ACCURACY, ACCURACY
+            elif not has_names and not isinstance(each, str) and not _is_library(each):
+                name = _free_name(name, found)
+            found.add(name, each)
     return found
+
+
+def _check_kind(metric: Any) -> None:
+    """Refuse what is no metric."""
+    if isinstance(metric, type) or not (isinstance(metric, str) or callable(metric)):
+        what = f"the class {metric.__name__}: pass an instance" if isinstance(metric, type) else brief(metric)
+        raise ConfigError(f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}.")
+    if isinstance(metric, str) and metric not in _KNOWN and metric not in _BUILT_IN and not _TOP.match(metric):
+        raise unknown_name("cyxtrain", metric, _KNOWN, "metric")
 
 
 def _free_name(name: str, found: Mapping[str, Any]) -> str:
@@ -108,56 +134,91 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
     if _is_library(metric):
         parts = getattr(metric, "items", None)  # a MetricCollection
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
-        return list(parts()) if callable(parts) else [(name, metric)]
+        return list(parts()) if callable(parts) else [(name.strip("_"), metric)]
     return [(getattr(metric, "__name__", type(metric).__name__), metric)]
 
 
-def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
+def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
     """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
-    given = {name: each for name, each in given.items() if name != ACCURACY or not isinstance(each, str)}
-    given = {name: each for name, each in given.items() if not isinstance(each, WholeSet)}
-    if not given:
-        return Metrics()
-    task = _task_of(loss, output, target)
+    made = []
     with warnings.catch_warnings():  # some keep all rows, which is what is wanted
         warnings.simplefilter("ignore")
-        made = [_made(name, each, task) for name, each in given.items()]
+        for name, each in given.items():
+            part = given.outputs.get(name, "")
+            with naming_output(part):
+                if part:
+                    _inspect_output(loss, part, output, target, asked=_is_accuracy(each))
+                if not (isinstance(each, WholeSet) or (name == ACCURACY and _is_accuracy(each))):
+                    made.append(_made(name, each, loss, part, output, target))
     for metric in made if output is not None else ():
         try:
             with warnings.catch_warnings():  # in a few rows some classes are missing
                 warnings.simplefilter("ignore")
-                metric.add(output, target, rows)
+                metric.add(*metric.select(output, target), rows)
                 metric.local_values()
         except ConfigError:
             raise
         except Exception as error:
             what = f"the metric {metric.name} cannot take the model's output and y"
-            raise ConfigError(f"{what}: {error}{remedy_for_devices(error)}") from error
+            remedy = ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
+            raise ConfigError(f"{what}: {error}{remedy_for_devices(error) or remedy}") from error
     return Metrics(made).copy()
 
 
+def _is_accuracy(metric: Any) -> bool:
+    return isinstance(metric, str) and metric == ACCURACY
+
+
+def _inspect_output(loss: Loss, name: str, output: Any, target: Any, *, asked: bool) -> None:
+    """Find out what accuracy is of one of several outputs; without a loss, its classes are those of a cross-entropy."""
+    is_new = name not in loss.outputs
+    own = loss.outputs.setdefault(name, Loss("cross_entropy"))
+    if own.accuracy is not None:
+        return
+    part, answer = loss.of_output(name, output, target)
+    if is_new:
+        own.inspect(answer, are_all=False)
+        own.check_shapes(part, answer)
+    value = torch.zeros((), device="cpu") if own.is_known else batch_loss_of(own.function(part, answer), 1).mean
+    own.accuracy = find_accuracy(own, part, answer, value, asked=asked)
+
+
 def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+    form = Accuracy() if loss.accuracy is None or loss.accuracy.is_one_hot else loss.accuracy
+    pair = form.pair(output, target)
+    if pair is None:
         return None
+    output, target = pair
     if loss.is_binary:
         labels = output.shape[1] if output.dim() > 1 else 1
         as_binary = functools.partial(_as_binary, isinstance(loss.function, nn.BCEWithLogitsLoss))
         return _Task("multilabel" if labels > 1 else "binary", max(labels, 2), loss, as_binary)
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
-        as_classes = functools.partial(_as_classes, isinstance(loss.function, nn.NLLLoss))
+        as_classes = functools.partial(_as_classes, isinstance(loss.function, nn.NLLLoss), form)
         return _Task("multiclass", output.shape[1], loss, as_classes)
     return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
 
 
-def _made(name: str, metric: Any, task: _Task | None) -> Metric:
+def _made(name: str, metric: Any, loss: Loss, part: str, output: Any, target: Any) -> Metric:
+    """Return a metric, of one of several outputs unless `part` is empty."""
+    own = loss.outputs.get(part, loss)
     if _is_library(metric):
-        return LibraryMetric(name, metric)
-    if not isinstance(metric, str):
-        return MeanMetric(name, metric)
+        made: Metric = LibraryMetric(name, metric)
+    elif not isinstance(metric, str):
+        made = MeanMetric(name, metric)
+    elif metric == ACCURACY:
+        made = MeanMetric(name, lambda output, target: correct_of(output, target, own), True)
+    else:
+        made = _by_name(name, metric, _task_of(own, *loss.of_output(part, output, target)), [*parts_by_name(output)])
+    made.select = lambda output, target: loss.of_output(part, output, target)
+    return made
+
+
+def _by_name(name: str, metric: str, task: _Task | None, outputs: Sequence[str]) -> Metric:
     if task is None:
         raise ConfigError(
-            f"the metric {metric!r} needs a model with one output and one y. For one of several, pass a function: "
-            f"metrics={{{name!r}: lambda output, target: (output['a'] - target['a']).abs()}}."
+            f"the metric {metric!r} compares one output with one y: give it by the output's name, as in "
+            f"metrics={{{next(iter(outputs), 'a')!r}: [{metric!r}]}}, or pass a function of (output, target)."
         )
     top = _TOP.match(metric)
     base, average = _BY_AVERAGE.get(metric, (metric, ""))
@@ -187,9 +248,10 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
     if k > task.num_classes:
         raise ConfigError(f"the metric 'top_{k}' needs at least {k} classes, and the model has {task.num_classes}.")
 
-    def is_among_the_best(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        found = (output.topk(k, dim=1).indices == target.unsqueeze(1)).any(1)
-        counts = torch.ones_like(found) if task.loss.ignored is None else target != task.loss.ignored
+    def is_among_the_best(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        scores, classes = task.prepare(output, target)
+        found = (scores.topk(k, dim=1).indices == classes.unsqueeze(1)).any(1)
+        counts = torch.ones_like(found) if task.loss.ignored is None else classes != task.loss.ignored
         return (found & counts).sum(), counts.sum()
 
     return MeanMetric(name, is_among_the_best, larger_is_better=True)
@@ -254,9 +316,12 @@ def _joined(rows: Any) -> Tensor:
     return rows if isinstance(rows, Tensor) else torch.cat(list(rows))
 
 
-def _as_classes(is_log: bool, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    # torchmetrics takes scores between 0 and 1 for probabilities, also if they are logits.
-    return (output.double().exp() if is_log else output.double().softmax(1)), target
+def _as_classes(is_log: bool, form: Accuracy, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+    """Return probabilities and classes: torchmetrics takes scores between 0 and 1 for such, also if they are logits."""
+    pair = form.pair(output, target)
+    assert pair is not None
+    scores = pair[0].double()
+    return (scores.exp() if is_log else scores.softmax(1)), pair[1]
 
 
 def _as_binary(are_logits: bool, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,8 +99,8 @@ def loss_in_output(output: Any) -> tuple[Any, dict[str, Any]]:
     """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added."""
     scalars: dict[str, Any] = {}
     if isinstance(output, Mapping):
-        scalars = {str(name): value for name, value in output.items() if name != "loss" and is_scalar(value)}
-        own = output.get("loss")
+        own, flags = output.get("loss"), "loss" in output  # a flag is no loss to be added
+        scalars = {str(name): value for name, value in output.items() if name != "loss" and is_scalar(value, flags)}
         if own is None and scalars and "loss" not in output:
             return None, scalars
     elif isinstance(output, Tensor) or type(output) is tuple:
@@ -113,10 +114,12 @@ def loss_in_output(output: Any) -> tuple[Any, dict[str, Any]]:
     raise ConfigError(NO_LOSS)
 
 
-def is_scalar(value: Any) -> bool:
-    """Return whether a value is one number, or (sum, weight)."""
+def is_scalar(value: Any, flags: bool = False) -> bool:
+    """Return whether a value is one number, or (sum, weight); with `flags`, also whether it is True or False."""
     if type(value) is tuple:
         return len(value) == 2 and all(not isinstance(each, tuple) and is_scalar(each) for each in value)
     if isinstance(value, Tensor):
-        return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
-    return is_number(value)
+        return value.dim() == 0 and (flags or value.dtype is not torch.bool) and not value.is_complex()
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.ndim == 0 and value.dtype.kind in ("biuf" if flags else "iuf")
+    return is_number(value) or (flags and isinstance(value, bool))

@@ -53,6 +53,7 @@ class WholeSet:
         self.__name__ = str(getattr(function, "__name__", type(function).__name__))
         self._function = function
         self._preprocess = preprocess
+        self._set = ""
         self._takes_one = takes(function, 1) and not takes(function, 2)
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
@@ -69,13 +70,15 @@ class WholeSet:
             output = parts[0] if len(parts) == 1 else parts
         return output, target
 
-    def _results(self, name: str, rows: tuple[Any, Any]) -> dict[str, float]:
-        """Return the numbers over all rows, by name in the history; `name`: of a single number."""
+    def _results(self, name: str, prefix: str, rows: tuple[Any, Any], of_set: str = "") -> dict[str, float]:
+        """Return the numbers over all rows, by name in the history; `name`: of a single number, `prefix`: of others."""
+        self._set = of_set
         result = self(*rows)
-        found = result if isinstance(result, Mapping) else {name: result}
+        has_names = isinstance(result, Mapping)
+        found = {f"{prefix}{own}": each for own, each in result.items()} if has_names else {name: result}
         numbers = None
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what float raises for other libraries' values
-            numbers = {str(each): float("" if isinstance(value, str) else value) for each, value in found.items()}
+            numbers = {each: float("" if isinstance(value, str) else value) for each, value in found.items()}
         if numbers is None or any(each == "loss" or each.startswith("val_") for each in numbers):
             raise ConfigError(
                 f"the metric {name} must return a number, or numbers by name ('loss' and names that begin with 'val_' "
@@ -83,12 +86,12 @@ class WholeSet:
             )
         return numbers
 
-    def _names(self, name: str, rows: tuple[Any, Any]) -> list[str]:
+    def _names(self, name: str, results: Callable[[], dict[str, float]]) -> list[str]:
         """Try the function on a few rows; return the names of its numbers, or its own if these are too few rows."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return [*self._results(name, rows)]
+                return [*results()]
             except (ConfigError, *_MISTAKES) as error:
                 what = f"the metric {name} failed when it was tried on a few rows: {type(error).__name__}: {error}"
                 raise error if isinstance(error, ConfigError) else ConfigError(what) from error
@@ -101,17 +104,24 @@ class TriedSet(NamedTuple):
 
     name: str
     kept: Callable[[Any, Any, Loss], tuple[Any, Any]]  # of a batch
-    results: Callable[[tuple[Any, Any]], dict[str, float]]  # of all rows
+    results: Callable[[tuple[Any, Any], str], dict[str, float]]  # of all rows, and the name of their set
     structure: Any  # of what is gathered, without values
     names: list[str]  # of the results
     larger_is_better: bool | None
 
 
-def tried_sets(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> list[TriedSet]:
-    """Return the metrics over whole sets among a user's, tried on the output and the targets of some rows."""
+def tried_sets(
+    given: Mapping[str, Any], outputs: Mapping[str, str], loss: Loss, output: Any, target: Any, rows: int
+) -> list[TriedSet]:
+    """Return the metrics over whole sets among a user's, tried on the output and the targets of some rows.
+
+    `outputs`: of those that are of one of several outputs, its name.
+    """
     tried = []
     for name, metric in [(name, each) for name, each in given.items() if isinstance(each, WholeSet)]:
-        kept = metric._kept(output, target, loss)
+        whose = outputs.get(name, "")
+        keep = functools.partial(_kept_of, metric, whose)
+        kept = keep(output, target, loss)
         parts = dict(leaves(kept))
         for part in parts.values():
             if not isinstance(part, Tensor) or not part.dim() or len(part) != rows:
@@ -122,10 +132,14 @@ def tried_sets(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, r
                 )
         found = with_parts(kept, {each: as_numpy(part.detach().cpu()) for each, part in parts.items()})
         empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
-        functions = metric._kept, functools.partial(metric._results, name)
-        names = metric._names(name, found)
-        tried.append(TriedSet(name, *functions, with_parts(kept, empty), names, metric.higher_is_better))
+        results = functools.partial(metric._results, name, f"{whose}_" if whose else "")
+        names = metric._names(name, functools.partial(results, found))
+        tried.append(TriedSet(name, keep, results, with_parts(kept, empty), names, metric.higher_is_better))
     return tried
+
+
+def _kept_of(metric: WholeSet, name: str, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
+    return metric._kept(*loss.of_output(name, output, target), loss.outputs.get(name, loss))
 
 
 def as_numpy(tensor: Tensor) -> Any:

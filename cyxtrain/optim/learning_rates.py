@@ -86,7 +86,7 @@ class LearningRates:
         words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
         words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
-        words += [f"then by {_name_of(self.scheduler)}"] if self.scheduler is not None else []
+        words += [f"then by {_name_of(self.scheduler)}, each {self.interval}"] if self.scheduler is not None else []
         return ", ".join(words)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:

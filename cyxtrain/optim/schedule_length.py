@@ -24,7 +24,7 @@ from cyxtrain.optim.learning_rates import schedules_in, steps_taken
 from cyxtrain.optim.schedule_classes import GivenSchedule, given_schedule
 
 # the fraction of a rate that is left if a schedule for epochs is stepped per step
-_NEXT_TO_NOTHING = 1e-6
+_NEXT_TO_NOTHING = 2e-5
 # steps: some schedules are built for one less, some for one more
 _TOLERATED = 1
 

@@ -58,8 +58,8 @@ class Bucket:
         self.flags = self._flags.real if self._flags.is_complex() else self._flags
         """For each parameter the share of ranks that have not used it; the share of absent ranks; signals; loss."""
         signals = self._flags[len(self._parameters) + 1 :]
-        self._signals = signals[:-1] if spec.has_signals else None
-        self._loss = signals[-1] if spec.has_signals else None
+        self._signals = signals[:-1] if spec.num_signals else None
+        self._loss = signals[-1] if spec.num_signals else None
         self._views = [
             _slot(flat, offset, parameter) for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
         ]

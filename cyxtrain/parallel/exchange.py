@@ -75,6 +75,11 @@ class GradientExchange(ABC):
         return [self._numbers]
 
     @property
+    def collective(self) -> str:
+        """What the ring's errors call its collective."""
+        return f"AVG, {str(self._numbers.dtype).removeprefix('torch.')} {[*self._numbers.shape]})"
+
+    @property
     def is_known_finite(self) -> bool:
         """Whether all numbers are known to be finite, at no cost."""
         return False
@@ -108,6 +113,11 @@ class SharedMemoryExchange(GradientExchange):
     @override
     def launch(self, group: Any, scale: float) -> None:
         self._pending = [self._mean.all_reduce(_ASYNCHRONOUS)]
+
+    @property
+    @override
+    def collective(self) -> str:
+        return self._mean.description.partition("(")[2]
 
     @property
     @override

@@ -36,15 +36,17 @@ class BucketSpec:
     flags_offset: int  # the first flag, after the gradients; one per parameter and one more
     dtype: torch.dtype
     device: torch.device
-    has_signals: bool = False  # whether signals and loss follow the flags
+    num_signals: int = 0  # signals that follow the flags, and then the loss; 0: neither
 
     @property
     def count(self) -> int:
         """Elements of the flat tensor, flags and signals included."""
-        return self.flags_offset + len(self.parameters) + 1 + (NUM_SIGNALS + 1 if self.has_signals else 0)
+        return self.flags_offset + len(self.parameters) + 1 + (self.num_signals + 1 if self.num_signals else 0)
 
 
-def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> list[BucketSpec]:
+def bucket_layout(
+    parameters: Sequence[ParameterSpec], bucket_bytes: int, num_signals: int = NUM_SIGNALS
+) -> list[BucketSpec]:
     """Return the buckets in the order in which they are launched.
 
     Parameters are taken from the last to the first, about the order in which backward makes gradients. A bucket is
@@ -67,7 +69,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> lis
     # By the parameter that is ready last: the order in which buckets fill.
     finished.sort(key=lambda item: -item[0])
     buckets = [_bucket([*bucket], parameters) for _, bucket in finished]
-    return [*buckets[:-1], *(replace(bucket, has_signals=True) for bucket in buckets[-1:])]
+    return [*buckets[:-1], *(replace(bucket, num_signals=num_signals) for bucket in buckets[-1:])]
 
 
 def _bucket(indices: list[int], parameters: Sequence[ParameterSpec]) -> BucketSpec:

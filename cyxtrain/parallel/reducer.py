@@ -41,7 +41,7 @@ _open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers wit
 class Reducer:
     """The buckets of a module's trained parameters, and the hooks that fill them."""
 
-    def __init__(self, model: nn.Module, config: DDPConfig) -> None:
+    def __init__(self, model: nn.Module, config: DDPConfig, num_signals: int = NUM_SIGNALS) -> None:
         keep_freed_memory()  # autograd's own gradients are freed in each step, when they were copied to a bucket
         parameters = trained_parameters(model)
         self._model = model
@@ -52,7 +52,7 @@ class Reducer:
         self._versions: list[int] | None = None
         dense, sparse = split_sparse(parameters, model)
         self._sparse = SparseGradients(sparse)
-        layout = _layout(dense, sparse, config)
+        layout = _layout(dense, sparse, config, num_signals)
         self._buckets = [
             Bucket(spec, dense, index, spec is layout[-1], mean, as_view=config.gradient_as_bucket_view)
             for index, (spec, mean) in enumerate(zip(layout, _gradient_buffers(layout, config), strict=True))
@@ -65,7 +65,7 @@ class Reducer:
         self._absent = self._refuses_unused = False
         self._unread: accelerator.HostCopy | None = None
         self.held = False  # whether backward accumulates locally
-        self.signals = [0.0] * NUM_SIGNALS  # this rank's signals in each synchronisation
+        self.signals = [0.0] * num_signals  # this rank's signals in each synchronisation
         self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
         self.reports = False
         """Whether flags stay on the accelerator, and unused parameters are not refused, until a `report` is read."""
@@ -150,6 +150,11 @@ class Reducer:
         """For each signal, a number above 0 if any rank gave it in the latest synchronisation."""
         self.read_flags()
         return self._buckets[-1].received
+
+    @property
+    def collectives(self) -> list[str]:
+        """What the ring's errors call the collective of each bucket."""
+        return [bucket.exchange.collective for bucket in self._buckets]
 
     @property
     def losses_are_finite(self) -> bool:
@@ -375,14 +380,17 @@ class Reducer:
 
 
 def _layout(
-    dense: Sequence[tuple[str, nn.Parameter]], sparse: Sequence[tuple[str, nn.Parameter]], config: DDPConfig
+    dense: Sequence[tuple[str, nn.Parameter]],
+    sparse: Sequence[tuple[str, nn.Parameter]],
+    config: DDPConfig,
+    num_signals: int,
 ) -> list[BucketSpec]:
     """Return the buckets of the dense gradients; without any, an empty one carries the signals."""
     specs = [ParameterSpec(p.numel(), p.dtype, p.device) for _, p in dense]
-    layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
+    layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20), num_signals)
     if layout or not sparse:
         return layout
-    return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, has_signals=True)]
+    return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, num_signals)]
 
 
 def _gradient_buffers(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedGradientBuffer | None]:

@@ -47,6 +47,8 @@ class DistributedDataParallel(nn.Module):
         ConfigError: A setting is wrong, or the ranks have different modules.
     """
 
+    num_signals = NUM_SIGNALS
+
     def __init__(
         self,
         model: nn.Module,
@@ -74,7 +76,7 @@ class DistributedDataParallel(nn.Module):
             check_same_module(model, runtime.cpu_group())
             if self.config.broadcast_parameters:
                 share_tensors([*model.parameters(), *model.buffers()], self._names)
-            self._reducer = Reducer(model, self.config)
+            self._reducer = Reducer(model, self.config, self.num_signals)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Call the module, and prepare backward to average gradients.
@@ -212,7 +214,7 @@ class DistributedDataParallel(nn.Module):
                 self._reducer.unsynced = False
 
     def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
-        """Send five `signals` of this rank, each 0 or 1, with the gradients of the next synchronisation, at no cost.
+        """Send `num_signals` numbers, each 0 or 1, with the gradients of the next synchronisation, at no cost.
 
         Returns a function to call after it, which returns, for each signal, a number above 0 if any rank gave 1. With
         reports, if any rank gave it in those that were read since the last call.
@@ -223,6 +225,11 @@ class DistributedDataParallel(nn.Module):
         if self._latest.has_reports:
             return self.received
         return lambda: self._reducer.received if self._reducer is not None else list(signals)
+
+    @property
+    def collectives(self) -> list[str]:
+        """What errors of the ring call the collectives that average gradients."""
+        return [] if self._reducer is None else self._reducer.collectives
 
     def received(self) -> list[float]:
         """Return, for each signal, a number above 0 if a report read since the last call has it."""
@@ -382,7 +389,7 @@ class DistributedDataParallel(nn.Module):
         check_same_module(self.module, runtime.cpu_group())
         if self.config.broadcast_parameters:
             share_tensors(reducer.new_parameters(parameters), self._names)
-        self._reducer = Reducer(self.module, self.config)
+        self._reducer = Reducer(self.module, self.config, self.num_signals)
         self._reducer.take_over(reducer)
 
     def close(self) -> None:

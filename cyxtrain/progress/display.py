@@ -64,7 +64,7 @@ class Display:
         """Draw the bar after so many steps of the epoch."""
 
     def line(self, text: str) -> None:
-        """Print a line."""
+        """Print a line, or several below each other."""
 
     def end_epoch(self, text: str) -> None:
         """Print the line of an epoch, after its validation."""
@@ -110,6 +110,10 @@ class LiveDisplay(Display):
             self._drawn = now
             self.draw(self._steps, f"{name} {done}/{total}" if total else name)
 
+    def _labelled(self, text: str) -> str:
+        """Return a text after the name of the epoch, its later lines indented."""
+        return f"{self._epoch}  {text}".replace("\n", "\n  ")
+
     def _count(self, steps: int) -> str:
         return str(steps) if self._last_step is None else f"{steps}/{self._last_step}"
 
@@ -146,10 +150,14 @@ class PlainDisplay(LiveDisplay):
         super().__init__(clock)
         self._printed = 0.0
 
+    def _columns(self) -> int:
+        """Return how long a line may be; 0: as long as it is."""
+        return 0
+
     @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
         for line in _lines(facts):
-            print(line, flush=True)
+            print(_wrapped(line, self._columns(), _INDENT), flush=True)
 
     @override
     def draw(self, steps: int, text: str) -> None:
@@ -160,7 +168,11 @@ class PlainDisplay(LiveDisplay):
     @override
     def line(self, text: str) -> None:
         self._printed = self._clock()
-        print(f"{self._epoch}  {text}", flush=True)
+        whole = re.sub(r"(?<! ) (?! )", _NO_BREAK, self._labelled(text))  # a name stays with its number
+        self._print(_wrapped(whole, self._columns(), len(self._epoch) + 2).replace(_NO_BREAK, " "))
+
+    def _print(self, lines: str) -> None:
+        print(lines, flush=True)
 
     @override
     def end_epoch(self, text: str) -> None:
@@ -191,14 +203,11 @@ class TerminalDisplay(PlainDisplay):
         self._live.update(shown, refresh=True)
 
     @override
-    def header(self, facts: Sequence[tuple[str, str]]) -> None:
-        for line in _lines(facts):
-            print(_wrapped(line, self._console.width, _INDENT), flush=True)
+    def _columns(self) -> int:
+        return self._console.width
 
     @override
-    def line(self, text: str) -> None:
-        whole = re.sub(r"(?<! ) (?! )", _NO_BREAK, f"{self._epoch}  {text}")  # a name stays with its number
-        lines = _wrapped(whole, self._console.width, len(self._epoch) + 2).replace(_NO_BREAK, " ")
+    def _print(self, lines: str) -> None:
         self._console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
     @override
@@ -213,13 +222,17 @@ class LauncherDisplay(PlainDisplay):
 
     def __init__(self, columns: int, clock: Clock = time.perf_counter) -> None:
         super().__init__(clock)
-        self._columns = columns
+        self._bar_columns = columns
         self._is_drawn = False
+
+    @override
+    def _columns(self) -> int:
+        return max(1, self._bar_columns - len("[rank 0] "))  # which the launcher puts before each line
 
     @override
     def draw(self, steps: int, text: str) -> None:
         self._is_drawn = True
-        bar = _encodable(self._bar(steps, text, self._columns), sys.stdout.encoding)
+        bar = _encodable(self._bar(steps, text, self._bar_columns), sys.stdout.encoding)
         print(f"{bar}\r", end="", flush=True)  # in one piece: workers of a loader may print too
 
     @override
@@ -250,7 +263,7 @@ class CellDisplay(LiveDisplay):
 
     @override
     def line(self, text: str) -> None:
-        self._lines.append(f"{self._epoch}  {text}")
+        self._lines.append(self._labelled(text))
         self._rewrite()
 
     @override
@@ -316,17 +329,41 @@ def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:<{_INDENT}}{description}" for name, description in facts]
 
 
-def _wrapped(line: str, columns: int, indent: int) -> str:
-    """Return a line as several that a terminal shows whole, all but the first indented."""
+def _wrapped(text: str, columns: int, indent: int) -> str:
+    """Return lines that a terminal shows whole: the rest of the first one indented, of others below their second word.
+
+    0 columns: as they are.
+    """
+    if not columns:
+        return text
     wrapper = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-    wrapper.subsequent_indent = " " * indent
-    return wrapper.fill(line)
+    found = []
+    for line in text.split("\n"):
+        hanging = re.match(r" +\S+ +", line)
+        wrapper.subsequent_indent = " " * (hanging.end() if hanging else indent)
+        found.append(wrapper.fill(line))
+    return "\n".join(found)
 
 
 def numbers(measured: Mapping[str, float]) -> str:
     """Return measured numbers as text, without those of single classes and those that are NaN, losses excepted."""
     shown = {name: value for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)}
     return "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if "_class_" not in name)
+
+
+def around_validation(before: str, validated: Mapping[str, float], sets: Sequence[str], after: str = "") -> str:
+    """Return a line with the numbers of a validation in it; of several sets a line for each, below it.
+
+    The numbers that the first set has also under plain names are left out there.
+    """
+    found: dict[str, dict[str, float]] = {name: {} for name in sets if name and validated}
+    width = max(map(len, found), default=0)
+    for name, value in validated.items() if found else ():
+        own = max((each for each in found if name.startswith(f"val_{each}_")), key=len, default="")
+        if own or name.replace("val_", f"val_{sets[0]}_", 1) not in validated:
+            found[own or sets[0]][name.removeprefix(f"val_{own}_" if own else "val_")] = value
+    below = [f"val_{name:<{width}}  {numbers(each)}" for name, each in found.items()]
+    return "\n".join(["  ".join(filter(None, (before, "" if found else numbers(validated), after))), *below])
 
 
 def pace(seconds: float, steps: int, rows: int) -> str:

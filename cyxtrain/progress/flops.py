@@ -77,10 +77,7 @@ def peak_of(name: str, dtype: torch.dtype, *, uses_tf32: bool = False) -> float 
 
 
 def tf32_speedup(device: torch.device) -> str | None:
-    """Return how much faster TF32 multiplies float32 matrices on a GPU, such as "about 8 times ".
-
-    None: not much, it is on already, or the GPU has none.
-    """
+    """Return how much faster TF32 would be on a GPU, such as "about 8 times "; None: not much, or it is on already."""
     if _uses_tf32() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     name = name_of(device)

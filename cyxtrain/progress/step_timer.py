@@ -102,11 +102,7 @@ class StepTimer:
 
 
 class Profile:
-    """The profile of a fit's steps, as a context manager.
-
-    Each rank writes a trace for Perfetto, chrome://tracing or TensorBoard, such as profile/rank-0.pt.trace.json; rank 0
-    writes a table, profile/steps.txt.
-    """
+    """The profile of a fit's steps, as a context manager: each rank writes a trace, rank 0 the table steps.txt."""
 
     def __init__(self, asked: bool | str, device: torch.device) -> None:
         self._folder = Path(asked if isinstance(asked, str) else _FOLDER) if asked else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,16 +75,13 @@ class OutputShapes:
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, list[str]] = {}
-        self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer, _ in _layers(model)]
+        self._handles = [layer.register_forward_hook(partial(self._note, name)) for name, layer, _ in _layers(model)]
 
-    def _hook(self, name: str) -> Any:
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            parts = [*_described(output, "")]
-            more = len(parts) - _MOST_OUTPUTS
-            shown = parts if more <= 0 else [*parts[:_MOST_OUTPUTS], f"and {more} more"]
-            self.shapes.setdefault(name, shown)  # the dry run may try a single row afterwards
-
-        return note
+    def _note(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        parts = [*_described(output, "")]
+        more = len(parts) - _MOST_OUTPUTS
+        shown = parts if more <= 0 else [*parts[:_MOST_OUTPUTS], f"and {more} more"]
+        self.shapes.setdefault(name, shown)  # the dry run may try a single row afterwards
 
     def close(self) -> None:
         """Remove the hooks."""

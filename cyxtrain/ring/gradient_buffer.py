@@ -28,6 +28,11 @@ class SharedGradientBuffer:
         self._version = -1.0
 
     @property
+    def description(self) -> str:
+        """Its reduction, as errors describe it."""
+        return self._reduction.header.describe()
+
+    @property
     def is_known_finite(self) -> bool:
         """Whether all ranks found the latest mean finite, and PyTorch knows of no change since.
 

@@ -24,7 +24,9 @@ from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.metrics.num_items import rule_named
+from cyxtrain.metrics.weighting import Weighting
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
@@ -108,7 +110,6 @@ class DistributedAMPTrainer:
         self._state = TrainingState(self.model, 0, rates, self.scaler, loss=self._loss)
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._step: TrainingStep | None = None
-        self._global_rows = 1
         self._share = _CurrentStep(0, 1, self._placement)
         self._between_calls = contextlib.ExitStack()
         self._between_calls.enter_context(self._ddp.no_sync())
@@ -157,7 +158,8 @@ class DistributedAMPTrainer:
                 It may have no samples, as in the tail of an epoch.
 
         Returns:
-            The loss of this rank's micro-batch, as the loss function gives it; 0 if nothing in it counts.
+            The loss of this rank's micro-batch, as the loss function gives it, with (sum, weight) as a mean; 0 if
+            nothing in it counts.
 
         Raises:
             ConfigError: It is not a batch, has other parts than the first one, or the model cannot take it.
@@ -190,10 +192,10 @@ class DistributedAMPTrainer:
             share.micro_batches.append(rows)
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
             found = share.results[-1].loss
-            if not self._loss.counts_terms:
-                loss = float(found.value.detach())
-            elif found.has_weight:
-                loss = float(found.mean.detach())
+            is_as_given = self._loss.weighting is Weighting.NOTHING or found.terms is found.weight
+            loss = float((found.value if is_as_given else found.mean).detach())
+            if math.isnan(loss) and not found.has_weight:
+                loss = 0.0
         elif is_last:
             step.join_without_rows(share)
         if is_last:
@@ -271,7 +273,7 @@ class DistributedAMPTrainer:
         call = ModelCall(self.model, Precision(_PRECISION, device), rows.inputs, rows.targets, self._loss)
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
-            DryRun(self.model, self._loss, call, self._placement, {}, is_of_fit=True).check_weights(rows)
+            DryRun(self.model, self._loss, call, self._placement, NamedMetrics(), is_of_fit=True).check_weights(rows)
             if self._loss.warning and self.is_main_process:
                 warn(self._loss.warning)
         rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""
@@ -281,13 +283,13 @@ class DistributedAMPTrainer:
             self._loss.use_num_items(rule_named(next(filter(None, rules)), Batch(0, *self._example)))
         # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
         # same number for all ranks and calls, so that gradients can be added.
-        self._share.global_rows = self._global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
+        self._share.global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
         guard = FiniteGuard(self._ddp, self._state, device, is_fit=False)
         return TrainingStep(self._ddp, self._state, setup, guard, LoggedNumbers())
 
     def _discard_step(self) -> None:
-        self._share = _CurrentStep(self.step, self._global_rows, self._placement)
+        self._share = _CurrentStep(self.step, self._share.global_rows, self._placement)
         self._ddp.forget()
         self._ddp.module.zero_grad()
 

@@ -37,7 +37,7 @@ class CheckpointManager:
         self._state, self._plan, self._ddp, self._logged = state, plan, ddp, logged
         self._config = config = plan.config
         self._is_on = config.makes_checkpoints
-        self._saved = self._place()
+        self._saved = self._name()
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
@@ -78,7 +78,7 @@ class CheckpointManager:
 
     def save_step(self, totals: MetricSums) -> None:
         """Write a checkpoint of this step, in the middle of an epoch, unless there is one."""
-        if self._is_on and self._saved != self._place():
+        if self._is_on and self._saved != self._name():
             self._save(totals)
 
     def gather(self, totals: MetricSums | None) -> None:
@@ -111,7 +111,7 @@ class CheckpointManager:
 
     def finish(self, totals: MetricSums | None) -> None:
         """Save the last state, and wait for the disk; `totals`: of the epoch in which the fit stops, or None."""
-        if self._is_on and self._saved != self._place():
+        if self._is_on and self._saved != self._name():
             self._save(totals)
         else:
             self.gather(totals)  # also for whoever saves by hand afterwards
@@ -154,7 +154,7 @@ class CheckpointManager:
         self.gather(totals)
         self._plan.display.phase("saving")
         self._settle()
-        self._saved, name = self._place(), self._name()
+        self._saved = name = self._name()
         if self._writer is None:
             return
         folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
@@ -205,9 +205,6 @@ class CheckpointManager:
         load_state_besides(self._state.trained, state.others, source)
         self._state.callbacks.load_best(state.others.get("callbacks", {}), source)
         return f"the weights of step {state.position['step']:,}, from {source}"
-
-    def _place(self) -> tuple[int, int]:
-        return self._state.position.epoch, self._state.position.step
 
     def _warn_of(self, problem: Exception | None) -> None:
         """Warn that a checkpoint is missing; of repeated errors only their number, in the end."""

@@ -1,4 +1,4 @@
-"""A model's loss, metrics and outputs over all rows: each counted once, in order; and the run over their batches."""
+"""A model's loss, metrics and outputs over all rows: each counted once, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from typing_extensions import override
 
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
@@ -153,18 +153,18 @@ def evaluate_rows(
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
     for each, kept in whole:
         kept.is_complete = not is_stopped
-        measured |= _over_whole_set(each, kept, rows.source, distributed=distributed)
+        measured |= _over_whole_set(each, kept, rows, distributed=distributed)
     measured |= logged.values(distributed=distributed)
     return None if is_stopped else measured
 
 
-def _over_whole_set(tried: TriedSet, kept: _Outputs, source: Source, *, distributed: bool) -> dict[str, float]:
+def _over_whole_set(tried: TriedSet, kept: _Outputs, data: CheckedData, *, distributed: bool) -> dict[str, float]:
     """Return the numbers of a metric over all rows, which rank 0 computes; none if the fit stops on any rank."""
     found: dict[str, float] = {}
-    rows = _gathered_rows(kept, source, only_master=True, distributed=distributed)
+    rows = _gathered_rows(kept, data.source, only_master=True, distributed=distributed)
     if not distributed:
-        return {} if rows is None else tried.results(rows)
-    on_master(lambda: found.update({} if rows is None else tried.results(rows)), together=True)
+        return {} if rows is None else tried.results(rows, data.name)
+    on_master(lambda: found.update({} if rows is None else tried.results(rows, data.name)), together=True)
     return dict(json.loads(runtime.gather_texts(json.dumps(found))[0]))
 
 
@@ -190,23 +190,25 @@ def _gathered_rows(
 
     `only_master`: return NumPy arrays on rank 0, and None on the others.
     """
-    own = json.dumps({name: getattr(outputs, name) for name in ("kinds", "shapes", "numbers", "is_complete")})
-    found = [json.loads(text) for text in (runtime.gather_texts(own) if distributed else [own])]
+    facts = json.dumps({name: getattr(outputs, name) for name in ("kinds", "shapes", "numbers", "is_complete")})
+    found = [json.loads(text) for text in (runtime.gather_texts(facts) if distributed else [facts])]
     kinds = [each["kinds"] for each in found if each["kinds"]]  # a rank without a batch has none
     if not kinds or not all(each["is_complete"] for each in found):
         return None
     if any(other != kinds[0] for other in kinds):
         raise ConfigError(f"{outputs.owner} needs rows of one kind; outputs differ between ranks: {kinds}.")
-    parts = {}
+    parts, numbers = {}, [number for each in found for number in each["numbers"]]
     for name, kind in kinds[0].items():
-        shapes: list[Shapes] = [each["shapes"].get(name, []) for each in found]
-        dtype, own_batches = getattr(torch, kind.split()[0]), [batch[name] for batch in outputs.batches]
-        values = _gathered(own_batches, shapes, dtype, distributed=distributed, only_master=only_master)
+        batches: list[list[Shapes]] = [each["shapes"].get(name, []) for each in found]  # of each rank
+        shapes = [[shape for batch in each for shape in batch] for each in batches]
+        own = [piece for batch in outputs.batches for piece in batch[name]]
+        dtype = getattr(torch, kind.split()[0])
+        values = _gathered(own, shapes, dtype, distributed=distributed, only_master=only_master)
         if values is None:
             continue
         every = [shape for each in shapes for shape in each]
-        numbers = [number for each in found for number in each["numbers"]]
-        order = _places(numbers, [shape[0] for shape in every]) if source.is_shared else None
+        sizes = [sum(shape[0] for shape in batch) for each in batches for batch in each]
+        order = _places(numbers, sizes) if source.is_shared else None
         joined = joined_rows(values, every, order, pad_value, longest_of(every))
         if name in outputs.rows_second and isinstance(joined, Tensor):
             joined = joined.transpose(0, 1)
@@ -272,59 +274,69 @@ class _Outputs:
     is_complete: bool = True
     kinds: dict[str, str] = field(default_factory=dict)
     numbers: list[int] = field(default_factory=list)
-    _batches: list[dict[str, Tensor]] = field(default_factory=list)
-    _latest: dict[str, Tensor | HostCopy] = field(default_factory=dict)
+    _batches: list[dict[str, list[Tensor]]] = field(default_factory=list)
+    _latest: dict[str, tuple[Tensor | HostCopy, list[int] | None]] = field(default_factory=dict)
 
     @property
-    def batches(self) -> list[dict[str, Tensor]]:
-        """The parts of all outputs so far, by name."""
+    def batches(self) -> list[dict[str, list[Tensor]]]:
+        """The parts of all outputs so far, by name, in pieces: one, or one for each row of a packed sequence."""
         self._read_latest()
         return self._batches
 
     @property
-    def shapes(self) -> dict[str, Shapes]:
-        """The shape of each batch, by part."""
-        return {name: [list(batch[name].shape) for batch in self.batches] for name in self.kinds}
+    def shapes(self) -> dict[str, list[Shapes]]:
+        """The shapes of the pieces of each batch, by part."""
+        return {name: [[list(each.shape) for each in batch[name]] for batch in self.batches] for name in self.kinds}
 
     def add(self, given: Any, batch: Batch) -> None:
         """Add a batch's output; from an accelerator it is read one batch later, while that computes the next."""
-        output = _checked(given, batch.rows, self.rows_second, self.owner)
+        output, lengths = _checked(given, batch.rows, self.rows_second, self.owner)
         kinds, expected = _kinds(output), self.kinds or _kinds(dict(leaves(self.structure)))
         if kinds.keys() != expected.keys() or (self.kinds and kinds != expected):
             raise ConfigError(f"{self.owner} needs rows of one kind; the model returned {expected}, then {kinds}.")
         self.kinds = kinds
         self.numbers.append(batch.number)
-        latest: dict[str, Tensor | HostCopy] = {
+        copies = {
             name: HostCopy(tensor.contiguous()) if is_accelerator(tensor.device) else tensor.detach()
             for name, tensor in output.items()
         }
         self._read_latest()
-        self._latest = latest
+        self._latest = {name: (copy, lengths.get(name)) for name, copy in copies.items()}
 
-    def take(self) -> list[dict[str, Tensor]]:
+    def take(self) -> list[dict[str, list[Tensor]]]:
         """Return the outputs so far, and forget them."""
         found, self._batches, self.numbers = self.batches, [], []
         return found
 
     def _read_latest(self) -> None:
         """Keep the latest outputs in host memory that is not pinned."""
-        if self._latest:
-            self._batches.append(
-                {name: each if isinstance(each, Tensor) else each.read().clone() for name, each in self._latest.items()}
-            )
-            self._latest = {}
+        latest, self._latest = self._latest, {}
+        if latest:
+            self._batches.append({})
+        for name, (copy, lengths) in latest.items():
+            rows = copy if isinstance(copy, Tensor) else copy.read().clone()
+            pairs = [] if lengths is None else zip(rows.split(1), lengths, strict=True)
+            self._batches[-1][name] = [rows] if lengths is None else [row[:, :length] for row, length in pairs]
 
 
-def _checked(output: Any, rows: int, rows_second: frozenset[str], owner: str) -> dict[str, Tensor]:
-    """Return the tensors of a model's output by name; raise ConfigError unless each has a row per input row."""
-    found = {
-        name: part.transpose(0, 1) if name in rows_second and isinstance(part, Tensor) and part.dim() > 1 else part
-        for name, part in leaves(output)
-    }
+def _checked(
+    output: Any, rows: int, rows_second: frozenset[str], owner: str
+) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """Return the tensors of a model's output, and the lengths of rows of packed sequences, which are padded, by name.
+
+    Raises ConfigError unless each has a row per input row.
+    """
+    found, lengths = dict(leaves(output)), {}
+    for key, part in found.items():
+        if isinstance(part, PackedSequence):
+            found[key], counts = pad_packed_sequence(part, batch_first=True)
+            lengths[key] = counts.tolist()
+        elif key in rows_second and isinstance(part, Tensor) and part.dim() > 1:
+            found[key] = part.transpose(0, 1)
     bad = (name for name, part in found.items() if not (isinstance(part, Tensor) and part.dim() and len(part) == rows))
     name = next(bad, None)
     if found and name is None:
-        return found
+        return found, lengths
     part = output if name is None else found[name]
     is_tensor = isinstance(part, Tensor)
     what = f"a tensor of shape {list(part.shape)}" if is_tensor else type(part).__name__
@@ -339,8 +351,6 @@ def _checked(output: Any, rows: int, rows_second: frozenset[str], owner: str) ->
             " Its rows are in the second dimension, as in the states of an LSTM: return it with the rows first "
             "(state.transpose(0, 1)), or return only what you need."
         )
-    if any(isinstance(each, PackedSequence) for each in (output, *(output if isinstance(output, tuple) else ()))):
-        remedy = " Return padded rows: pad_packed_sequence(packed, batch_first=True)[0]."
     raise ConfigError(
         f"{owner} needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
         f"dataclass, a tuple or a list; for {rows} rows it returned {what}.{remedy}"
@@ -360,9 +370,9 @@ def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 def _gathered(
     own: Sequence[Tensor], shapes: Sequence[Shapes], dtype: torch.dtype, *, distributed: bool, only_master: bool
 ) -> Tensor | None:
-    """Return the values of all ranks' batches as one vector, by rank; None if this rank only sends its own.
+    """Return the values of all ranks' pieces as one vector, by rank; None if this rank only sends its own.
 
-    `shapes`: of the batches of each rank.
+    `shapes`: of the pieces of each rank.
     """
     counts, group = [sum(map(math.prod, each)) for each in shapes], runtime.cpu_group()
     own_rank = runtime.get_rank() if distributed else 0
@@ -480,8 +490,7 @@ class Call(Display):
         self.trainer, self.rows, self.distributed = trainer, rows, distributed
         self._hook = "on_test" if name == "evaluate" else f"on_{name}"
         self._name, self._verbose = name, verbose
-        found = checked_callbacks(callbacks)
-        self.callbacks, self._has_callbacks = Callbacks(found), bool(found)
+        self.callbacks = Callbacks(checked_callbacks(callbacks))
         self._shown = make_display(bool(verbose) and (not distributed or runtime.is_master()))
         self._ranks = runtime.get_world_size() if distributed else 1
         self._batches = self._rows = 0
@@ -493,7 +502,7 @@ class Call(Display):
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(self._shown))
             stack.enter_context(float32_products(self.trainer.config.float32_precision))
-            if self._has_callbacks and self.distributed:
+            if self.distributed:
                 stack.enter_context(ending_group_on_error())
             self.callbacks.set_trainer(self.trainer, self.rows.params(self._verbose))
             self.callbacks.call(f"{self._hook}_begin", {})

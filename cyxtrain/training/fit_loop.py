@@ -16,12 +16,12 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
-from cyxtrain.errors import is_on_all_ranks, warn
+from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, warn
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.optim.learning_rates import LEARNING_RATE, rates_by_name, rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
-from cyxtrain.progress.display import numbers, pace
+from cyxtrain.progress.display import around_validation, numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch, record_numbers, record_validation, validation_of
 from cyxtrain.progress.step_timer import Profile
@@ -36,7 +36,7 @@ from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
-from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, stop_if_requested
+from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, place_in_words, stop_if_requested
 from cyxtrain.training.trained import warn_of_params_without_optimizer
 from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
@@ -116,6 +116,7 @@ class FitLoop:
                         if position.stopped:
                             break
                     step.guard.wait_for_verdict()
+                    self._keep_before_end(step)
                 except BaseException:
                     step.guard.abort()
                     raise
@@ -223,6 +224,12 @@ class FitLoop:
         self._put_into_training()
         return step
 
+    def _keep_before_end(self, step: TrainingStep) -> None:
+        """Keep the state, if a longer fit would continue from it in another way than from that after the epoch."""
+        if self._plan.ends_early(self._state.position) and not self._state.position.stopped:
+            self._manager.gather(step.totals)
+            self._state.keep_before_end()
+
     def _end_epoch(self, step: TrainingStep) -> None:
         """Measure, validate, record and save the epoch."""
         plan, state, position = self._plan, self._state, self._state.position
@@ -238,10 +245,12 @@ class FitLoop:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
-        own = rates_by_name(state.rates) | self._logged.over_ranks()
+        is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
+        where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
+        own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._step = None
         state.end_epoch()
-        self._record(step, measured, own, seconds, rows)
+        self._record(step, measured, own, seconds, rows, is_validated=is_validated)
         if is_validated:
             self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)
         received = self._together(self._call_epoch_end, position.epoch - 1)
@@ -249,8 +258,7 @@ class FitLoop:
         reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
         if any(reasons):  # why a callback ends the fit with this epoch
             state.set(stop_reason=next(filter(None, reasons)))
-            where = f"after epoch {position.epoch} of {self._last_epoch}"
-            plan.display.header([("stopped", f"{where}: {state.stop_reason}")])
+            plan.display.header([("stopped", f"{where} of {self._last_epoch}: {state.stop_reason}")])
         self._manager.after_epoch()
         stop_if_requested(received)
 
@@ -263,7 +271,7 @@ class FitLoop:
             if not self._validate():
                 return
         plan, position = self._plan, self._state.position
-        plan.display.line(f"step {position.step:,}  {numbers(plan.shown(self._validation))}")
+        plan.display.line(around_validation(f"step {position.step:,}", self._validation, [*plan.validation]))
         received = self._together(self._callbacks.call, "on_validation_end", position.epoch, self._validation)
         self._apply_end(received)
         self._manager.after_validation(step.totals)
@@ -318,10 +326,22 @@ class FitLoop:
         if self._step is not None:
             self._step.guard.wait_for_verdict()
 
+    def _logged_in_epoch(self) -> dict[str, float]:
+        """Return what all ranks have logged outside of validations; refuse names that a validation has."""
+        found, validated = self._logged.over_ranks(), self._state.history.validations[-1:]
+        if twice := next((name for row in validated for name in row if name in found), None):
+            raise on_all_ranks(
+                ConfigError(
+                    f"log({twice!r}) was called in training, and a validation has a number of this name: what it logs "
+                    f"as {twice.removeprefix('val_')!r}. Choose another name for one of them."
+                )
+            )
+        return found
+
     def _call_epoch_end(self, epoch: int) -> None:
         """Call `on_epoch_end`, of those that run last with what the others have logged in theirs."""
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=False)
-        record_numbers(self._state.history, self._logged.over_ranks())
+        record_numbers(self._state.history, self._logged_in_epoch())
         self._logged.reset()
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
         best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
@@ -406,7 +426,14 @@ class FitLoop:
         return {name: values[-1] for name, values in history.history.items() if len(values) == len(history.epochs)}
 
     def _record(
-        self, step: TrainingStep, measured: dict[str, float], own: dict[str, float], seconds: float, rows: int
+        self,
+        step: TrainingStep,
+        measured: dict[str, float],
+        own: dict[str, float],
+        seconds: float,
+        rows: int,
+        *,
+        is_validated: bool,
     ) -> None:
         """Publish the times of an epoch, and add it to the history."""
         clock = step.clock
@@ -422,7 +449,7 @@ class FitLoop:
         plan, history = self._plan, self._state.history
         validated = validation_of(history, epoch=self._state.position.epoch)
         printed = {name: value for name, value in own.items() if not name.startswith(_NOT_PRINTED)}
-        text = "  ".join(filter(None, map(numbers, (measured, printed, plan.shown(validated)))))
+        text = "  ".join(filter(None, map(numbers, (measured, printed))))
         record_epoch(history, self._state.position.epoch, measured | validated | own)
         self._training_seconds += epoch_seconds
         self._trained_rows += rows
@@ -431,5 +458,6 @@ class FitLoop:
         flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
         self._state.set(device_usage=usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)
-        parts = (text, pace(epoch_seconds, clock.steps, rows), *usage, step.guard.explain_epoch())
-        plan.display.end_epoch("  ".join(filter(None, parts)))
+        more = "  ".join(filter(None, (pace(epoch_seconds, clock.steps, rows), *usage, step.guard.explain_epoch())))
+        shown = validated if is_validated else {}  # those within the epoch have their own lines
+        plan.display.end_epoch(around_validation(text, shown, [*plan.validation], more))

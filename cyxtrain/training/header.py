@@ -10,7 +10,7 @@ from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.config import DDPConfig
-from cyxtrain.data.batches.structure import named_tensors
+from cyxtrain.data.batches.structure import named_tensors, parts_by_name
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import schedulers
 from cyxtrain.environment.process_env import ENVIRON
@@ -72,9 +72,8 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         facts.append(("loss", f"learns its own {counted(besides, 'parameter')}"))
     if loss.items is not None and loss.uses_num_items:
         facts.append(("loss", f"the model's, divided by the number of {loss.items.name} (num_items_in_batch)"))
-    targets = plan.data.source.targets
-    if loss.by_output and isinstance(targets, dict) and (others := targets.keys() - loss.by_output.keys()):
-        facts.append(("left out", f"parts of y that loss_fn has no loss for: {shortened(sorted(map(str, others)))}"))
+    if loss.by_output and (others := parts_by_name(plan.data.source.targets).keys() - loss.by_output.keys()):
+        facts.append(("left out", f"parts of y that loss_fn has no loss for: {shortened(sorted(others))}"))
     if loss.is_assumed_mean:
         whose, gives = ("the model's own", "the model") if loss.function is None else ("custom", "loss_fn")
         whose, gives = (whose, gives) if loss.used is None else ("train_step's", "it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -9,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -114,6 +115,8 @@ class TrainingState(_Fields):
         runs: Ids of the runs that this training has been.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
         stop_reason: Why a callback has ended the latest fit; "": none has.
+        before_end: What the end of the last epoch has changed, as it was before, for a longer fit to continue from; or
+            empty.
     """
 
     model: nn.Module
@@ -138,6 +141,7 @@ class TrainingState(_Fields):
     data: Callable[[], dict[str, Any]] = dict
     loss: Loss | None = None
     stop_reason: str = ""
+    before_end: dict[str, Any] = field(default_factory=dict)
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -187,7 +191,7 @@ class TrainingState(_Fields):
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
-        self.config, self.kept, self.arithmetic, self.stop_reason = config, {}, numerics, ""
+        self.config, self.kept, self.arithmetic, self.stop_reason, self.before_end = config, {}, numerics, "", {}
         self._clear_rank_states()
         self.loss_scale = make_loss_scale(config)
         for rates, steps in zip(self.rates.values(), lengths, strict=True):
@@ -241,6 +245,14 @@ class TrainingState(_Fields):
         """Count a completed call of `fit`."""
         self.complete_fits = self.position.fits
 
+    def keep_before_end(self) -> None:
+        """Keep what the end of the running epoch changes; the model and the optimizer's state stay the same."""
+        self.before_end = {}
+        found = self.to_checkpoint()
+        del found.others["compression"]
+        names = ("optimizer_groups", "others", "ranks", "position", "history")
+        self.before_end = copy.deepcopy({name: getattr(found, name) for name in names})
+
     def _begin_run(self, data: Mapping[str, str]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
         own = f"{secrets.token_hex(8)} {time.time()}"
@@ -279,6 +291,7 @@ class TrainingState(_Fields):
                 "trained": [name for name, each in plain_parameters(trained) if each.requires_grad],
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
                 "stop_reason": self.stop_reason,
+                "before_end": self.before_end,
                 "data": self._state_of_data(),
                 **state_besides(trained),
             },
@@ -336,6 +349,7 @@ class TrainingState(_Fields):
             self.metadata = {**state.metadata, **self.metadata}
             self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
             self.stop_reason = state.others.get("stop_reason", "")
+            self.before_end = state.others.get("before_end", {})
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint from a file, with its metadata. All ranks call it; rank 0 reads. Raises as `load`."""
@@ -401,6 +415,11 @@ class _SavedOptimizer(NamedTuple):
     rates: dict[str, Any]
 
 
+class _ByName(dict[str, torch.optim.Optimizer]):
+    def __call__(self) -> NoReturn:
+        raise TypeError("optimizers is a dictionary: take one by name, or call optimize(loss, name) in a train_step.")
+
+
 class TrainerView:
     """What a trainer shows of its training."""
 
@@ -409,7 +428,7 @@ class TrainerView:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers by name; an only one is called "optimizer"."""
-        return self._state.optimizers
+        return _ByName(self._state.optimizers)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -165,8 +165,7 @@ class TrainingStep:
             for norms in self._own_updates.norms:
                 self._logged.add_norms(norms, may_be_skipped=False)
             return self._own_updates.finish()
-        if self._normalizes_after_backward:
-            self._divide_by_weight(sum(result.loss.weight for result in results), share)
+        self._divide_by_weight(results, share)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
@@ -207,9 +206,7 @@ class TrainingStep:
     def _evaluate(self, share: Share) -> Tensor:
         """Return the loss of a share over all ranks, and set the gradients, once more."""
         self._zero()
-        results = self._accumulate(share)
-        if self._normalizes_after_backward:
-            self._divide_by_weight(sum(result.loss.weight for result in results), share)
+        self._divide_by_weight(self._accumulate(share), share)
         self._ddp.is_finite()  # a line search may leave the finite
         return self._averaged_loss()
 
@@ -353,9 +350,8 @@ class TrainingStep:
         """Return the divisor of each loss, for the sum of all ranks' terms, in this backward."""
         if known is not None:
             return known
-        if not self._all_reduces_weights:
-            return self._divisors((), share)
-        return self._divisors([each.weight for _, _, each in self._loss.terms(loss)], share)
+        terms = self._loss.terms(loss) if self._all_reduces_weights else ()
+        return self._divisors([each.weight for _, _, each in terms], share)
 
     def _divisors(self, weights: Sequence[Number], share: Share) -> list[Number]:
         """Return the divisor of each loss, the same on every rank; `weights`: this rank's, if they are all_reduced."""
@@ -400,12 +396,14 @@ class TrainingStep:
         self.guard.restore()
         return weights
 
-    def _divide_by_weight(self, weight: Number, share: Share) -> None:
-        """Divide gradients by the weight over all ranks instead of by the number of samples."""
-        with self.clock.backward:
-            (total,) = self._sum_over_ranks([weight], self.clock.backward)
-        self._factor = quotient(share.global_rows, total)
-        multiply_gradients(self._parameters, self._factor)
+    def _divide_by_weight(self, results: Sequence[Result], share: Share) -> None:
+        """Divide gradients by the weight over all ranks instead of by the number of samples, if it is known now."""
+        if self._normalizes_after_backward:
+            weight = sum(result.loss.weight for result in results)
+            with self.clock.backward:
+                (total,) = self._sum_over_ranks([weight], self.clock.backward)
+            self._factor = quotient(share.global_rows, total)
+            multiply_gradients(self._parameters, self._factor)
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
         """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""

@@ -221,5 +221,9 @@ def explain_stop(request: StopRequest, position: Position, config: DistributedTr
     kept = "checkpoints are off, nothing was saved"
     if config.makes_checkpoints:
         kept = f"a checkpoint is in {config.checkpoint_dir}"
-    where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
-    return f"{where}: {REASONS[request]}; {kept}"
+    return f"{place_in_words(position)}: {REASONS[request]}; {kept}"
+
+
+def place_in_words(position: Position) -> str:
+    """Describe where in the running epoch a fit stops."""
+    return f"after step {position.step:,}, in epoch {position.epoch + 1}"

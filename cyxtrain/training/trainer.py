@@ -9,9 +9,9 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, require_choice, require_integer
+from cyxtrain.config.settings import names_checked, nearest, require_choice, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, WeightedLosses
@@ -79,7 +79,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
             "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
             sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
-            several by name. Accuracy is measured if targets are class indices; "accuracy" requires it.
+            several by name, or lists of them by output name. Accuracy is measured if targets are class indices;
+            "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
             of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
             returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
@@ -136,7 +137,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self.metrics = metrics_by_name(metrics)
+        self.metrics = metrics_by_name(metrics, [*map(str, loss_fn)] if isinstance(loss_fn, Mapping) else ())
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         made = make_schedulers(scheduler, schedulers, named)
@@ -156,6 +157,18 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             "world": world,
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in parts.items())})"
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Answer a name of another library, which a trainer does not have, by its meaning."""
+            known = [each for each in (*dir(type(self)), *self.__dict__) if not each.startswith("_")]
+            if name.startswith("_") or name in known:
+                return object.__getattribute__(self, name)
+            if name != "compile":  # Keras's call
+                known += [f"config.{name}" for each in fields(self.config) if each.name == name]
+            meant = nearest(name, known, "attribute")
+            raise AttributeError(f"the trainer has no {name!r}. {meant}", name=name, obj=self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, shortened, warn
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, on_all_ranks, shortened, warn
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import ONLY, described_name, parameters_of
@@ -38,6 +39,8 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 
 _Result = TypeVar("_Result")
+_CODE_BITS = 8
+"""Signals by which ranks compare their calls of `optimize`: one for the first of a step, others for the optimizer."""
 _END, _UPDATE, _EVALUATE = range(3)
 """What the first rank of a step broadcasts: the end; (an update, its optimizer's number, whether it has a closure);
 (an evaluation, whether its loss is (sum, weight))."""
@@ -74,7 +77,7 @@ class Updates:
     def begin(self, share: Share, guard: FiniteGuard, multiplier: float) -> None:
         """Begin a step; `guard`: of the whole model; `multiplier`: of losses before backward."""
         self._share, self._guard, self._multiplier = share, guard, multiplier
-        self.made, self._rows, self._is_last = False, 0, True
+        self.made, self._rows, self._is_last, self._calls = False, 0, True, 0
         self._verdicts: dict[str, list[Verdict]] = {}
         self.norms: list[Mapping[str, Tensor]] = []
         self._skipped = self._state.position.skipped
@@ -96,7 +99,7 @@ class Updates:
     def follow(self) -> None:
         """Take part in the updates of a step without a row on this rank."""
         while (call := self._tell(_END))[0] != _END:
-            self.made = True
+            self.made, self._calls = True, self._calls + 1
             self._step(self._part(self._names[call[1]]), None, retain_graph=False, has_closure=bool(call[2]))
 
     def finish(self) -> Verdict:
@@ -140,10 +143,27 @@ class Updates:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *_: object) -> None:
-        """Remove the hooks from the parameters."""
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Remove the hooks from the parameters; explain an error of the ring if ranks call `optimize` differently."""
+        calls = self._calls_in(str(error)) if isinstance(error, CollectiveMismatchError) else {}
         for part in self.parts.values():
             part.ddp.close()
+        if calls:
+            raise _differing(calls) from error
+
+    def _running_call(self, name: str) -> str:
+        """Return the running call of `optimize` in words."""
+        return f"{_called(name)} as call {self._calls} of step {self._state.position.step + 1}"
+
+    def _calls_in(self, text: str) -> dict[int, str]:
+        """Return what each rank did that an error of the ring names, in words; nothing if none called `optimize`."""
+        names = {each: part.name for part in self.parts.values() for each in part.ddp.collectives}
+        found: dict[int, str] = {}
+        for rank, call in re.findall(r"rank (\d+) is in (\w+ #\d+(?: \(.*?\))?)", text):
+            name = next((names[each] for each in names if each in call), None)
+            own = name is not None and int(rank) == runtime.get_rank()
+            found[int(rank)] = f"was in {call}" if name is None else self._running_call(name) if own else _called(name)
+        return found if any(_CALLED in each for each in found.values()) else {}
 
     def _tell(self, *message: int) -> list[int]:
         """Return what the leading rank does; without one, in a step in which all ranks have rows, the message."""
@@ -153,13 +173,14 @@ class Updates:
         dist.broadcast(told, self._leader, group=runtime.cpu_group())
         found: list[int] = told.tolist()
         if self._share.rows and found[: len(message)] != [*message]:
-            raise CollectiveMismatchError(
-                f"train_step calls self.optimize otherwise on rank {runtime.get_rank()} than on rank {self._leader}: "
-                "all ranks must make the same calls in the same order.",
-                rank=runtime.get_rank(),
-                during="train_step",
-            )
+            raise _differing({self._leader: self._told(found), runtime.get_rank(): self._told(message)})
         return found
+
+    def _told(self, message: Sequence[int]) -> str:
+        """Return what a rank does that tells a message, in words."""
+        if message[0] == _UPDATE:
+            return self._running_call(self._names[message[1]])
+        return "called it no more" if message[0] == _END else "had a loss of another form, a mean or (sum, weight)"
 
     def _part(self, name: str) -> _Part:
         """Return what is optimized under a name. All ranks call it."""
@@ -191,7 +212,7 @@ class Updates:
             own = [] if self._own is None else [self._own]
             self._state.position.set(skipped=self._skipped)
             try:
-                verdict = part.guard.verdict(self._share, own, partial(part.losses_again, own))
+                verdict = part.guard.verdict(self._share, own, partial(self._recompute_locally, part, own))
             except NonFiniteError:
                 self._guard.restore()
                 raise
@@ -230,7 +251,8 @@ class Updates:
         has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
         ddp.forward_without_batch()
         ddp.expect_scale(self._multiplier)
-        received = ddp.exchange_signals(self._signals)
+        code = self._names.index(part.name) + (self._calls == 1) * 2 ** (_CODE_BITS - 1)
+        received = ddp.exchange_signals([*self._signals, *(float(code >> bit & 1) for bit in range(_CODE_BITS))])
         factor: Number = 0.0 if value is None else self._rows * world_size / self._share.global_rows
         shown = torch.zeros((), dtype=torch.float64, device=self._device) if self._own is None else self._own
         if averages or has_weight:
@@ -246,10 +268,42 @@ class Updates:
         if self._is_last:
             if ddp.awaits_backward or value is None or not value.requires_grad:
                 ddp.backward_without_batch()
-            self._received = [*map(max, self._received or self._signals, received())]
+            numbers = received()
+            self._received = [*map(max, self._received or self._signals, numbers)]
+            if any(0.1 < each * world_size < world_size - 0.1 for each in numbers[NUM_SIGNALS:]):
+                calls = runtime.gather_texts(self._running_call(part.name))
+                raise on_all_ranks(_differing(dict(enumerate(calls))))
             if self._multiplier != 1:
                 multiply_gradients(part.owned.trained, 1.0 / self._multiplier)
         return shown
+
+    def _recompute_locally(self, part: _Part, own: list[Tensor]) -> list[Tensor]:
+        """Set this rank's gradients of the running call of `optimize`, without averaging them; return its losses.
+
+        The step runs again, up to that call. It does not if losses tell which rank is at fault.
+        """
+        part.owned.zero_grad()
+        if not part.ddp.losses_are_finite():
+            return own
+        number, calls, losses, trained = self._calls, 0, list[Tensor](), part.owned.trained
+
+        def update(loss: Any, name: str, retain_graph: bool) -> Tensor:
+            nonlocal calls
+            calls += 1
+            value, weight = checked_loss(loss() if callable(loss) else loss)
+            if calls < number:
+                return value.detach() if weight is None else value.detach() / weight
+            losses.append(value.detach())
+            found = torch.autograd.grad(value * self._multiplier, trained, allow_unused=True)
+            for parameter, gradient in zip(trained, found, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            raise _ReachedError
+
+        for batch in self._share:
+            with contextlib.suppress(_ReachedError):
+                self._call.run_apart(batch, update)
+        return losses
 
     def _over_ranks(self, numbers: Sequence[Number]) -> Sequence[Number]:
         device = runtime.device_of_sums(self._device)
@@ -283,6 +337,12 @@ class _Owned(nn.Module):
         return [each for each in self.parameters() if each.requires_grad]
 
 
+class _Wrapper(DistributedDataParallel):
+    """Averages the gradients of an update, and compares the calls of the ranks."""
+
+    num_signals = NUM_SIGNALS + _CODE_BITS
+
+
 class _Part:
     """What `self.optimize` needs of one optimizer."""
 
@@ -296,17 +356,35 @@ class _Part:
             remedy = "sparse=False" if sparse else "compression='bf16', or none"
             raise ConfigError(f"self.optimize does not average {what}: use {remedy}.")
         # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
-        self.ddp = DistributedDataParallel(self.owned, dataclasses.replace(config, broadcast_parameters=False))
+        self.ddp = _Wrapper(self.owned, dataclasses.replace(config, broadcast_parameters=False))
         part, device = f", {described_name(name)}", plan.data.placement.device
         self.guard = FiniteGuard(self.ddp, state, device, ends_fit=plan.ends_on_nan, part=part)
         self.step = OptimizerStep(self.optimizer)
         self.clip = make_clip(state.config, {name: self.optimizer})
 
-    def losses_again(self, losses: list[Tensor]) -> list[Tensor]:
-        """Return this rank's losses for an explanation; drop averaged gradients if they do not tell whose they are."""
-        if not self.ddp.losses_are_finite():
-            self.owned.zero_grad()
-        return losses
+
+class _ReachedError(Exception):
+    """Ends a step that runs again, at the call of `optimize` that is examined."""
+
+
+_CALLED = "called self.optimize"
+
+
+def _called(name: str) -> str:
+    return _CALLED if name == ONLY else f"{_CALLED}(optimizer={name!r})"
+
+
+def _differing(calls: Mapping[int, str]) -> CollectiveMismatchError:
+    """Return the error for ranks that call `optimize` differently; `calls`: in words, by rank."""
+    (first, what), *others = sorted(calls.items())
+    rank, other = next(((rank, other) for rank, other in others if other != what), (first, what))
+    return CollectiveMismatchError(
+        f"train_step does not call self.optimize alike on all ranks: rank {rank} {other}, and rank {first} {what}. All "
+        "ranks must make the same calls in the same order: decide by what they share, such as self.step, not by a "
+        "rank's own batch, loss or random numbers.",
+        rank=rank,
+        during="train_step",
+    )
 
 
 def _leader(share: Share, *, asks: bool) -> int | None:

@@ -25,6 +25,8 @@ CORE = ("examples", "invariants", "unchanged", "resume", "notebooks", "stepping"
 OF_THE_ENDS = (
     *("allocator", "collectives", "compile", "ddp", "features", "fused", "joining", "key_values", "nonfinite"),
     *("precision", "relays"),
+    *("own_steps", "optimizers", "on_batch", "logged", "metrics", "whole_sets", "validations", "prediction_folders"),
+    *("ready_callbacks", "schedules", "views"),
 )
 """With all of the ring, on the oldest and the newest version alone."""
 pytestmark = [

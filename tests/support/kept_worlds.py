@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import random
 import threading
 import time
@@ -103,9 +104,11 @@ class _World:
         return not any(end.poll() for end in self._ends)
 
     def run(self, name: tuple[str, str], arguments: tuple[Any, ...], seconds: float) -> list[Ended]:
+        # Not `send`: PyTorch would share the memory of tensors, for which multiprocessing starts a thread that stays.
+        task = pickle.dumps((name, arguments, os.getcwd()))
         for end in self._ends:
             with contextlib.suppress(BrokenPipeError):  # `collect` finds that it has ended
-                end.send((name, arguments, os.getcwd()))
+                end.send_bytes(task)
         return collect(self._ends, seconds)
 
     def close(self) -> None:

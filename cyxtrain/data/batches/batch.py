@@ -97,11 +97,7 @@ class Share(ABC):
 
 
 class RowShare(Share):
-    """Row numbers of each micro-batch, and what fetches the rows.
-
-    If `keeps`, `fetch` gives the pieces once, in order, and the share keeps them; otherwise each iteration fetches
-    anew, with memory for one micro-batch.
-    """
+    """Row numbers of each micro-batch; if `keeps`, `fetch` gives each once, in order, otherwise in each iteration."""
 
     def __init__(
         self,
@@ -142,10 +138,7 @@ class RowShare(Share):
 
 
 class StreamShare(Share):
-    """Batches of a stream for one step; the number of rows on other ranks is known later.
-
-    `read`, called once, returns this rank's batches, and how many batches of the data were read for them.
-    """
+    """Batches of a stream for one step; `read`, called once, returns them, and how many of the data were read."""
 
     def __init__(self, number: int, read: Callable[[], tuple[list[Rows], int]], copier: DeviceCopier) -> None:
         super().__init__(number, 0, copier)

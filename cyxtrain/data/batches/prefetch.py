@@ -44,7 +44,7 @@ class Placement:
         placed = self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs)
         return Rows(
             map_tree(as_channels_last, placed) if self.channels_last else placed,
-            map_tree(self._target, targets),
+            map_tree(lambda tensor: self.prepare_target(self._moved(tensor), self.dtype), targets),
             None if weights is None else self._moved(weights).to(self.dtype),
         )
 
@@ -66,9 +66,6 @@ class Placement:
         if not isinstance(part, Tensor):
             return part.to(self.device)
         return self._moved(part).to(self.dtype if part.is_floating_point() else part.dtype)
-
-    def _target(self, tensor: Tensor) -> Tensor:
-        return self.prepare_target(self._moved(tensor), self.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:

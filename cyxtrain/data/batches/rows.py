@@ -188,11 +188,7 @@ def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
 
 
 def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
-    """Return rows whose weights are multiplied by those of their classes, by class number.
-
-    The class `ignored` needs no weight. Raises ConfigError if targets are not class indices, shape (n,) or (n, 1), a
-    class has no weight, or a weight is negative or not a number.
-    """
+    """Return rows whose weights are multiplied by those of their classes; the class `ignored` needs no weight."""
     targets = rows.targets
     if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
         raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")

@@ -1,15 +1,20 @@
-"""Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists; None stays None."""
+"""Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists; None stays None.
+
+Their structure as JSON values, from which a rank without rows makes a batch of the same structure.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 Tree: TypeAlias = "Tensor | dict[str, Tree] | tuple[Tree, ...] | list[Tree] | OpaqueBatch"
 """Parts of the containers may be None, such as a mask that is not used; the type leaves that out for brevity."""
@@ -76,7 +81,7 @@ def leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
     """Yield the name of each part as Python reaches it, such as "output['scores']", and the part, unless it is None."""
     output = output.given if isinstance(output, OpaqueBatch) else output
     named = fields_of(output)
-    if named is not None or isinstance(output, (tuple, list)):
+    if named is not None or _is_sequence(output):
         for key, part in enumerate(output) if named is None else named.items():
             yield from leaves(part, f"{name}[{key!r}]")
     elif output is not None:
@@ -88,7 +93,7 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
     named = fields_of(output)
     if named is not None:
         return with_fields(output, {key: with_parts(part, parts, f"{name}[{key!r}]") for key, part in named.items()})
-    if isinstance(output, (tuple, list)):
+    if _is_sequence(output):
         made = (with_parts(part, parts, f"{name}[{number}]") for number, part in enumerate(output))
         return same_sequence(output, made)
     return None if output is None else parts[name]
@@ -97,6 +102,10 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
 def named_tensors(tree: Tree | None, name: str) -> list[tuple[str, Tensor]]:
     """Return the tensors of a tree with their names, as `leaves` has them."""
     return [(path, each) for path, each in leaves(tree, name) if isinstance(each, Tensor)]
+
+
+def _is_sequence(output: Any) -> bool:
+    return isinstance(output, (tuple, list)) and not isinstance(output, PackedSequence)
 
 
 def tensors(tree: Tree | None) -> list[Tensor]:
@@ -123,6 +132,15 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     return None
 
 
+def parts_by_name(value: Any) -> dict[str, Any]:
+    """Return the parts of an output or a target by name; those of a tuple without names, or of a list, by place."""
+    named = fields_of(value)
+    if named is None:
+        several = value if isinstance(value, (tuple, list)) else ()
+        named = dict(zip(getattr(value, "_fields", range(len(several))), several, strict=True))
+    return {str(name): part for name, part in named.items()}
+
+
 def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:
     """Return a dataclass of a value's class, other fields None; a dictionary if that is none, or cannot be made."""
     make: Any = type(value)
@@ -131,3 +149,44 @@ def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:
         with contextlib.suppress(Exception):  # its own __init__ or __post_init__ may take other things
             return make(**{**others, **fields})
     return {str(name): part for name, part in fields.items()}
+
+
+def form_of(tree: Any) -> Any:
+    """Return types and row shapes of a tree's tensors."""
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        return {"dtype": str(tree.dtype).removeprefix("torch."), "shape": list(tree.shape[1:])}
+    if isinstance(tree, dict):
+        return {"named": {name: form_of(part) for name, part in tree.items()}}
+    parts = [form_of(part) for part in tree]
+    if isinstance(tree, list):
+        return {"list": parts}
+    return {"tuple": parts, "fields": list(getattr(tree, "_fields", ()))}  # a named tuple's own
+
+
+def example_of(form: Any) -> Any:
+    """Return one row of zeros of that form."""
+    if form is None:
+        return None
+    if "dtype" in form:
+        return torch.zeros(1, *form["shape"], dtype=getattr(torch, form["dtype"]), device="cpu")
+    if "named" in form:
+        return {name: example_of(part) for name, part in form["named"].items()}
+    if "list" in form:
+        return list(map(example_of, form["list"]))
+    parts = map(example_of, form["tuple"])
+    return namedtuple("Batch", form["fields"])(*parts) if form["fields"] else tuple(parts)
+
+
+def dtypes_of(form: Any) -> Any:
+    """Return what all batches of the data share: the parts, their types and numbers of dimensions."""
+    if isinstance(form, list):
+        return [dtypes_of(part) for part in form]
+    if form is None:
+        return None
+    if "dtype" in form:
+        return f"{form['dtype']} of {len(form['shape']) + 1} dimensions"
+    if "named" in form:
+        return {name: dtypes_of(part) for name, part in form["named"].items()}
+    return {kind: [dtypes_of(part) for part in parts] for kind, parts in form.items() if kind != "fields"}

@@ -87,9 +87,7 @@ class ArraySource(Source):
 
     @override
     def explain(self) -> str:
-        if self.shuffle is None:
-            return ""
-        return ", in a new order in each epoch" if self.shuffle else ", in their own order"
+        return "" if self.shuffle is None else f", {SeededOrder(len(self), self.shuffle, 0).describe()}"
 
     def part(self, first: int, end: int) -> ArraySource:
         """Return neighbouring rows as a source, a view."""

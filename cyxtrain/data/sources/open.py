@@ -23,20 +23,6 @@ from cyxtrain.errors import ConfigError
 
 
 @runtime_checkable
-class _Array(Protocol):
-    """Anything convertible to an array, such as a pandas table."""
-
-    def __array__(self) -> Any: ...
-
-
-@runtime_checkable
-class _Sparse(Protocol):
-    """SciPy's sparse matrices, which NumPy takes for single objects."""
-
-    def toarray(self) -> Any: ...
-
-
-@runtime_checkable
 class _Numbered(Protocol):
     """Rows by number, with a length."""
 
@@ -47,7 +33,8 @@ class _Numbered(Protocol):
 
 def yields_batches(data: Any) -> bool:
     """Return whether data include their targets: a dataset, a DataLoader, or a stream of batches."""
-    if isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, _Array, type)):
+    is_table = callable(getattr(data, "__array__", None))  # such as pandas'
+    if is_table or isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, type)):
         return False
     return isinstance(data, (DataLoader, Dataset, _Numbered, Iterable)) or callable(data)
 
@@ -55,10 +42,7 @@ def yields_batches(data: Any) -> bool:
 def open_source(
     inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
 ) -> Source:
-    """Return a user's data as rows: arrays, a Dataset, a DataLoader, or what gives batches.
-
-    A stream is likely to be read from epoch `number` on; `trains` tells whether the rows are for training.
-    """
+    """Return a user's data as rows; a stream is likely to be read from epoch `number` on."""
     if not yields_batches(inputs):
         if targets is None and _are_pairs(inputs):
             raise ConfigError(
@@ -72,7 +56,7 @@ def open_source(
             )
         return ArraySource(inputs, targets, weights)
     name = type(inputs).__name__
-    if isinstance(inputs, _Sparse):
+    if callable(getattr(inputs, "toarray", None)):  # SciPy's sparse matrices, which NumPy takes for single objects
         raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
     for what, given in (("y", targets), ("sample_weight", weights)):
         if given is not None:

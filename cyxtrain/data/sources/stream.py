@@ -26,8 +26,7 @@ from cyxtrain.data.batches.batch import Batch, BatchShare, Share, StreamShare, o
 from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
-from cyxtrain.data.batches.specs import dtypes_of, example_of, form_of
-from cyxtrain.data.batches.structure import num_rows
+from cyxtrain.data.batches.structure import dtypes_of, example_of, form_of, num_rows
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, generators_of
 from cyxtrain.data.sources.source import Source
@@ -38,10 +37,7 @@ _OWN = 1  # `Place.order` if each rank has its own data
 
 
 class Pass:
-    """A pass through the batches of `make()`, whose random generators are separate from training's.
-
-    `parts` of the data may have generators or a `set_epoch`; `rank` is 0 if all ranks have the same data.
-    """
+    """A pass through the batches of `make()`, whose random generators, also those of `parts`, are not training's."""
 
     def __init__(
         self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
@@ -94,10 +90,7 @@ class Pass:
 
 
 class StreamSource(Source):
-    """Batches of `make()`, one after the other; `what` names them in messages.
-
-    Reading starts with pass `number`. The header shows `note`. `parts` as `Pass`.
-    """
+    """Batches of `make()` from pass `number` on; messages call them `what`, and the header adds `note`."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from cyxtrain.config.settings import require, require_integer
 from cyxtrain.data.sampler import global_order
 from cyxtrain.errors import ConfigError, counted, shortened
 
@@ -23,8 +22,6 @@ def validation_rows(num_rows: int, fraction: float) -> int:
     The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 rows is one row, although
     in binary 10 * (1 - 0.9) is less than one. Raises ConfigError if either part would be empty.
     """
-    require_integer("validation_split", "num_rows", num_rows, 0)
-    require(0 < fraction < 1, f"validation_split must be above 0 and below 1 to split data, got {fraction!r}.")
     first = math.floor(num_rows * (1 - Fraction(str(float(fraction)))))
     if not 0 < first < num_rows:
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import HostCopy, from_host
-from cyxtrain.errors import ConfigError, on_all_ranks
+from cyxtrain.errors import ConfigError, on_all_ranks, warn
 from cyxtrain.tensors.fingerprint import batches, fingerprints
 from cyxtrain.tensors.layouts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
 from cyxtrain.world import runtime
@@ -154,13 +154,23 @@ class SharedBuffers:
         self._noted: list[tuple[int, float]] = []
         self._statistics: set[int] = set()
         self._changes: HostCopy | None = None
+        self._has_warned = False
 
     def share(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
         """Compare all buffers, and make them equal, as `share_tensors`."""
         differing = share_tensors(buffers, names, rows=rows)
         self._note(buffers)
         self._changes = None
-        self._compares |= any(id(buffers[number]) not in self._statistics for number in differing)
+        others = [number for number in differing if id(buffers[number]) not in self._statistics]
+        self._compares |= bool(others)
+        sized = [number for number in others if _is_float(buffers[number]) and rows in buffers[number].shape]
+        if sized and rows > 1 and not self._has_warned and dist.get_rank() == 0:
+            self._has_warned = True
+            warn(
+                f"the buffer {names()[sized[0]]}, of shape {tuple(buffers[sized[0]].shape)}, differs between ranks and "
+                f"became their mean, and this rank's batch has {rows} samples. If the buffer has one row per sample, "
+                "such as a carried hidden state, keep it in a plain attribute, which ranks do not average."
+            )
 
     def share_before_step(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
         """Make buffers equal before the first forward of a step. All ranks call it, and decide alike."""

@@ -1,4 +1,4 @@
-"""The ways of calling `fit`: their types, for editors and mypy (a test compares them with the config), and one form."""
+"""The ways of calling `fit`: their types, for editors and mypy, and their one form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iter
 
 
 class FitSettings(TypedDict, total=False):
-    """The fields of `DistributedTrainingConfig`; Keras's values of `verbose`, and x; and `group_by_length`."""
+    """The fields of `DistributedTrainingConfig`, as a test says; Keras's `verbose` and x; and `group_by_length`."""
 
     epochs: int
     batch_size: int

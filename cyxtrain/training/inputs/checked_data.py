@@ -25,6 +25,7 @@ from cyxtrain.errors import brief
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
+from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel import gathering_alone
@@ -52,7 +53,7 @@ class TrainerArguments(NamedTuple):
     loss_fn: Any
     optimizers: Mapping[str, torch.optim.Optimizer]
     device: str | torch.device
-    metrics: Mapping[str, Any]
+    metrics: NamedMetrics
     steps: OwnSteps
     logged: LoggedNumbers
 
@@ -149,6 +150,7 @@ class CheckedData(ModelSetup):
         flops_per_row: Operations of forward and backward; None: not counted.
         output: What the model returned in the dry run of a prediction, with tensors on the meta device.
         rows_second: Names of its parts whose rows are in the second dimension, as in the states of an LSTM.
+        name: Of one of several validation sets.
     """
 
     source: Source
@@ -156,6 +158,7 @@ class CheckedData(ModelSetup):
     flops_per_row: float | None = None
     output: Any = None
     rows_second: frozenset[str] = frozenset()
+    name: str = ""
 
     def params(self, verbose: Any) -> dict[str, Any]:
         """Return what callbacks of `evaluate` and `predict` are given with `set_params`."""
@@ -195,7 +198,7 @@ def check_data(
         placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())
     call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
-    asked, measures, output = {} if predicting else trainer.metrics, Metrics(), None
+    asked, measures, output = NamedMetrics() if predicting else trainer.metrics, Metrics(), None
     dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
         output = dry_run.predict(source)

@@ -12,10 +12,10 @@ from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.data.batches.collate import TARGET_NAMES
-from cyxtrain.data.batches.structure import Tree
+from cyxtrain.data.batches.structure import Tree, parts_by_name
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, brief, shortened
-from cyxtrain.metrics.loss import Loss, part_of
+from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import ONLY, needs_closure, parameters_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
@@ -109,10 +109,10 @@ def check_targets(source: Source, loss: Loss) -> None:
             "y is missing: the loss compares the model's output with it. Only a model that computes its own "
             "loss (loss_fn=None) does without."
         )
-    targets = source.targets if isinstance(source.targets, dict) else {}
+    targets = parts_by_name(source.targets)
     missing = [name for name in loss.by_output if name not in targets]
-    has = f"a dictionary with {[*targets]!r}" if targets else "no dictionary"
-    require(not missing, f"loss_fn has a loss for {missing!r}, and y is {has}: y must have the keys of loss_fn.")
+    has = f"the parts {[*targets]!r}" if targets else "one part"
+    require(not missing, f"loss_fn has a loss for {missing!r}, and y has {has}: y must have the keys of loss_fn.")
     for name, each in loss.by_output.items():
         _check_target(targets[name], each)
     _check_target(source.targets, loss)
@@ -141,7 +141,8 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
 def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
     """Refuse class indices for which the model has no output."""
     for part, each in loss.by_output.items():
-        check_classes(part_of(targets, part), part_of(output, part), each)
+        own, answer = loss.of_output(part, output, targets)
+        check_classes(answer, own, each)
     function = loss.function
     known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
     if not known or not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(output, Tensor):

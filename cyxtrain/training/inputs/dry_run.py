@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.prefetch import Placement
@@ -25,7 +26,7 @@ from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
-from cyxtrain.metrics.named_metrics import ACCURACY, make_metrics
+from cyxtrain.metrics.named_metrics import ACCURACY, NamedMetrics, make_metrics
 from cyxtrain.metrics.whole_set import WholeSet, tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
@@ -55,7 +56,7 @@ class DryRun:
         loss: Loss,
         call: ModelCall,
         placement: Placement,
-        metrics: Mapping[str, Any],
+        metrics: NamedMetrics,
         *,
         is_of_fit: bool,
     ) -> None:
@@ -123,7 +124,8 @@ class DryRun:
             output, value = self._forward(source, batch)
             measures = self._measuring(output, batch, value)
             output = self._loss.measured_part(output)
-            measures.whole_sets = tried_sets(self._metrics, self._loss, output, batch.answers, batch.rows)
+            given = (self._metrics, self._metrics.outputs)
+            measures.whole_sets = tried_sets(*given, self._loss, output, batch.answers, batch.rows)
             return measures
 
     def predict(self, source: Source) -> Any:
@@ -141,10 +143,10 @@ class DryRun:
             output = self._output(batch, predicting=True)
             self.rows_second = self._find_rows_second(source, output, batch.rows)
         parts = dict(leaves(output))
-        tensors = {
-            name: torch.empty_like(part, device="meta") for name, part in parts.items() if isinstance(part, Tensor)
-        }
-        return with_parts(output, parts | tensors)
+        for name, part in parts.items():
+            rows = pad_packed_sequence(part, batch_first=True)[0] if isinstance(part, PackedSequence) else part
+            parts[name] = torch.empty_like(rows, device="meta") if isinstance(rows, Tensor) else rows
+        return with_parts(output, parts)
 
     def _find_rows_second(self, source: Source, output: Any, rows: int) -> frozenset[str]:
         """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
@@ -239,11 +241,12 @@ class DryRun:
         if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
             asked = own is not None
             self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
-        if self._loss.function is None and self._loss.used is None:
+        is_own = self._loss.function is None and self._loss.used is None
+        if is_own and self._loss.accuracy is None and not self._metrics.outputs:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_tree(Tensor.detach, output)
-            return make_metrics(self._metrics, self._loss, output, batch.targets, batch.rows)
+            return make_metrics(self._metrics, self._loss, output, batch.answers, batch.rows)
 
     def _without_output(self) -> Metrics:
         """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""

@@ -1,4 +1,4 @@
-"""What a call of `fit` does, after all checks: each rank makes a plan, which changes nothing; then the ranks agree."""
+"""What a call of `fit` does, after all checks: each rank makes a plan; then the ranks agree."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ class FitPlan:
             "warmup_steps": self.warmup_steps,
             "verbose": self.config.verbose,
             "validation": bool(self.validation),
+            "sets": [*self.validation],
             "metrics": self.measured,
             "larger_is_better": self.larger_is_better,
             "may_log": self.may_log,
@@ -111,12 +112,6 @@ class FitPlan:
         first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
         named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
         return self.data.measured + first + named
-
-    def shown(self, validated: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers of a validation without those that the first of several sets has twice."""
-        first = next(iter(self.validation), "")
-        twice = {name for name in validated if first and name.replace("val_", f"val_{first}_", 1) in validated}
-        return {name: value for name, value in validated.items() if name not in twice}
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
@@ -166,6 +161,13 @@ class FitPlan:
         epoch = position.epoch + 1
         is_last = epoch >= position.first_epoch + self.config.epochs or self._is_stopped(position)
         return bool(self.validation) and self.config.validates_after(epoch, is_last=is_last)
+
+    def ends_early(self, position: Position) -> bool:
+        """Return whether the running epoch ends or is validated here only because the fit is not longer."""
+        epoch, steps = position.epoch + 1, self.steps_per_epoch or position.epoch_steps
+        is_last = epoch >= position.first_epoch + self.config.epochs and position.epoch_steps == steps
+        by_itself, after = (self.config.validates_after(epoch, is_last=each) for each in (False, is_last))
+        return self.steps_left(position) == 0 or (bool(self.validation) and after and not by_itself)
 
     @property
     def warmup_steps(self) -> int:
@@ -303,7 +305,7 @@ def _check_validation_set(
 ) -> CheckedData:
     with naming_validation(f"validation {name}".rstrip()):
         size = source.batch_size or config.validation_batch_size or config.batch_size
-        return check_data(source, size, config, trainer)
+        return replace(check_data(source, size, config, trainer), name=name)
 
 
 def _is_on_accelerator(trained: nn.Module) -> bool:

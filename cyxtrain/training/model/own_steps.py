@@ -6,10 +6,12 @@ A step takes a batch and returns its loss, as a model without a loss_fn does: wh
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -19,7 +21,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import as_given, batch_parts
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import ConfigError, brief
+from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.sums import correct_of
@@ -27,10 +29,13 @@ from cyxtrain.metrics.weighting import BatchLoss, Weighting, is_scalar, loss_in_
 from cyxtrain.optim.optimizers import described_name, needs_closure, parameters_of
 from cyxtrain.optim.precision import Precision
 from cyxtrain.training.model.forward import ModelCall
+from cyxtrain.world import runtime
 
 StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
 
+_RETURNED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""By trainer, the names that its steps have returned; not in the trainer, whose dry run changes nothing."""
 TRAIN, TEST, PREDICT = ("train_step", "test_step", "predict_step")
 
 Update = Callable[[Any, str, bool], Tensor]
@@ -87,7 +92,7 @@ class BuiltIn:
             return found.value if found.terms == found.weight else found.value * found.terms / (found.weight or 1)
         return found.value * found.terms / torch.where(found.weight == 0, 1, found.weight)
 
-    def optimize(self, loss: Any, name: str | None, trainer: TrainerSteps, *, retain_graph: bool) -> Tensor:
+    def optimize(self, loss: Any, name: str | None, trainer: Any, *, retain_graph: bool) -> Tensor:
         """Call `update`; return the loss, detached."""
         if isinstance(loss, Tensor) and self.weight is not None:
             loss = loss * self.weight, self.weight
@@ -166,15 +171,11 @@ class TrainerSteps:
 
         Returns:
             A dictionary with "loss" (the mean over this rank's rows, or (sum, weight)), "output" (of the model, which
-            metrics compare with y) and numbers for the history, such as "accuracy". A step of your own may return the
-            loss alone.
+            metrics compare with y) and numbers for the history, such as "accuracy": a number, True or False, a tensor
+            of no dimensions, (sum, weight), or None if this batch has none. A step of your own may return the loss
+            alone.
         """
         return self._built_in(TRAIN)(batch)
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers by name; an only one is called "optimizer"."""
-        raise NotImplementedError
 
     def optimize(self, loss: Any, optimizer: str | None = None, *, retain_graph: bool = False) -> Tensor:
         """Update the parameters of one optimizer by the gradients of a loss, in a `train_step` of your own.
@@ -227,8 +228,8 @@ class TrainerSteps:
 def check_names(trainer: type, model: nn.Module, steps: OwnSteps) -> None:
     """Refuse steps under Lightning's names, and those of the model, which nothing calls."""
     kind = type(model)
-    places = ((trainer, "training_step", TRAIN), (trainer, "validation_step", TEST), (kind, "training_step", TRAIN))
-    for owner, other, name in (*places, (kind, TRAIN, TRAIN)):
+    places = ((trainer, "training_step", TRAIN), (trainer, "validation_step", TEST), (trainer, "compute_loss", TRAIN))
+    for owner, other, name in (*places, (kind, "training_step", TRAIN), (kind, TRAIN, TRAIN)):
         require(
             name in steps or not callable(getattr(owner, other, None)),
             f"{owner.__name__} has a {other}, and fit does not call it: make it {name}(self, batch) of a subclass of "
@@ -267,7 +268,7 @@ class StepCall(ModelCall):
         self.step = self._run
         self._own = step
         self._returns_loss = step.name != PREDICT
-        self._built_in = built_in
+        self.running = built_in  # what the trainer's methods call while the step runs
         self._batch_name = target_name
         for held in vars(step.trainer).values():
             if isinstance(held, nn.Module):
@@ -293,13 +294,17 @@ class StepCall(ModelCall):
         """Return what the step returns for a batch's inputs alone."""
         return self(model, Batch(batch.number, batch.inputs, None))
 
-    @property
-    def running(self) -> BuiltIn:
-        """What the trainer's methods call while the step runs."""
-        return self._built_in
+    def run_apart(self, batch: Batch, update: Update) -> None:
+        """Run a step within the running one, which keeps its numbers; `optimize` calls a function."""
+        before, self.running.update = vars(self.running).copy(), update
+        try:
+            with self._own.trainer._logging():
+                self(self._run, batch)
+        finally:
+            vars(self.running).update(before)
 
     def _run(self, given: Any) -> Any:
-        own, built_in = self._own, self._built_in
+        own, built_in = self._own, self.running
         own.running.append(built_in)
         built_in.weight, built_in.losses = None, []
         try:
@@ -315,7 +320,19 @@ class StepCall(ModelCall):
                 f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
                 'over this rank\'s rows; (sum, weight); or a dictionary with such a "loss".'
             )
+        if isinstance(result, Mapping) and self._returns_loss:
+            self._warn_of_left_out(result)
         return result if built_in.weight is None else _weighted(result, built_in.weight)
+
+    def _warn_of_left_out(self, result: Mapping[str, Any]) -> None:
+        """Warn once of each thing in a step's dictionary that is not a number: the history does not have it."""
+        known = _RETURNED.setdefault(self._own.trainer, {"loss", "output"})
+        if result.keys() <= known:
+            return
+        for name, value in result.items() if runtime.is_master() else ():
+            if name not in known and value is not None and not is_scalar(value, flags=True):
+                warn(f"{self._own.name} returned {name!r}, {_left_out(value)}.")
+        known.update(result)
 
     def _refuse(self, call: str) -> None:
         raise ConfigError(
@@ -416,6 +433,14 @@ def _has_loss(result: Any) -> bool:
         return loss_in_output(result)[0] is not None
     except ConfigError:
         return False
+
+
+def _left_out(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {[*value.shape]}"
+        return f'{kind}, which is left out: return a number of it, such as its mean, or what metrics take as "output"'
+    remedy = "return its numbers by name" if isinstance(value, Mapping) else "the history has numbers, by name"
+    return f"of type {type(value).__name__}, which is left out: {remedy}"
 
 
 def _described(result: Any) -> str:

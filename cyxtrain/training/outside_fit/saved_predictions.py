@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.config.settings import names_checked
-from cyxtrain.data.batches.specs import example_of, form_of
-from cyxtrain.data.batches.structure import fields_of, leaves, same_sequence, with_parts
+from cyxtrain.data.batches.structure import example_of, fields_of, form_of, leaves, same_sequence, with_parts
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
@@ -257,11 +256,11 @@ class ShardFolder:
         shards = [int(match[1]) for name in names if (match := re.fullmatch(r"shard-(\d+)\.json", name))]
         return {"group": found["batches_per_shard"], "done": shards, "complete": found["complete"]}
 
-    def write(self, shard: int, batches: list[dict[str, Tensor]]) -> None:
+    def write(self, shard: int, batches: list[dict[str, list[Tensor]]]) -> None:
         """Write the outputs of the batches of a shard."""
         record: dict[str, list[Any]] = {"kinds": [], "shapes": []}
         for part, name in enumerate(self._names):
-            tensors = [batch[name] for batch in batches]
+            tensors = [piece for batch in batches for piece in batch[name]]
             alike = itertools.groupby(tensors, lambda tensor: tensor.shape[1:])
             shapes = [[sum(map(len, group)), *shape] for shape, group in alike]
             joined = torch.cat(tensors if len(shapes) == 1 else [tensor.reshape(-1) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Which checkpoint a fit continues from, whether it fits, what differs from it, and what of it belongs to this rank.
+"""Which checkpoint a fit continues from, whether it fits, and what differs from it.
 
 The checkpoint wins for the optimizer, the schedule and changed learning rates; the program for how later steps are
 taken.
@@ -147,7 +147,8 @@ def _begin(state: TrainingState, plan: FitPlan, numerics: dict[str, Any]) -> tup
 def _resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any], found: Checkpoint
 ) -> tuple[FitPlan, Checkpoint, HeaderLines]:
-    (checkpoint, name), source, data = found, f"checkpoint {found[1]}", plan.digests()
+    name, source, data = found[1], f"checkpoint {found[1]}", plan.digests()
+    checkpoint = _reopened(found[0], source, plan)
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=as_in_checkpoint(asked, checkpoint.config))
@@ -183,6 +184,18 @@ def _resume(
         warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
+
+
+def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
+    """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer."""
+    if before := checkpoint.others.get("before_end"):
+        with taking_over(source):
+            earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
+            check_content(earlier, source)
+            position = Position.from_json(earlier.position, source)
+        if not (checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position)):
+            return earlier
+    return checkpoint
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:

@@ -82,6 +82,29 @@ def test_the_optimizer_steps_with_every_third_call():
         assert train_in_steps("mean", 3, [0, JOINED])["steps"] == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
 
 
+def test_a_step_returns_the_mean_of_what_counts_and_0_if_nothing_does():
+    def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        count = (target >= 0).sum()
+        return nn.functional.cross_entropy(output, target, ignore_index=-1) * count, count  # 0 / 0 without any
+
+    inputs, targets = make_rows(12)
+    found: dict[str, list[float]] = {}
+    with one_process():
+        for name, loss_fn in (
+            ("mean", nn.CrossEntropyLoss(ignore_index=-1)),
+            ("pair", pair),
+            ("sum", make_loss("sum")),
+        ):
+            trainer = cx.DistributedAMPTrainer(
+                make_model(), loss_fn=loss_fn, optimizer=partial(torch.optim.SGD, lr=0.0)
+            )
+            ignored = targets.clone() if name == "sum" else torch.full_like(targets, -1)
+            found[name] = [trainer.training_step((inputs, each)) for each in (targets, ignored)]
+    assert found["mean"][0] > 0
+    assert found["pair"] == found["mean"] == [found["mean"][0], 0.0]
+    np.testing.assert_allclose(found["sum"], [found["mean"][0] * 12] * 2, rtol=1e-4)
+
+
 def by_hand(config: cx.AMPConfig, rows: list[tuple[Tensor, Tensor]]) -> tuple[list[float], Any]:
     """The same with PyTorch's autocast and GradScaler, written out."""
     model = make_model()

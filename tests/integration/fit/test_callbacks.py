@@ -87,6 +87,7 @@ def fit_recorded(learning_rate: float = 1e-3) -> list[Any]:
         "warmup_steps": 0,
         "verbose": False,
         "validation": False,
+        "sets": [],
         "metrics": ["loss", "accuracy"],
         "larger_is_better": {"loss": False, "accuracy": True},
         "may_log": True,
@@ -743,7 +744,7 @@ def fit_shown() -> list[Any]:
 def test_rank_0_says_why_a_callback_of_another_rank_ends_a_fit():
     reasons = ["Stopper set stop_training", "good enough"]
     first, second = run_world(2, fit_shown)
-    assert first == [[[f"stopped    after epoch 1 of 2: {reason}"], reason] for reason in reasons]
+    assert first == [[[f"stopped    after step 2, in epoch 1 of 2: {reason}"], reason] for reason in reasons]
     assert second == [[[], reason] for reason in reasons]
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
+from fitting import (
+    CLASSES,
+    FEATURES,
+    everywhere,
+    fingerprint,
+    flat,
+    make_model,
+    make_rows,
+    one_process,
+    run_world,
+    seeded,
+)
 from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.training.state import Position
@@ -119,6 +132,42 @@ def test_it_resumes_from_any_step(tmp_path):
         assert len(paths) == 8  # seven steps, and the end
         for path in (paths[0], paths[-2], paths[-1]):
             assert fit(resume=str(path)) == whole
+
+
+def fit_longer(folder: str, shorter: dict[str, Any], longer: dict[str, Any]) -> list[Any]:
+    """What a longer fit comes to, in one go and where it continues a shorter one."""
+
+    def fit(**more: Any) -> list[Any]:
+        with seeded():
+            model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, CLASSES))
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.Adam(model.parameters(), 0.05))
+        early = cx.callbacks.EarlyStopping(patience=50, restore_best_weights=True)
+        callbacks = [cx.callbacks.SWA(0), cx.callbacks.ReduceLROnPlateau(patience=1), early]
+        history = trainer.fit(*ROWS, validation_data=VALID, callbacks=callbacks, **{**FIT, **more}).to_dict()
+        del history["total_time_seconds"], history["samples_per_second"]
+        return [fingerprint(model), early.wait, history]
+
+    kept = {"checkpoint_dir": folder, "checkpoint_every_n_epochs": 1}
+    whole = fit(**longer)
+    fit(**shorter, **kept)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the fit resumed from .*: lr")  # the callback's
+        return [whole, fit(**longer, **kept, resume="auto")]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shorter", "longer"),
+    [
+        (1, {"max_steps": 7}, {"max_steps": 13}),
+        (2, {"max_steps": 7}, {"max_steps": 13}),
+        (1, {"max_steps": 7, "scheduler_interval": "epoch"}, {"epochs": 2, "scheduler_interval": "epoch"}),
+        (1, {"max_steps": 7, "epochs": 2, "validate_every_n_steps": 3}, {"epochs": 2, "validate_every_n_steps": 3}),
+        (2, {"epochs": 1, "validate_every_n_steps": 3}, {"epochs": 2, "validate_every_n_steps": 3}),
+    ],
+)
+def test_a_longer_fit_continues_where_the_shorter_one_ended(world_size, shorter, longer, tmp_path):
+    for whole, again in everywhere(world_size, fit_longer, str(tmp_path), shorter, longer):
+        assert again == whole
 
 
 def test_a_checkpoint_of_an_older_version_has_no_first_step():

@@ -369,6 +369,8 @@ def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
             [torchmetrics.ConfusionMatrix("multiclass", num_classes=3)],
             r"confusion_matrix has shape \[3, 3\], and the history takes a number, or one for each class",
         ),
+        ("classes", [torchmetrics.ROC("multiclass", num_classes=3)], "metric multiclass_roc has 3 parts, and the hist"),
+        ("classes", [torchmetrics.text.BLEUScore()], r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet"),
         ("labels", ["cohen_kappa"], "'cohen_kappa' is for one class per row, and the targets are several labels"),
     ],
 )
@@ -436,7 +438,10 @@ def test_what_the_ranks_could_not_put_together_is_refused():
     model, loss, rows, _ = task("classes")
     added = torchmetrics.Accuracy("multiclass", num_classes=CLASSES) + 1.0
     with one_process():
-        for metric, words in ((Listing(), "keeps lists .seen. that the ranks"), (added, "is made of other metrics")):
+        for metric, words in (
+            (Listing(), "keeps lists .seen. that the ranks .*WholeSet"),
+            (added, "is made of other metrics"),
+        ):
             trainer = cx.DistributedTrainer(model, loss, "sgd", metrics={"odd": metric})
             with pytest.raises(cx.ConfigError, match=words):
                 trainer.fit(*rows, verbose=False)
@@ -524,6 +529,55 @@ def test_micro_batches_do_not_keep_their_graphs():
         fit(metrics=[watch], accumulation_steps=4)
     assert held
     assert not any(held)
+
+
+class Tokens(nn.Module):
+    """Scores of words with the classes in a dimension; as transformers do, with its own loss."""
+
+    def __init__(self, dim: int, has_loss: bool = False) -> None:
+        super().__init__()
+        with seeded():
+            self.scores = nn.Embedding(CLASSES, CLASSES)
+        self.dim, self.has_loss = dim, has_loss
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        scores = self.scores(words)
+        if self.has_loss:
+            loss = None if labels is None else functional.cross_entropy(scores.transpose(1, 2), labels)
+            return {"loss": loss, "logits": scores}
+        return scores.movedim(-1, self.dim)
+
+
+def evaluate_tokens() -> list[dict[str, float]]:
+    generator = torch.Generator().manual_seed(3)
+    words, labels = torch.randint(CLASSES, (2, ROWS, 5), generator=generator)
+    labels[:, 3:] = -100
+    labels[5] = -100
+    given: list[Any] = [(Tokens(1), "cross_entropy", (words, labels))]
+    given.append((Tokens(-1), lambda scores, y: functional.cross_entropy(scores.transpose(1, 2), y), (words, labels)))
+    given.append((Tokens(-1, has_loss=True), None, ({"words": words, "labels": labels},)))
+    found = []
+    for model, loss, data in given:
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=["f1", "top_2", "auc"])
+        found.append(
+            {name: each for name, each in dict(trainer.evaluate(*data, batch_size=4)).items() if name != "loss"}
+        )
+    with torch.no_grad():
+        scores = Tokens(-1)(words)[labels >= 0].softmax(-1)
+    truth, said = labels[labels >= 0], scores.argmax(-1)
+    auc = expected.roc_auc_score(truth, scores, multi_class="ovr")
+    f1, accuracy = expected.f1_score(truth, said, average="macro"), expected.accuracy_score(truth, said)
+    return [
+        {"accuracy": accuracy, "f1": f1, "top_2": expected.top_k_accuracy_score(truth, scores, k=2), "auc": auc},
+        *found,
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_of_tokens_leave_out_padding_wherever_the_classes_are_and_whose_loss_it_is(world_size):
+    for right, *found in everywhere(world_size, evaluate_tokens):
+        for each in found:
+            assert each == pytest.approx(right, rel=1e-6)
 
 
 def test_a_metric_whose_name_is_a_validations_is_refused():

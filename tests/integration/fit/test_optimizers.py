@@ -10,7 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import FEATURES, adam, everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
+from fitting import (
+    FEATURES,
+    adam,
+    everywhere,
+    fingerprint,
+    flat,
+    make_model,
+    make_rows,
+    one_process,
+    run_new_world,
+    run_world,
+    seeded,
+)
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -300,6 +312,94 @@ def test_a_loss_of_nan_ends_the_fit_on_every_rank_with_the_optimizers_name():
         assert len(seen) == 1
         assert "step 2 (2 in all), optimizer 'g': on rank 1, the loss is nan" in error
         assert "its parameters are as before" in error
+
+
+def nan_gradient(trainer: cx.DistributedTrainer, batch: Any) -> None:
+    """A step in which the loss is finite and the gradient of "g" is not, where a row is marked, in step 2."""
+    (real,) = batch
+    trainer.optimize(trainer.model["d"](real).square().mean(), "d")
+    made = trainer.model["g"](real.clamp(max=1))
+    if trainer.step == 1 and bool((real[:, 0] > 100).any()):
+        made.register_hook(lambda gradient: gradient * torch.nan)
+    trainer.log("seen", 1.0, reduce="sum")
+    trainer.optimize(made.mean(), "g")
+
+
+def spoiled_gradients(on_nonfinite: str) -> tuple[str, list[float]]:
+    trainer, data, text = make_gan(nan_gradient), make_data(12), ""
+    data[7, 0] = 1000.0  # of step 2, on the last of two ranks
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            history = trainer.fit(data, epochs=1, shuffle=False, on_nonfinite=on_nonfinite, **SETTINGS)
+            return "".join(str(each.message) for each in caught), history.history["seen"]
+        except cx.NonFiniteError as raised:
+            text = str(raised)
+    return text, []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_gradient_of_nan_is_that_of_the_rank_that_made_it(world_size, on_nonfinite):
+    found = everywhere(world_size, spoiled_gradients, on_nonfinite)
+    text, seen = found[0]
+    gradients = "gradients are not finite (g.0.weight, g.0.bias, g.2.weight, g.2.bias)"
+    assert f"step 2 (2 in all), optimizer 'g': on rank {world_size - 1}, {gradients}. The " in text
+    if on_nonfinite == "skip":
+        assert all(numbers == [2.0 * world_size] for _, numbers in found), seen
+
+
+def unlike_step(trainer: cx.DistributedTrainer, batch: Any) -> Any:
+    """A step that rank 1 takes in another way, in step 2; "g" and "d" are alike in size."""
+    (rows,), kind = batch, trainer.metadata["kind"]
+    names, differs = ["d", "g"], trainer.get_rank() == 1 and trainer.step == 1
+    if differs and kind == "order":
+        names.reverse()
+    if differs and kind == "more":
+        names.append("d")
+    if differs and kind == "none":
+        return trainer.model["d"](rows).mean()
+    return [trainer.optimize(trainer.model[name](rows).square().mean(), name) for name in names][-1]
+
+
+def unlike_calls(kind: str, outputs: int, **settings: Any) -> str:
+    model = nn.ModuleDict({"g": make_model(outputs=3), "d": make_model(outputs=outputs)})
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+    trainer = cx.DistributedTrainer(model, optimizers=optimizers, train_step=unlike_step)
+    trainer.metadata["kind"] = kind
+    try:
+        trainer.fit(make_rows(24)[0], epochs=1, verbose=False, **{"effective_batch_size": 8, **settings})
+    except cx.CollectiveMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def on_tcp(kind: str, outputs: int) -> str:
+    """As `unlike_calls`, in a world whose ranks share no memory: buckets of one size are not told apart by it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cyxtrain.parallel.reducer._gradient_buffers", lambda layout, _: [None] * len(layout))
+        return unlike_calls(kind, outputs)
+
+
+IN_STEP_2 = "rank 1 called self.optimize(optimizer='g') as call 1 of step 2, and rank 0 called self.optimize"
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "outputs", "expected"),
+    [
+        (unlike_calls, "order", 1, (IN_STEP_2, "rank 0 called self.optimize(optimizer='d') as call 1 of step 2")),
+        (unlike_calls, "none", 1, ("rank 1 was in all_reduce", "(optimizer='d') as call 1 of step 2")),
+        (on_tcp, "order", 3, (f"{IN_STEP_2}(optimizer='d') as call 1 of step 2",)),
+        (on_tcp, "more", 3, ("rank 1 called self.optimize(optimizer='d') as call 3 of step 2, and rank 0 called",)),
+    ],
+)
+def test_other_calls_of_optimize_on_one_rank_are_named(function, kind, outputs, expected):
+    ranks = run_new_world(2, function, kind, outputs)
+    for text in ranks:
+        assert "train_step does not call self.optimize alike on all ranks: rank 1 " in text
+        assert "decide by what they share" in text
+    for words in expected:
+        assert any(words in text for text in ranks), words
 
 
 def final_scale() -> tuple[float, float]:

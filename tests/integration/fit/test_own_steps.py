@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,51 @@ def test_numbers_of_a_step_are_known_by_name_also_if_they_come_late_or_on_one_ra
             np.testing.assert_allclose(history[name], expected[name], rtol=1e-9, err_msg=name)
         for name in evaluated:
             np.testing.assert_allclose(evaluation[name], evaluated[name], rtol=1e-9, err_msg=name)
+
+
+def many_kinds(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    """Returns everything that is a number, and much that is none."""
+    loss = functional.cross_entropy(trainer.model(batch[0]), batch[1])
+    numbers = {"plain": 2, "numpy": np.float32(3.0), "array": np.array(4.0), "flag": True, "flags": torch.tensor(True)}
+    others = {"note": "text", "several": torch.ones(3), "one": torch.ones(1), "inner": {"a": 1.0}, "none": None}
+    return {"loss": loss, **numbers, **others, **({"late": "text"} if trainer.step else {})}
+
+
+def kinds_returned() -> tuple[list[dict[str, Any]], list[str]]:
+    trainer = Trainer(make_model("float64"), None, "sgd", train_step=many_kinds)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [dict(trainer.fit(*data(), validation_split=0.4, **SETTINGS).history) for _ in range(2)]
+        found.append(dict(trainer.evaluate(*data())))
+    return found, [str(each.message) for each in caught if "left out" in str(each.message)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_no_number_in_a_step_s_dictionary_is_named_once(world_size):
+    (found, warned), *others = everywhere(world_size, kinds_returned)
+    for first, second, evaluated in (found, *(own for own, _ in others)):
+        for history in (first, second):
+            assert history["plain"] == [2.0, 2.0]
+            assert history["numpy"] == [3.0, 3.0] == history["val_numpy"]
+            assert history["array"] == [4.0, 4.0]
+            assert history["flag"] == history["flags"] == [1.0, 1.0]
+            assert history.keys().isdisjoint({"note", "several", "one", "inner", "none", "late"})
+        assert evaluated == {"loss": evaluated["loss"], **dict.fromkeys(("flag", "flags"), 1.0)} | {
+            "plain": 2.0,
+            "numpy": 3.0,
+            "array": 4.0,
+        }
+    assert warned == [
+        "train_step returned 'note', of type str, which is left out: the history has numbers, by name.",
+        *(
+            f"train_step returned '{name}', a tensor of shape [{count}], which is left out: return a number of it, "
+            'such as its mean, or what metrics take as "output".'
+            for name, count in (("several", 3), ("one", 1))
+        ),
+        "train_step returned 'inner', of type dict, which is left out: return its numbers by name.",
+        "train_step returned 'late', of type str, which is left out: the history has numbers, by name.",
+    ]
+    assert not any(texts for _, texts in others)
 
 
 def later_backward(trainer: Trainer, batch: Any) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 import cyxtrain as cx
@@ -71,7 +71,7 @@ def plain(output: Any) -> Any:
     """Returns an output, with each tensor as its type and numbers."""
     if isinstance(output, dict):
         return {name: plain(part) for name, part in output.items()}
-    if isinstance(output, list):
+    if isinstance(output, (list, tuple)):
         return [plain(row) for row in output]
     return output if output is None else (type(output).__name__, str(output.dtype), output.tolist())
 
@@ -256,7 +256,65 @@ def test_scalars_that_a_fit_shows_beside_the_models_loss_are_left_out_of_predict
     assert torch.allclose(found["rebuilt"], model(rows)["rebuilt"])
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- recurrent models -------------------------------------------------------------------------------------------------
+
+
+class Packing(nn.Module):
+    """Reads rows of different lengths as a packed sequence, and returns one, or padded to the batch's longest."""
+
+    def __init__(self, kind: str, batch_first: bool = True) -> None:
+        super().__init__()
+        with seeded():
+            self.cell = nn.LSTM(4, 3, 2, batch_first=batch_first)
+        self.kind, self.batch_first = kind, batch_first
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        x = x if self.batch_first else x.transpose(0, 1)
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=self.batch_first, enforce_sorted=False)
+        output, states = self.cell(packed)
+        if self.kind == "packed":
+            return {"output": output, "states": states}
+        return {"output": pad_packed_sequence(output, self.batch_first)[0], "states": states}
+
+
+def sequences(rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(1, 6, (rows,), generator=generator)
+    return {"x": torch.randn(rows, 5, 4, generator=generator), "lengths": lengths}
+
+
+def predict_packed(rows: int, folder: str) -> list[Any]:
+    """Returns what is predicted, without tensors; from a folder, too."""
+    found, x = [], sequences(rows)
+    for kind, batch_first in (("packed", True), ("packed", False), ("padded", True), ("padded", False)):
+        trainer = trainer_of(Packing(kind, batch_first), "mse")
+        for pad_value in (None, 0.0):
+            output = trainer.predict(x, batch_size=4, pad_value=pad_value)
+            saved = trainer.predict(x, batch_size=4, pad_value=pad_value, output_dir=f"{folder}/{len(found)}")[:]
+            assert plain(saved) == plain(output)
+            if isinstance(output["output"], Tensor) and kind == "padded" and not batch_first:
+                output["output"] = output["output"].transpose(0, 1)
+            found.append([[row.tolist() for row in output["output"]], [each.tolist() for each in output["states"]]])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("rows", [1, 7, pytest.param(13, marks=pytest.mark.nightly)])
+def test_packed_sequences_are_rows_in_the_order_of_the_data_and_states_stay_beside_them(rows, world_size, tmp_path):
+    inputs = sequences(rows)
+    with torch.no_grad():
+        cell = Packing("packed").cell
+        each = [cell(x[None, :length]) for x, length in zip(inputs["x"], inputs["lengths"], strict=True)]
+    ragged = [output[0] for output, _ in each]
+    states = [torch.cat([pair[number] for _, pair in each], dim=1) for number in (0, 1)]
+    of_batches = [row for first in range(0, rows, 4) for row in pad_sequence(ragged[first : first + 4], True)]
+    padded = [*pad_sequence(ragged, True)]
+    for found in everywhere(world_size, predict_packed, rows, str(tmp_path)):
+        for (output, found_states), expected in zip(
+            found, [ragged, padded, ragged, padded, of_batches, padded, of_batches, padded], strict=True
+        ):
+            torch.testing.assert_close([torch.tensor(row) for row in output], expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close([torch.tensor(state) for state in found_states], states, rtol=0, atol=1e-6)
 
 
 class Recurrent(nn.Module):
@@ -295,6 +353,9 @@ def test_states_with_rows_first_stay_so_also_if_there_are_as_many_layers():
         assert predict_states(True, 2, 2) == ([[2, 2, 3]] * 2, [2, 1, 3])
 
 
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
 def test_rows_in_the_second_dimension_of_something_flat_are_refused_with_the_way_to_return_them():
     words = (
         r"for 4 rows it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it with "
@@ -304,14 +365,10 @@ def test_rows_in_the_second_dimension_of_something_flat_are_refused_with_the_way
         trainer_of(Returns(lambda loss, logits: logits.T)).predict(make_rows(4)[0])
 
 
-def test_packed_sequences_are_refused_with_what_to_give_and_to_return():
-    rows = [torch.ones(length, 4) for length in (2, 1)]
-    packed = nn.utils.rnn.pack_sequence(rows)
-    with one_process():
-        with pytest.raises(cx.ConfigError, match=r"X is a PackedSequence, .* give padded rows and their lengths"):
-            trainer_of(Scaled(), "mse").predict(lambda: iter([packed]))
-        with pytest.raises(cx.ConfigError, match=r"Return padded rows: pad_packed_sequence\(packed, "):
-            trainer_of(Returns(lambda loss, logits: packed)).predict(make_rows(4)[0])
+def test_packed_sequences_as_input_are_refused_with_what_to_give():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(length, 4) for length in (2, 1)])
+    with one_process(), pytest.raises(cx.ConfigError, match=r"X is a PackedSequence, .* give padded rows and their "):
+        trainer_of(Scaled(), "mse").predict(lambda: iter([packed]))
 
 
 def test_a_cache_is_refused_by_its_name():

@@ -157,7 +157,7 @@ def test_the_header_says_what_becomes_of_the_rate(capsys):
         trace(ASKED["all"], verbose=True)
         shown = " ".join(capsys.readouterr().out.split())
         scaled = "4 times what was given (linear: given for 4 samples, and a step has 16)"
-        assert f"rate 0.4, 0.04, {scaled}, after a warm-up of 4 steps, then by cosine" in shown
+        assert f"rate 0.4, 0.04, {scaled}, after a warm-up of 4 steps, then by cosine, each step" in shown
         trace({}, verbose=True)
         assert "rate " not in capsys.readouterr().out
 

@@ -234,6 +234,7 @@ def test_a_cycle_that_ends_before_the_fit_is_refused():
     ("schedule", "warns"),
     [
         (lambda optimizer: schedulers.StepLR(optimizer, 1, 0.1), True),  # 1e-10 after ten steps
+        (lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1), True),  # 1e-5
         (lambda optimizer: schedulers.StepLR(optimizer, 5, 0.1), False),
         (lambda optimizer: schedulers.ExponentialLR(optimizer, 0.1), True),
         (lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9), False),

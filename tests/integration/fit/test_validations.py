@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -211,6 +212,91 @@ def test_the_best_validation_is_kept_and_its_weights_loaded(better, tmp_path):
         assert fingerprint(fit(validate_every_n_steps=3, **kept).model) == found[20]
 
 
+def saved_best(folder: str, average: bool, resume: str | None = None) -> Any:
+    """Whether ModelCheckpoint keeps the weights that `load_best` loads, and the numbers of the fit."""
+    averages = [cx.callbacks.EMA(0.7)] if average else []
+    saving = [cx.callbacks.ModelCheckpoint(f"{folder}/own.ckpt", save_best_only=True)]
+    saving += [cx.callbacks.ModelCheckpoint(f"{folder}/weights", save_best_only=True, save_weights_only=True)]
+    saving += [cx.callbacks.ModelCheckpoint(f"{folder}/all-{{epoch}}-{{step}}-{{loss:.1f}}.ckpt", save_best_only=True)]
+    kept = {"keep_best": "val_loss", "checkpoint_dir": f"{folder}/runs"}
+    trainer = fit(validate_every_n_steps=3, callbacks=[*saving, *averages], load_best=True, resume=resume, **kept)
+    history, found = trainer.history.to_dict(), fingerprint(trainer.model)
+    cx.load_weights(trainer.model, f"{folder}/weights")
+    return [found == fingerprint(trainer.model), history["validations"], history["train_losses"]]
+
+
+@pytest.mark.parametrize(("world_size", "average"), [(1, True), (2, False)])
+def test_a_callback_saves_the_best_validation_as_keep_best_does(world_size, average, tmp_path):
+    for found in everywhere(world_size, saved_best, str(tmp_path), average):
+        assert found[0]  # the weights that were validated, an average too
+    values = [row["val_loss"] for row in found[1]]
+    best = int(found[1][values.index(min(values))]["step"])
+    assert best % 10, "it is within an epoch"
+    for path in (tmp_path / "own.ckpt", tmp_path / "runs" / "best.ckpt"):
+        assert read_checkpoint(path).position["step"] == best
+    assert [*tmp_path.glob(f"all-?-{best}-nan.ckpt")]
+    if world_size == 1:
+        with one_process(), pytest.warns(UserWarning, match="load_best: this fit has no"):  # it is a new run
+            again = saved_best(str(tmp_path), average, str(tmp_path / "own.ckpt"))
+        assert again[1:] == found[1:]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("validates", [True, False])
+def test_the_best_weights_are_those_that_were_validated(validates, first, tmp_path):
+    class Weights(cx.callbacks.Callback):
+        def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+            found[self.trainer.step] = fingerprint(self.model)
+
+    found: dict[int, str] = {}
+
+    def run(**more: Any) -> tuple[str, int]:
+        average = cx.callbacks.EMA(0.7, validates=validates)
+        callbacks = [average, *more.pop("callbacks", ())]
+        callbacks = [*(callbacks if first else callbacks[::-1]), Weights()]
+        trainer = fit(validate_every_n_steps=3, callbacks=callbacks, **more)
+        rows = trainer.history.validations
+        return fingerprint(trainer.model), int(min(rows, key=lambda row: row["val_loss"])["step"])
+
+    with one_process():
+        early = cx.callbacks.EarlyStopping(patience=99, restore_best_weights=True)
+        for more in (
+            {"keep_best": "val_loss", "load_best": True, "checkpoint_dir": str(tmp_path)},
+            {"callbacks": [early]},
+        ):
+            weights, step = run(**more)
+            assert step != 20
+            assert weights == found[step]
+
+
+def test_two_averages_that_validate_are_refused():
+    with one_process(), pytest.raises(cx.ConfigError, match="validation uses one average, and EMA and SWA have one"):
+        fit(callbacks=[cx.callbacks.EMA(0.9), cx.callbacks.SWA(0)])
+
+
+@pytest.mark.parametrize(
+    ("early", "steps", "reason"),
+    [
+        ({"patience": 2}, 9, "val_near_loss has not improved for 2 validations; best 1.*at step 3$"),
+        ({"patience": 2, "start_from_epoch": 1}, 18, "for 2 validations; best .* at step 12$"),
+        ({"patience": 3, "baseline": -1.0}, 9, "for 3 validations; best"),
+        ({"patience": 2, "monitor": "val_far_accuracy", "mode": "max"}, 9, "val_far_accuracy has not improved"),
+    ],
+)
+def test_early_stopping_counts_validations_of_any_set_within_epochs(early, steps, reason, capsys):
+    early = {"monitor": "val_near_loss", "min_delta": 1e9, **early}
+    stopping = cx.callbacks.EarlyStopping(**early, verbose=1, restore_best_weights=True)
+    with one_process():
+        trainer = fit(validate_every_n_steps=3, epochs=9, validation_data=NAMED, callbacks=stopping, verbose=True)
+    assert trainer.step == steps
+    assert re.search(reason, stopping.stop_reason)
+    shown = capsys.readouterr().out
+    assert f"\nstopped    after step {steps}, in epoch {1 + steps // 10} of 9: {stopping.stop_reason}\n" in shown
+    assert re.search(
+        r"epoch \d: early stopping, val_\w+ was best at step \d+\nrestored the weights of step \d+\n", shown
+    )
+
+
 def test_without_a_best_checkpoint_the_last_weights_stay(tmp_path):
     with one_process():
         fit(keep_best="val_loss", checkpoint_dir=str(tmp_path))
@@ -246,10 +332,13 @@ def test_files_have_a_line_for_each_validation(tmp_path):
 def test_lines_are_printed(capsys):
     with one_process():
         fit(validate_every_n_steps=4, epochs=1, verbose=True, log_every_n_steps=5, validation_data=NAMED)
+        fit(validation_freq=0.5, epochs=1, callbacks=cx.callbacks.ProgressBar(), validation_data=NAMED)
     lines = capsys.readouterr().out.splitlines()
-    [first] = [line for line in lines if "step 4 " in line]
-    assert "val_near_loss" in first
-    assert "val_loss" not in first  # it is the same number
+    [first] = [number for number, line in enumerate(lines) if line.endswith("step 4")]
+    assert lines[first + 1].startswith("  val_near  loss ")
+    assert lines[first + 2].startswith("  val_far   loss ")
+    assert sum("val_near" in line for line in lines) == 4  # after steps 4, 8 and 10; in the other fit after the epoch
+    assert not any("val_loss" in line for line in lines)  # it is the same number
     assert sum("batch 5/10" in line or "batch 10/10" in line for line in lines) == 2
     assert any("9 rows near, 7 rows far for validation" in line for line in lines)
 

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
+from rank_processes import (
+    rank_server,  # noqa: F401 - a fixture
+    run_ranks,
+)
 from sklearn import metrics as expected
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -167,6 +170,23 @@ def test_an_error_in_it_is_raised_on_every_rank_with_the_users_frame():
     first, second = run_world(2, failing)
     assert first == ("ValueError", "no BLEU of 9 rows", 1)
     assert second == ("DistributedTrainingError", "rank 0: ValueError: no BLEU of 9 rows", 1)
+
+
+def exiting(outputs: Any, targets: Any) -> float:
+    raise SystemExit(3) if len(targets) > 2 else ValueError
+
+
+def evaluate_and_exit() -> None:
+    metric = cx.metrics.WholeSet(exiting)
+    with cx.init():
+        cx.DistributedTrainer(make_model(), "cross_entropy", metrics=metric).evaluate(*make_rows(9))
+
+
+def test_an_exit_in_it_ends_the_other_ranks_with_the_reason():
+    first, second = run_ranks(2, evaluate_and_exit)
+    assert first.kind == "SystemExit"
+    assert second.kind == "DistributedTrainingError"
+    assert "rank 0 has failed: SystemExit: 3" in second.message
 
 
 class StopIn(cx.callbacks.Callback):
@@ -368,6 +388,18 @@ def test_a_confusion_matrix_is_of_all_rows_and_a_picture(world_size, tmp_path):
     assert [image.step for image in events.Images("epoch/confusion_matrix")] == [5, 10]
 
 
+def test_each_validation_set_has_a_picture(tmp_path):
+    metric = cx.metrics.ConfusionMatrix(tmp_path / "matrix.png")
+    sets = {"near": make_rows(9, seed=1), "far/b": make_rows(7, seed=2)}
+    callbacks = [cx.callbacks.TensorBoard(str(tmp_path / "logs"))]
+    with one_process():
+        fit_measured(metrics=[metric], callbacks=callbacks, validation_data=sets)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["matrix_far_b.png", "matrix_near.png"]
+    assert [*metric.figures] == ["near", "far/b"]
+    events = EventAccumulator(str(tmp_path / "logs" / "validation")).Reload()
+    assert sorted(events.Tags()["images"]) == ["epoch/confusion_matrix far/b", "epoch/confusion_matrix near"]
+
+
 def test_its_counts_are_scikit_learns_and_ignored_rows_are_left_out():
     inputs, classes = make_rows(ROWS)
     classes[3] = -100
@@ -380,6 +412,20 @@ def test_its_counts_are_scikit_learns_and_ignored_rows_are_left_out():
     assert metric.matrix is not None
     assert metric.matrix.tolist() == expected.confusion_matrix(classes[counts], said[counts]).tolist()
     assert metric.figure is not None
+
+
+def matrix_of_many() -> Any:
+    metric = cx.metrics.ConfusionMatrix(None)
+    trainer = cx.DistributedTrainer(make_model(outputs=100), "cross_entropy", "sgd", metrics=metric)
+    inputs, classes = make_rows(4)
+    trainer.evaluate(inputs, classes, batch_size=4)  # of two ranks, rank 0 has no batch
+    return metric.matrix
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_matrix_has_all_classes_of_the_model(world_size):
+    matrix, *_ = everywhere(world_size, matrix_of_many)
+    assert (matrix.shape, matrix.sum()) == ((100, 100), 4)
 
 
 def test_a_matrix_of_two_classes_takes_one_output():

@@ -253,6 +253,25 @@ def test_workers_compute_metrics_over_whole_sets(tmp_path):
     assert (tmp_path / "matrix.png").exists()
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.digit, self.size = make_model(), nn.Linear(FEATURES, 1)
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"digit": self.digit(inputs), "size": self.size(inputs)}
+
+
+def test_workers_compute_metrics_by_output_name():
+    model, answers = Heads(), {"digit": Y, "size": X.sum(1, keepdim=True)}
+    metrics = {"digit": ["accuracy", cx.metrics.WholeSet(count_rows)], "size": "mae"}
+    trainer = cx.DistributedTrainer(model, {"digit": "cross_entropy", "size": "mse"}, metrics=metrics)
+    history = trainer.fit(X, answers, validation_data=(X, answers), num_processes=RANKS, epochs=1, verbose=False)
+    assert history.metrics["val_digit_ranks"] == [RANKS]
+    assert history.metrics["val_digit_right"] == history.metrics["val_digit_accuracy"]
+    assert trainer.evaluate(X, answers)["size_mae"] == history.metrics["val_size_mae"][-1]
+
+
 class Noting(cx.callbacks.Callback):
     """Keeps what it sees, as its user reads it afterwards."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from cyxtrain.training.model.snapshot import BuffersKept
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
     pytest.mark.filterwarnings(
-        "ignore:Sparse CSR", "ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested"
+        "ignore:Sparse CSR",
+        "ignore:torch.quantize_per_tensor",
+        "ignore:The PyTorch API of nested",
+        "ignore:the buffer expanded",
     ),
 ]
 
@@ -115,6 +119,24 @@ def test_what_differs_is_averaged_by_rows_where_it_is_floating_point():
     expected = Holder(4.0)  # three rows of 3, and one of 7
     for form in AVERAGED:
         assert torch.equal(getattr(model, form), getattr(expected, form)), form
+
+
+@on_ranks(2)
+def test_a_state_with_a_row_per_sample_is_warned_of_once_by_rank_0_and_a_statistic_is_not():
+    model = nn.Sequential(nn.BatchNorm1d(6).double())
+    model.register_buffer("hidden", torch.zeros(1, 6, 2))
+    model.register_buffer("codes", torch.zeros(5, 2))
+    ddp = cx.DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(3):
+            ddp(batch(cx.get_rank() + 10 * step, rows=6))
+            for state in (model.hidden, model.codes):
+                state.fill_(cx.get_rank())
+            ddp.sync_buffers()
+    found = [str(each.message) for each in said if "became their mean" in str(each.message)]
+    assert len(found) == int(cx.is_master())
+    assert all(text.startswith("the buffer hidden, of shape (1, 6, 2), differs") for text in found)
 
 
 @on_ranks(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ OURS = {
         *(field.name for cls in CONFIGS for field in dataclasses.fields(cls)),
         *(name for call in CALLS for name in inspect.signature(call).parameters),
     ],
+    "attribute": ["callbacks", *(name for name in dir(cx.DistributedTrainer) if not name.startswith("_"))],
     "option": [name for parameter in launch.params for name in parameter.opts],
 }
 
@@ -121,6 +123,22 @@ ANSWERS = {
         "OneCycleLR": "'one_cycle'",
         "polynomial": "'linear'",
     },
+    "attribute": {
+        "compile": "Pass loss_fn, optimizer and metrics to DistributedTrainer(",
+        "train": "'fit'",
+        "test": "'evaluate'",
+        "validate": "'evaluate'",
+        "save": "'save_checkpoint'",
+        "save_model": "cx.save_weights(trainer.model, path)",
+        "load_weights": "cx.load_weights(trainer.model, path)",
+        "get_weights": "trainer.model.state_dict()",
+        "log_dict": "'log'? It takes one name",
+        "manual_backward": "'optimize'? It does backward",
+        "toggle_optimizer": "'optimize'",
+        "configure_optimizers": "Pass loss_fn, optimizer and metrics",
+        "global_step": "'step'",
+        "should_stop": "'stop_training'",
+    },
     "option": {
         "--nprocs": "'-n'? It counts the ranks on this machine",
         "--num-processes": "'-n'",
@@ -133,6 +151,25 @@ ANSWERS = {
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ANSWERS.items() for name in names])
 def test_a_name_of_another_library_is_answered_by_its_meaning(kind, name):
     assert ANSWERS[kind][name] in nearest(name, OURS[kind], kind)
+
+
+def test_a_trainer_answers_the_calls_of_other_libraries():
+    trainer: Any = cx.DistributedTrainer(make_model(), "mse")
+    for call, words in (
+        (
+            lambda: trainer.compile("adam", "mse"),
+            r"the trainer has no 'compile'. Pass loss_fn, optimizer and metrics to",
+        ),
+        (lambda: trainer.test(), r"the trainer has no 'test'. Did you mean 'evaluate'\?"),
+        (lambda: trainer.batch_size, r"Did you mean 'config.batch_size'\?"),
+    ):
+        with pytest.raises(AttributeError, match=words):
+            call()
+    with pytest.raises(TypeError, match="optimizers is a dictionary: take one by name"):
+        trainer.optimizers()
+    assert getattr(trainer, "mine", None) is None
+    trainer.mine = 1
+    assert copy.copy(trainer).mine == 1
 
 
 @pytest.mark.parametrize("kind", _MEANINGS)

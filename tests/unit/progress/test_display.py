@@ -103,6 +103,30 @@ def test_lines_of_a_terminal_are_wrapped_between_numbers_and_between_words(capsy
     assert wide._console.file.getvalue().endswith(f"epoch 3/12  {text}\n")
 
 
+SETS = """\
+epoch 3/12  loss 0.1000  12 s, 3.4 ms/step, 18,800 samples/s
+  val_near        loss 0.5000  accuracy 0.5000  f1 0.5000  auc 0.5000
+                  top_2 0.5000
+  val_hospital_b  loss 0.2500  accuracy 0.2500  f1 0.2500  auc 0.2500
+                  top_2 0.2500  mine 1.0000
+"""
+
+
+def test_several_sets_have_a_line_each_and_a_number_stands_once(make):
+    values = {"near": 0.5, "hospital_b": 0.25}
+    names = ("loss", "accuracy", "f1", "auc", "top_2")
+    validated = {f"val_{each}_{name}": value for each, value in values.items() for name in names}
+    validated = {**{f"val_{name}": 0.5 for name in names}, **validated, "val_hospital_b_mine": 1.0}
+    after = "12 s, 3.4 ms/step, 18,800 samples/s"
+    display, written = make(80, FakeClock())
+    display.begin_epoch(3, 12, None)
+    display.end_epoch(module.around_validation("loss 0.1000", validated, [*values], after))
+    assert written().endswith(SETS)
+    assert max(map(len, SETS.splitlines())) <= 80 - len("[rank 0] ")
+    assert module.around_validation("loss 0.1000", {}, [*values], after) == f"loss 0.1000  {after}"
+    assert module.around_validation("step 4", {"val_loss": 0.5}, [""]) == "step 4  val_loss 0.5000"
+
+
 def test_without_a_number_of_steps_there_are_numbers_alone(make):
     clock = FakeClock()
     display, written = make(120, clock)
