@@ -152,15 +152,14 @@ def parse_fit(
         validation_data = (arrays[2], arrays[3])
     right = class_weight is None or isinstance(class_weight, Mapping)
     require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
-    if isinstance(validation_data, SupportsArray) and arrays[1] is None:
-        validation_data = (validation_data, None)  # as X, without y
+    alone = arrays[1] is None and isinstance(validation_data, SupportsArray)  # X without y
     checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation(validation_data, checked, validation_groups),
+        validation=_validation((validation_data, None) if alone else validation_data, checked, validation_groups),
         config=checked,
         resume=None if checked.fast_dev_run else path,
         callbacks=checked_callbacks(callbacks),
@@ -262,7 +261,6 @@ def _validation(validation: Any, settings: DistributedTrainingConfig, groups: An
 def _validation_set(name: str, given: Any) -> tuple[Any, Any, Any]:
     if yields_batches(given) or isinstance(given, Mapping):
         return given, None, None
-    given = (*given, None) if isinstance(given, tuple) and len(given) == 1 else given
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         raise ConfigError(
             f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight), without y (X_val, None); or what gives "

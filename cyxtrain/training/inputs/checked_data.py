@@ -188,8 +188,6 @@ def check_data(
     model, used = trainer.model, Loss(trainer.loss_fn)
     own = step_for(PREDICT if predicting else TEST if trains_on is None else TRAIN, trainer.steps, model, used)
     loss = used if own is None else Loss(None, used)
-    if source.no_rows is not None and loss.function is not None:
-        raise source.no_rows
     if own is None and not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example

@@ -349,7 +349,7 @@ def test_nan_in_a_batch_of_any_form_is_named_with_the_rows_of_the_batch():
 
 
 @ALONE
-@pytest.mark.parametrize("wrap", [lambda ids: ids, Tensor.numpy, lambda ids: (ids,), lambda ids: (ids, None)])
+@pytest.mark.parametrize("wrap", [lambda ids: ids, Tensor.numpy, lambda ids: (ids, None)])
 def test_validation_data_without_y_are_given_as_x_is(wrap):
     ids = torch.arange(40).reshape(10, 4) % 7
 
