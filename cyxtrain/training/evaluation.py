@@ -33,8 +33,8 @@ from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display, Measured, Verbosity, make_display, numbers, pace
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.model.compile import marked_steps
-from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.outside_fit.saved_predictions import (
     Predictions,
     Shapes,

@@ -27,11 +27,11 @@ from cyxtrain.progress.history import record_epoch, record_numbers, record_valid
 from cyxtrain.progress.step_timer import Profile
 from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import evaluate_rows
-from cyxtrain.training.inputs.facts import trained_facts
+from cyxtrain.training.inputs.checks import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
-from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.snapshot import put_into_training
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
@@ -144,7 +144,13 @@ class FitLoop:
         self._show(step, share)
         if self._validates_within_epochs and self._plan.validates_at(self._state.position):
             self._validate_within_epoch(step)
-        self._check_and_save(step)
+        every = self._plan.config.check_replicas_every_n_steps
+        if every and self._state.position.step % every == 0:
+            step.guard.wait_for_verdict()
+            self._ddp.check_replicas()
+        if self._manager.is_due():
+            step.guard.wait_for_verdict()
+            self._manager.save_step(step.totals)
         self._apply(requests, step)
         step.clock.steps += 1
         self._profile.step()
@@ -391,16 +397,6 @@ class FitLoop:
             if saves:
                 self._manager.save_step(step.totals)
         stop_if_requested(received)
-
-    def _check_and_save(self, step: TrainingStep) -> None:
-        """Compare the replicas, and save, if that is due after this step."""
-        every = self._plan.config.check_replicas_every_n_steps
-        if every and self._state.position.step % every == 0:
-            step.guard.wait_for_verdict()
-            self._ddp.check_replicas()
-        if self._manager.is_due():
-            step.guard.wait_for_verdict()
-            self._manager.save_step(step.totals)
 
     def _show(self, step: TrainingStep, share: Share) -> None:
         plan = self._plan

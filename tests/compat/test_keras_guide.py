@@ -52,7 +52,7 @@ def check(number: int, said: str) -> None:
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("number", range(3))
 def test_programs_run_and_learn_on_two_ranks(number, tmp_path):
-    first, second = values(run_ranks(2, run_program, number, str(tmp_path)))
+    first, second = values(run_ranks(2, run_program, number, str(tmp_path), seconds=100.0))
     check(number, first)
     assert not second
 
