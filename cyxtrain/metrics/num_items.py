@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import TARGET_NAMES
-from cyxtrain.data.batches.structure import leaves
+from cyxtrain.data.batches.structure import named_tensors
 
 ARGUMENT = "num_items_in_batch"
 # labels that losses ignore, the most common first
@@ -86,10 +86,10 @@ def _rules(batch: Batch) -> list[ItemRule]:
 
 def _labels(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of possible labels, the most likely first."""
-    inputs = [*leaves(batch.inputs, "X")]
+    inputs = named_tensors(batch.inputs, "X")
     targets = [each for each in inputs if each[0] in [f"X[{name!r}]" for name in TARGET_NAMES]]
     others = [each for each in inputs if each[0] not in [name for name, _ in targets]]
-    for name, tensor in (*leaves(batch.targets, "y"), *targets, *others):
+    for name, tensor in (*named_tensors(batch.targets, "y"), *targets, *others):
         if not tensor.is_floating_point() and not tensor.is_complex():
             yield name, tensor
 

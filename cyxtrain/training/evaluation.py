@@ -344,7 +344,9 @@ def _checked(
     remedy = "" if part is output else " Return only what you need."
     if "past_key_values" in what:
         remedy = " Set model.config.use_cache = False: then Hugging Face's models leave it out."
-    if is_tensor and part.dim() > 1 and part.shape[1] == rows:
+    if isinstance(output, (tuple, list)) and len(output) == rows and not isinstance(output[0], Tensor):
+        remedy = " Let a predict_step pad the entries of such a list, one per row, and return how long each was."
+    elif is_tensor and part.dim() > 1 and part.shape[1] == rows:
         remedy = (
             " Its rows are in the second dimension, as in the states of an LSTM: return it with the rows first "
             "(state.transpose(0, 1)), or return only what you need."

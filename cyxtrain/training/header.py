@@ -10,7 +10,7 @@ from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.config import DDPConfig
-from cyxtrain.data.batches.structure import leaves, parts_by_name
+from cyxtrain.data.batches.structure import named_tensors, parts_by_name
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import schedulers
 from cyxtrain.environment.process_env import ENVIRON
@@ -137,7 +137,7 @@ def _held_out(plan: FitPlan) -> str:
 def _converted(plan: FitPlan) -> str:
     """Describe inputs that are converted to the parameters' type."""
     wanted = plan.data.placement.dtype
-    inputs = leaves(plan.data.source.inputs, "X")
+    inputs = named_tensors(plan.data.source.inputs, "X")
     others = {tensor.dtype for _, tensor in inputs if tensor.is_floating_point()} - {wanted}
     names = sorted(str(dtype).removeprefix("torch.") for dtype in others)
     return f", {' and '.join(names)} becomes the model's {str(wanted).removeprefix('torch.')}" if names else ""

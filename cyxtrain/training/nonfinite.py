@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.batches.rows import rows_not_finite
-from cyxtrain.data.batches.structure import leaves
+from cyxtrain.data.batches.structure import OpaqueBatch, named_tensors
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
@@ -339,9 +339,10 @@ def _rows(share: Share) -> list[str]:
     before = 0
     for batch in share:
         parts = {"X": batch.inputs, "y": batch.targets, "sample_weight": batch.weights}
-        for name, values in (leaf for prefix, part in parts.items() for leaf in leaves(part, prefix)):
+        for name, values in (leaf for prefix, part in parts.items() for leaf in named_tensors(part, prefix)):
             if not _is_finite(values):
-                found.setdefault(name, []).extend(before + row for row in rows_not_finite(values))
+                rows = range(batch.rows) if isinstance(batch.inputs, OpaqueBatch) else rows_not_finite(values)
+                found.setdefault(name, []).extend(before + row for row in rows)
         before += batch.rows
     return [
         f"{name} holds NaN or infinities ({'row' if len(rows) == 1 else 'rows'} {shortened(share.names(rows))})"

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from cyxtrain.data.batches.rows import NAMES, Rows, as_rows
-from cyxtrain.data.batches.structure import Tree, fields_of
+from cyxtrain.data.batches.structure import OpaqueBatch, Tree, fields_of
 from cyxtrain.errors import ConfigError
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 """Names of targets in a batch that is a dictionary, and among the inputs by name of a model that computes its loss."""
 _WEIGHTS = "sample_weight"
+_OWN = " A train_step of your own gets batches of any form as they are, from a DataLoader over a Dataset with a length."
+_WAYS = f" Let the collate_fn pad to one row per sample, as torch.nn.utils.rnn.pad_sequence does.{_OWN}"
 
 
 def answers_in(inputs: Tree, targets: Tree | None) -> Tree | None:
@@ -36,14 +38,11 @@ def as_batch(given: Any) -> Rows:
     parts = _named(given) or _numbered(given)
     try:
         rows = as_rows(*map(_without_texts, parts))
+        rows.check_lengths()
     except ConfigError as error:
-        hint = (
-            " (X must give batches; one that gives rows is an IterableDataset.)"
-            if "single number" in str(error)
-            else ""
-        )
-        raise ConfigError(f"in a batch of the data, {error}{hint}") from error
-    rows.check_lengths()
+        single = "single number" in str(error)
+        hint = " (X must give batches; one that gives rows is an IterableDataset.)" if single else ""
+        raise ConfigError(f"in a batch of the data, {error}{hint}{_WAYS}") from error
     return rows
 
 
@@ -71,6 +70,8 @@ def target_name(given: Any) -> str | None:
 
 def as_given(rows: Rows, name: str | None) -> Any:
     """Return rows as data gave them whose `target_name` is `name`: (x, y, sample_weight), or a dictionary."""
+    if isinstance(rows.inputs, OpaqueBatch):
+        return rows.inputs.given
     if name is None or not isinstance(rows.inputs, dict):
         count = 3 if rows.weights is not None else 2 if rows.targets is not None else 1
         return tuple(rows)[:count]
@@ -108,7 +109,7 @@ def _numbered(given: Any) -> tuple[Any, ...]:
     if not 1 <= len(parts) <= 3:
         raise ConfigError(
             f"a batch must be x, (x, y) or (x, y, sample_weight), and one has {len(parts)} parts. Give several "
-            "inputs as x together: ((x1, x2), y); or by name, in a dictionary."
+            f"inputs as x together: ((x1, x2), y); or by name, in a dictionary.{_OWN}"
         )
     if len(parts) == 3:
         check_weights(parts[2])
@@ -116,14 +117,16 @@ def _numbered(given: Any) -> tuple[Any, ...]:
 
 
 def check_weights(weights: Any) -> None:
-    """Raise ConfigError if the third part of a batch holds integers: they are hardly row weights."""
-    dtype = weights.dtype if isinstance(weights, (Tensor, np.ndarray)) else np.asarray(weights).dtype
+    """Raise ConfigError if the third part of a batch is no row weights: integers, or of several dimensions."""
+    found = weights if isinstance(weights, (Tensor, np.ndarray)) else np.asarray(weights)
+    dtype = found.dtype
     whole = not (dtype.is_floating_point or dtype.is_complex) if isinstance(dtype, torch.dtype) else dtype.kind in "iub"
-    if whole:
+    if whole or found.ndim > 1:
+        what = f"integers ({str(dtype).removeprefix('torch.')})" if whole else f"the shape {list(found.shape)}"
         raise ConfigError(
-            f"the third part of a batch is the weight of each row (sample_weight), and this one holds integers "
-            f"({str(dtype).removeprefix('torch.')}): give weights as floats, as in weights.float(); if they are ids or "
-            "something else, take them out of the tuple."
+            f"the third part of a batch is the weight of each row (sample_weight), and this one has {what}: give "
+            "weights as floats of shape (n,); if it is something else, such as ids or noise, nest it, as in "
+            f"((x, noise), y).{_OWN}"
         )
 
 

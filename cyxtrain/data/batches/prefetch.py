@@ -6,14 +6,14 @@ import collections
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.batches.structure import map_tree
+from cyxtrain.data.batches.structure import OpaqueBatch, map_tree
 from cyxtrain.environment import accelerator
 
 _T = TypeVar("_T")
@@ -39,6 +39,8 @@ class Placement:
     def place(self, rows: Rows) -> Rows:
         """Return a batch's tensors on the device, converted."""
         inputs, targets, weights = rows
+        if isinstance(inputs, OpaqueBatch):
+            return rows._replace(inputs=inputs.mapped(self._as_given))
         placed = self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs)
         return Rows(
             map_tree(as_channels_last, placed) if self.channels_last else placed,
@@ -58,6 +60,12 @@ class Placement:
     def _part(self, tensor: Tensor) -> Tensor:
         """Return one of several inputs: booleans among them are a mask."""
         return self._moved(tensor) if tensor.dtype is torch.bool else self._input(tensor)
+
+    def _as_given(self, part: Any) -> Any:
+        """Return a part of a batch for a step of the user's own: only floats are converted."""
+        if not isinstance(part, Tensor):
+            return part.to(self.device)
+        return self._moved(part).to(self.dtype if part.is_floating_point() else part.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from cyxtrain.config.settings import is_number
-from cyxtrain.data.batches.structure import Tree, fields_of, leaves, map_tree, num_rows, same_sequence, tensors
+from cyxtrain.data.batches.structure import Tree, fields_of, map_tree, named_tensors, num_rows, same_sequence, tensors
 from cyxtrain.environment.accelerator import to_device
 from cyxtrain.errors import ConfigError, shortened
 
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return each tensor with its name, such as "X", "y" or "X['image']"."""
-        return [found for name, part in zip(NAMES, self, strict=True) for found in leaves(part, name)]
+        return [found for name, part in zip(NAMES, self, strict=True) for found in named_tensors(part, name)]
 
     def check_lengths(self) -> None:
         """Raise ConfigError if parts have different numbers of rows."""
@@ -180,6 +180,7 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
 
 def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
     """Return a hash of up to that many rows, evenly spaced, the first and the last among them."""
+    tensor = tensor if tensor.dim() else tensor.reshape(1)
     count = min(len(tensor), rows)
     chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
     sample = gather(tensor, chosen).cpu().contiguous()

@@ -6,23 +6,60 @@ Their structure as JSON values, from which a rank without rows makes a batch of 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-Tree: TypeAlias = Tensor | dict[str, "Tree"] | tuple["Tree", ...] | list["Tree"]
+Tree: TypeAlias = "Tensor | dict[str, Tree] | tuple[Tree, ...] | list[Tree] | OpaqueBatch"
 """Parts of the containers may be None, such as a mask that is not used; the type leaves that out for brevity."""
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A tensor, or an object that holds tensors, such as a batch of graphs."""
+
+    def to(self, device: Any) -> Any:
+        """Return it on a device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpaqueBatch:
+    """A batch as a collate_fn made it, whose tensors need not have a row per sample, such as a batch of graphs."""
+
+    given: Any
+    rows: int
+
+    def mapped(self, function: Callable[[Any], Any]) -> OpaqueBatch:
+        """Return the batch with the result of a function for each tensor and each object with a `to`."""
+        return OpaqueBatch(_mapped(function, self.given), self.rows)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Movable):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(function, part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return same_sequence(value, (_mapped(function, part) for part in value))
+    made = value
+    for name, part in (fields_of(value) or {}).items():
+        made = copy.copy(value) if made is value else made
+        object.__setattr__(made, name, _mapped(function, part))  # it may be frozen
+    return made
 
 
 def map_tree(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Return a tree, or a model's output, with the result of a function for each tensor; unknown types unchanged."""
     if isinstance(tree, Tensor):
         return function(tree)
+    if isinstance(tree, OpaqueBatch):
+        return tree.mapped(lambda part: function(part) if isinstance(part, Tensor) else part)
     if (named := fields_of(tree)) is not None:
         return with_fields(tree, {name: map_tree(function, part) for name, part in named.items()})
     if isinstance(tree, (tuple, list)):
@@ -42,6 +79,7 @@ def as_tensor(value: Any) -> Tensor:
 
 def leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
     """Yield the name of each part as Python reaches it, such as "output['scores']", and the part, unless it is None."""
+    output = output.given if isinstance(output, OpaqueBatch) else output
     named = fields_of(output)
     if named is not None or _is_sequence(output):
         for key, part in enumerate(output) if named is None else named.items():
@@ -61,18 +99,25 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
     return None if output is None else parts[name]
 
 
+def named_tensors(tree: Tree | None, name: str) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a tree with their names, as `leaves` has them."""
+    return [(path, each) for path, each in leaves(tree, name) if isinstance(each, Tensor)]
+
+
 def _is_sequence(output: Any) -> bool:
     return isinstance(output, (tuple, list)) and not isinstance(output, PackedSequence)
 
 
 def tensors(tree: Tree | None) -> list[Tensor]:
     """Return the tensors of a tree."""
-    return [tree] if isinstance(tree, Tensor) else [tensor for _, tensor in leaves(tree)]
+    return [tree] if isinstance(tree, Tensor) else [tensor for _, tensor in named_tensors(tree, "")]
 
 
 def num_rows(tree: Tree) -> int:
     """Return how many rows each tensor of a tree has."""
     while not isinstance(tree, Tensor):
+        if isinstance(tree, OpaqueBatch):
+            return tree.rows
         parts = tree.values() if isinstance(tree, dict) else tree
         tree = next(part for part in parts if part is not None)
     return tree.shape[0]  # len() of a tensor is slow
@@ -106,7 +151,7 @@ def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:
     return {str(name): part for name, part in fields.items()}
 
 
-def form_of(tree: Tree | None) -> Any:
+def form_of(tree: Any) -> Any:
     """Return types and row shapes of a tree's tensors."""
     if tree is None:
         return None

@@ -20,7 +20,7 @@ from cyxtrain.data.batches.batch import Batch, BatchShare, on_device
 from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
-from cyxtrain.data.batches.structure import num_rows
+from cyxtrain.data.batches.structure import OpaqueBatch, num_rows
 from cyxtrain.data.feed import RowFeed
 from cyxtrain.data.order import EpochOrder, Order, SeededOrder, lengths_of, order_of
 from cyxtrain.data.rng import row_seeds, set_epoch_of
@@ -62,8 +62,14 @@ class DatasetSource(Source):
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(order.indices))
         places = range(rows if order.ends is None else int(order.ends[0]))
         loaded = list(self._local_loader().load(_requests(order, [places, places], self._seed, _EVALUATION)))
-        self.left_out, self.target_name = left_out(loaded[0]), target_name(loaded[0])
-        self.example, again = (_with_length(as_batch(each), len(places)) for each in loaded)
+        try:
+            found = as_batch(loaded[0])
+            if isinstance(found.inputs, (tuple, list)) and len(found.inputs) == len(places):  # such as images in a list
+                _with_length(found, len(places))
+            self.left_out, self.target_name = left_out(loaded[0]), target_name(loaded[0])
+        except ConfigError as error:
+            self.no_rows = error
+        self.example, again = (self._as_rows(each, len(places)) for each in loaded)
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
 
@@ -105,7 +111,19 @@ class DatasetSource(Source):
         return f", {self._order.describe()}{by}{drawn}"
 
     def _rows(self, loaded: Any, requested: int) -> Rows:
-        return _with_length(self.checked(as_batch(loaded)), requested)
+        return self.checked(self._as_rows(loaded, requested))
+
+    def _as_rows(self, loaded: Any, requested: int) -> Rows:
+        if self.no_rows is not None:
+            return Rows(OpaqueBatch(loaded, requested), None, None)
+        return _with_length(as_batch(loaded), requested)
+
+    @override
+    def first(self, rows: int) -> Rows:
+        order = self._order.to_evaluate()
+        if self.no_rows is None or order.ends is not None:
+            return super().first(rows)
+        return self.fetch(order, range(min(rows, num_rows(self.example.inputs))), _EVALUATION)  # it cannot be sliced
 
     @override
     def facts(self, name: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Source(ABC):
     batch_size: int | None = None  # rows at once per rank, if the data decide it
     reads_once = False  # whether the rows can be read only once
     left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as texts
+    no_rows: ConfigError | None = None  # why its batches are opaque; None: their tensors have a row per sample
     target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples
     _weigh: Callable[[Rows], Rows] | None = None
     _limit: int | None = None  # batches to evaluate; None: all
@@ -72,7 +73,7 @@ class Source(ABC):
 
     def first(self, rows: int) -> Rows:
         """Return copies of up to so many rows to try a model on; the same on all ranks with the same data."""
-        return self.example.mapped(lambda tensor: tensor[:rows].clone())
+        return self.example.mapped(lambda tensor: (tensor if self.no_rows else tensor[:rows]).clone())
 
     @abstractmethod
     def facts(self, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from torch.utils.data import Dataset
 
@@ -18,6 +18,7 @@ from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.errors import ConfigError
 
 
+@runtime_checkable
 class SupportsArray(Protocol):
     """A table or an array of another library, such as a data frame."""
 
@@ -151,13 +152,14 @@ def parse_fit(
         validation_data = (arrays[2], arrays[3])
     right = class_weight is None or isinstance(class_weight, Mapping)
     require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
+    alone = arrays[1] is None and isinstance(validation_data, SupportsArray)  # X without y
     checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation(validation_data, checked, validation_groups),
+        validation=_validation((validation_data, None) if alone else validation_data, checked, validation_groups),
         config=checked,
         resume=None if checked.fast_dev_run else path,
         callbacks=checked_callbacks(callbacks),
@@ -261,8 +263,8 @@ def _validation_set(name: str, given: Any) -> tuple[Any, Any, Any]:
         return given, None, None
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         raise ConfigError(
-            f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight); or what gives them, such as a "
-            "DataLoader; or several of these by name."
+            f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight), without y (X_val, None); or what gives "
+            "them, such as a DataLoader; or several of these by name."
         )
     return given[0], given[1], given[2] if len(given) == 3 else None
 

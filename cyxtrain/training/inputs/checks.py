@@ -108,6 +108,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 def check_targets(source: Source, loss: Loss) -> None:
     """Refuse data without the targets that the loss needs."""
     if source.targets is None and loss.function is not None:
+        if source.no_rows is not None:
+            raise source.no_rows
         inputs = source.inputs
         if isinstance(inputs, dict) and not source.is_whole:
             raise ConfigError(

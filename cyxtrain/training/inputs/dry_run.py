@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.batches.structure import Tree, leaves, map_tree, tensors, with_parts
+from cyxtrain.data.batches.structure import OpaqueBatch, Tree, leaves, map_tree, named_tensors, tensors, with_parts
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import is_accelerator, remedy_for_devices
@@ -297,7 +297,8 @@ def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
     if not ("same dtype" in text or "should be the same" in text) or not re.search(r"(?i)\b(long|int|short)", text):
         return ""
-    whole = [name for name, each in leaves(inputs, "X") if not (each.is_floating_point() or each.dtype is torch.bool)]
+    given = named_tensors(inputs, "X")
+    whole = [name for name, each in given if not (each.is_floating_point() or each.dtype is torch.bool)]
     what = shortened(whole)
     return f". {what} holds whole numbers: convert it with .float(), or .astype('float32') in NumPy." if whole else ""
 
@@ -334,7 +335,7 @@ def _total(result: Any) -> Tensor:
 def _shapes(tree: Tree) -> str:
     if isinstance(tree, Tensor):
         return str(list(tree.shape))
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in leaves(tree, "X"))
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named_tensors(tree, "X"))
 
 
 def _described(value: Any) -> str:
@@ -356,14 +357,16 @@ class WeightCheck:
         self._loss = loss
         self._call = call
         # A loss of torch.nn needs no comparison: it is not worth the look for rows that differ.
-        self._batch = _part(batch, slice(0, _COMPARED_ROWS)) if loss.is_known else _picked(batch)
+        self._is_opaque = isinstance(batch.inputs, OpaqueBatch)  # then no row can be tried alone
+        picked = batch if self._is_opaque else _picked(batch)
+        self._batch = _part(batch, slice(0, _COMPARED_ROWS)) if loss.is_known else picked
         is_full = call.precision.is_full and all(each.dtype.itemsize > 2 for each in model.parameters())
         self._tolerance = _TOLERANCE if is_full else _TOLERANCE_16_BITS
 
     def find_items(self) -> str:
         """Find out whether the model divides by num_items_in_batch, and what it counts; return a warning, or ""."""
         loss, named = self._loss, names_items(self._model)
-        if loss.used is not None:  # a step of the user's own passes what it likes
+        if loss.used is not None or self._is_opaque:  # a step of the user's own passes what it likes
             return ""
         if loss.function is not None or loss.weightings or not may_take_items(self._model):
             return ""
@@ -392,7 +395,7 @@ class WeightCheck:
     def find_weights(self) -> str:
         """Compare the loss of all rows with the mean of their single losses; return a warning, or ""."""
         loss = self._loss
-        if loss.gathers or self._batch.rows < 2:
+        if loss.gathers or self._batch.rows < 2 or self._is_opaque:
             return ""
         if loss.gives_pairs and (divided := self._find_mean()):
             return divided

@@ -66,9 +66,11 @@ def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     if uneven is None:
         return None
     data = plan.data
-    part = EmptyBatch(data.source, data.placement, data.call, data.loss)
     problem = "a train_step that calls optimize does not run on no rows."
-    if not data.call.optimizes:
+    if data.source.no_rows is not None:
+        problem = "batches of any form cannot be cut to no rows."
+    elif not data.call.optimizes:
+        part = EmptyBatch(data.source, data.placement, data.call, data.loss)
         problem = part.problem(model, layers)
         if not problem:
             return part

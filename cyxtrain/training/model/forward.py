@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cyxtrain.config.settings import takes
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import TARGET_NAMES
-from cyxtrain.data.batches.structure import Tree, map_tree
+from cyxtrain.data.batches.structure import OpaqueBatch, Tree, map_tree
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import ARGUMENT, names_items, usual_rule
@@ -62,6 +62,7 @@ class ModelCall:
         loss: Loss | None = None,
     ) -> None:
         self.precision = precision
+        inputs = _several(inputs)
         self._way = _way_of(model, inputs)
         self.left_out = _not_taken(model, inputs) if isinstance(inputs, dict) and self._way is _Way.NAMED else []
         if isinstance(inputs, dict) and self._way is _Way.WHOLE:
@@ -135,11 +136,12 @@ class ModelCall:
         return self.precision.widened(output)
 
     def _arguments(self, inputs: Tree, *targets: Tree | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = _several(inputs)
         if self._way is _Way.WHOLE:
-            return (inputs, *targets), {}
+            return (given, *targets), {}
         if self._way is _Way.EACH:
-            return (*inputs, *targets), {}
-        named: dict[str, Any] = dict(inputs)  # type: ignore[arg-type]
+            return (*given, *targets), {}
+        named: dict[str, Any] = dict(given)
         for name in self.left_out:
             del named[name]
         for target in targets:
@@ -147,7 +149,14 @@ class ModelCall:
         return (), named
 
 
-def _way_of(model: nn.Module, inputs: Tree) -> _Way:
+def _several(inputs: Any) -> Any:
+    """Return an opaque batch as several inputs: a tuple or a dictionary as it is, anything else as one."""
+    if not isinstance(inputs, OpaqueBatch):
+        return inputs
+    return inputs.given if isinstance(inputs.given, (tuple, dict)) else (inputs.given,)
+
+
+def _way_of(model: nn.Module, inputs: Any) -> _Way:
     if isinstance(inputs, Tensor):
         return _Way.WHOLE
     parameters = inspect.signature(model.forward).parameters.values()

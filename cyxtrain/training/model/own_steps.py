@@ -161,7 +161,7 @@ class TrainerSteps:
 
         Args:
             batch: (x, y), (x, y, sample_weight) or (x,), as far as the data have them; a dictionary, if the data give
-                such. On the device.
+                such; of any other form as a DataLoader over a Dataset gives it. On the device.
 
         Returns:
             A dictionary with "loss" (the mean over this rank's rows, or (sum, weight)), "output" (of the model, which
