@@ -153,8 +153,8 @@ class TensorBoard(Callback):
             for name, value in (logs or {}).items():
                 self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, self.trainer.step)
             for name, metric in self.trainer.metrics.items():
-                if isinstance(metric, ConfusionMatrix) and metric.figure is not None:
-                    self._validation.add_figure(f"epoch/{name}", metric.figure, self.trainer.step)
+                for own, figure in metric.figures.items() if isinstance(metric, ConfusionMatrix) else ():
+                    self._validation.add_figure(f"epoch/{name} {own}".rstrip(), figure, self.trainer.step)
 
     def _write_step(self, step: int) -> None:
         assert self._writer is not None

@@ -94,7 +94,6 @@ _MEANINGS: dict[str, dict[str, str]] = {
             "adabelief adan adahessian adopt apollo d_adaptation galore novograd prodigy ranger schedule_free "
             "schedule_free_adamw shampoo soap sophia"
         ),
-        "LBFGS evaluates the loss several times per step, which fit does not do: use 'adam' or 'sgd'": "lbfgs",
         "That is a loss: the order is DistributedTrainer(model, loss_fn, optimizer)": "cross_entropy bce mse mae huber",
     },
     "scheduler": {

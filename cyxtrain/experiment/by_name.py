@@ -1,19 +1,46 @@
-"""Create objects by name: this package's names, PyTorch's classes, or "module:name" of your own."""
+"""Sections of an experiment, overrides, and objects by name: ours, PyTorch's, or "module:name" of your own."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.errors import ConfigError
 
 Maker = Callable[..., Any]
+SECTIONS = (
+    "imports",
+    "model",
+    "data",
+    "loss_fn",
+    "loss_weights",
+    "optimizer",
+    "optimizers",
+    "scheduler",
+    "schedulers",
+    "metrics",
+    "callbacks",
+    "training",
+    "distributed",
+    "train_step",
+    "test_step",
+    "predict_step",
+)
+NAMED = ("model", "data", "loss_fn", "optimizer", "scheduler")
+"""Sections of one object with a name and settings."""
+_TRAINING = {field.name for field in dataclasses.fields(DistributedTrainingConfig)}
+
+Values = dict[str, Any]
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def is_path(name: object) -> bool:
@@ -91,3 +118,27 @@ class Names:
                 f"{owner}: there is no module {error.name!r}. It must be installed, or be in the current folder "
                 f"({Path.cwd()})."
             ) from error
+
+
+def words_of(overrides: Overrides) -> list[str]:
+    """Return overrides as a list of "name=value"; raise a ConfigError for a single string."""
+    if isinstance(overrides, Mapping):
+        return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides are a list, such as [{overrides!r}], or a dictionary; got {overrides!r}.")
+    return list(overrides)
+
+
+def with_names(values: Values) -> Values:
+    """Return settings in which sections that are only a name become {"name": ...}."""
+    return {
+        name: {"name": value} if name in NAMED and isinstance(value, str) else value for name, value in values.items()
+    }
+
+
+def check_section(owner: str, section: str, *more: str) -> None:
+    """Raise a ConfigError, with the nearest name, unless a section exists or is one of `more`."""
+    if section in _TRAINING:
+        raise ConfigError(f"{owner} has no section '{section}'. Did you mean 'training.{section}'?")
+    if section not in SECTIONS:
+        raise unknown_name(owner, section, [*SECTIONS, *more], "section")

@@ -9,7 +9,7 @@ from typing import Any
 from cyxtrain.config.settings import names_checked, nearest
 from cyxtrain.environment import process_env
 from cyxtrain.errors import ConfigError
-from cyxtrain.experiment.sections import Overrides, with_names
+from cyxtrain.experiment.by_name import Overrides, with_names
 
 
 @names_checked

@@ -21,10 +21,18 @@ from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, Distributed
 from cyxtrain.config.settings import check_arguments, is_number, make, names_checked, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
-from cyxtrain.experiment.by_name import Names, is_path, named, section_of
+from cyxtrain.experiment.by_name import (
+    Names,
+    Overrides,
+    check_section,
+    is_path,
+    named,
+    section_of,
+    with_names,
+    words_of,
+)
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
-from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
 from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model
 from cyxtrain.optim.optimizers import ONLY, OPTIMIZERS, parameters_for

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, shortened
-from cyxtrain.experiment.sections import NAMED, Overrides, Values, check_section, with_names, words_of
+from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section, with_names, words_of
 
 _BASE = "_base_"
 _LONGEST_BYTES = 1 << 24

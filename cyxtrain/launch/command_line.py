@@ -67,7 +67,7 @@ cyxtrain.add_command(launch)
 
 def _complete_overrides(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     from cyxtrain.config import DistributedTrainingConfig
-    from cyxtrain.experiment.sections import SECTIONS
+    from cyxtrain.experiment.by_name import SECTIONS
 
     names = [f"{section}." for section in SECTIONS]
     names += [f"training.{field.name}=" for field in dataclasses.fields(DistributedTrainingConfig)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,14 @@ class ConfusionMatrix(WholeSet):
     `fit` draws it in each validation, and `evaluate` of its data; the callback `TensorBoard` adds it to its images.
 
     Args:
-        path: Of the picture (PNG, SVG, PDF), which the next one replaces; None: no file.
+        path: Of the picture (PNG, SVG, PDF), which the next one replaces; None: no file. Several validation sets have
+            a file each, with the set's name at the end of its stem.
         class_names: Of the classes, in their order; None: their numbers.
 
     Attributes:
         matrix: The latest counts, on rank 0: a row for each true class, a column for each predicted one.
         figure: The latest matplotlib figure, on rank 0.
+        figures: The latest of each validation set, by its name; "" for a set without a name.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class ConfusionMatrix(WholeSet):
         self.class_names = None if class_names is None else [str(name) for name in class_names]
         self.matrix: Any = None
         self.figure: Any = None
+        self.figures: dict[str, Any] = {}
 
     @override
     def _kept(self, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
@@ -73,10 +77,11 @@ class ConfusionMatrix(WholeSet):
         names = self.class_names or [str(number) for number in range(size)]
         self.matrix = np.zeros((len(names), len(names)), np.int64)
         np.add.at(self.matrix, (classes[classes >= 0], predicted[classes >= 0]), 1)
-        self.figure = _figure(self.matrix, names)
+        self.figure = self.figures[self._set] = _figure(self.matrix, names)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.figure.savefig(self.path, dpi=120)
+            own = re.sub(r"[^\w.-]", "_", f"_{self._set}") if self._set else ""
+            self.figure.savefig(self.path.with_stem(self.path.stem + own), dpi=120)
         return {}
 
 

@@ -34,7 +34,7 @@ class LoggedNumbers:
     def __init__(self, reserved: Iterable[str] = (), best_names: Iterable[str | None] = ()) -> None:
         self.rows = 1  # the weight of a number that is logged without one
         self.place = 0  # of the running step, or batch of a validation, by which ranks know the last number
-        self.reserved = {"loss", "accuracy", "epoch", *reserved}  # names that `fit` measures itself
+        self.reserved = {"loss", "accuracy", "epoch", "step", *reserved}  # names that `fit` measures itself
         self.best_names = set(best_names)  # those by which checkpoints are compared
         self.is_closed = False  # whether the last epoch is complete
         self.larger_is_better: dict[str, bool] = {}

@@ -53,39 +53,23 @@ class Loss:
             mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
             name: the losses are added, and None is no loss. `WeightedLosses` have factors.
         used: The loss that a step of the user's own may use; the step returns its loss as a model does.
-
-    Attributes:
-        by_output: The losses of a model with several outputs, by output name; empty for one loss.
-        outputs: These, and the cross-entropy for further outputs that have metrics.
-        functions: The user's callables; empty if the model computes its loss.
-        factor: The number in loss_weights if there is one loss_fn.
-        modules: The modules among them, or whose methods they are.
-        is_known: Whether it is one of torch.nn, whose arithmetic we know.
-        is_binary: Whether targets are 0 or 1, one per output, and outputs above `threshold` predict 1.
-        weightings: The weighting of each of several losses, by name in the history; empty for one loss.
-        items: How to count `num_items_in_batch` for the model; None if the model is not given it.
-        uses_num_items: Whether the model's loss is the sum of its terms, divided by that number.
-        gathers: The calls of `all_gather_with_grad` that model and loss make in each batch.
-        shown: Names of further numbers in the history: several losses, and other scalars of the model.
-        warning: What is wrong with its weighting; "" if nothing is.
-        ignored: The class number that does not count, if the data has it.
-        accuracy: What accuracy is, as the dry run found it; None if targets are not classes.
     """
 
     def __init__(self, loss_fn: Any, used: Loss | None = None) -> None:
         self.used = used
         loss_fn, given = loss_fn if isinstance(loss_fn, WeightedLosses) else (loss_fn, {})
         several = loss_fn if isinstance(loss_fn, Mapping) else {}
+        # Both by output name; outputs: those with a loss, and with the cross-entropy, further ones that have metrics.
         self.by_output = {str(name): Loss(each) for name, each in several.items() if each is not None}
         self.outputs: dict[str, Loss] = {**self.by_output} if used is None else used.outputs
-        self.weightings: dict[str, Weighting] = {}
-        self.shown: tuple[str, ...] = ()
-        self.items: ItemRule | None = None
-        self.uses_num_items = False
-        self.warning = ""
-        self.gathers: list[GatherCall] = []
+        self.weightings: dict[str, Weighting] = {}  # of each of several losses, by name in the history
+        self.shown: tuple[str, ...] = ()  # further numbers in the history: several losses, other scalars of the model
+        self.items: ItemRule | None = None  # how to count `num_items_in_batch`; None: the model is not given it
+        self.uses_num_items = False  # whether the model's loss is the sum of its terms, divided by that number
+        self.warning = ""  # what is wrong with its weighting
+        self.gathers: list[GatherCall] = []  # of `all_gather_with_grad`, by model and loss in each batch
         self._factors = _checked_factors(loss_fn, given)
-        self.factor = self._factors.get("loss", 1.0)
+        self.factor = self._factors.get("loss", 1.0)  # the number in loss_weights if there is one loss_fn
         self._gives_pairs: bool | None = None
         self.function: Any = self._by_output if self.by_output else loss_function(loss_fn)
         self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
@@ -93,18 +77,18 @@ class Loss:
             self.functions = [self.function]
         if used is not None:
             self.functions = used.functions
-        self.modules = [*self.named_modules("").values()]
+        self.modules = [*self.named_modules("").values()]  # among these functions, or whose methods they are
         kind = type(self.function)
         self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
         seen = self.function if used is None else used.function
-        self.is_binary = isinstance(seen, _BINARY_LOSSES)
-        self.threshold = 0.0 if isinstance(seen, nn.BCEWithLogitsLoss) else 0.5
+        self.is_binary = isinstance(seen, _BINARY_LOSSES)  # targets are 0 or 1, one per output
+        self.threshold = 0.0 if isinstance(seen, nn.BCEWithLogitsLoss) else 0.5  # outputs above it predict 1
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
         self._of_each: Any = None
-        self.ignored: int | None = None
-        self.accuracy: Accuracy | None = None
+        self.ignored: int | None = None  # the class number that does not count, if the data has it
+        self.accuracy: Accuracy | None = None  # as the dry run found it; None if targets are not classes
         if self._reduction == "sum":
             self.weighting = Weighting.NOTHING
         self._name_parts()

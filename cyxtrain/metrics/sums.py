@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cyxtrain.config.settings import require
 from cyxtrain.data.batches.structure import Tree
 from cyxtrain.environment.accelerator import HostCopy, from_host, may_use_cuda_graphs, own_copy
 from cyxtrain.metrics.loss import Loss
@@ -89,11 +90,30 @@ class MetricSums:
             return torch.stack(each).to(dtype)
         return torch.stack([number.to(device, dtype, non_blocking=number.is_cpu) for number in each])
 
-    def restore(self, table: Sequence[Sequence[float]]) -> None:
-        """Start with the sums of an earlier table of the same shape; with zeros if it is empty."""
-        if table:
-            earlier = torch.tensor(table, dtype=torch.float64, device=self._sums.device)
-            self._sums.copy_(earlier.reshape(self._sums.shape))
+    @property
+    def shown(self) -> list[str]:
+        """The names of the numbers that the table has besides loss and accuracy."""
+        return [*self._loss.shown]
+
+    def restore(self, row: Sequence[float], names: Sequence[str] | None, logged: list[dict[str, Any]]) -> None:
+        """Start with an earlier row of numbers with these names; None: of the same.
+
+        Numbers keep their names: those that are new here are moved from what was `logged` before, others to it.
+        """
+        names, shown = self.shown if names is None else names, self.shown
+        require(
+            len(row) == _COLUMNS + 2 * len(names) and (names == shown or not self._loss.weightings),
+            f"it has the sums of other losses or numbers ({', '.join(names) or 'none'}) than this program "
+            f"({', '.join(shown) or 'none'}): return the same, or resume from the end of an epoch.",
+        )
+        sums = {name: [*row[_COLUMNS + 2 * k : _COLUMNS + 2 * k + 2]] for k, name in enumerate(names)}
+        logged += [{name: ["mean", None, own]} for name, own in sums.items() if name not in shown]
+        for state in logged:
+            for name in state.keys() & {*shown}:
+                before, late = sums.get(name, (0.0, 0.0)), state.pop(name)[2]
+                sums[name] = [one + other for one, other in zip(before, late, strict=True)]
+        numbers = [*row[:_COLUMNS], *(each for name in shown for each in sums.get(name, (0.0, 0.0)))]
+        self._sums[0] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     @property
     def table(self) -> Tensor:

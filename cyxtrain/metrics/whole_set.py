@@ -53,6 +53,7 @@ class WholeSet:
         self.__name__ = str(getattr(function, "__name__", type(function).__name__))
         self._function = function
         self._preprocess = preprocess
+        self._set = ""
         self._takes_one = takes(function, 1) and not takes(function, 2)
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
@@ -69,8 +70,9 @@ class WholeSet:
             output = parts[0] if len(parts) == 1 else parts
         return output, target
 
-    def _results(self, name: str, prefix: str, rows: tuple[Any, Any]) -> dict[str, float]:
+    def _results(self, name: str, prefix: str, rows: tuple[Any, Any], of_set: str = "") -> dict[str, float]:
         """Return the numbers over all rows, by name in the history; `name`: of a single number, `prefix`: of others."""
+        self._set = of_set
         result = self(*rows)
         has_names = isinstance(result, Mapping)
         found = {f"{prefix}{own}": each for own, each in result.items()} if has_names else {name: result}
@@ -102,7 +104,7 @@ class TriedSet(NamedTuple):
 
     name: str
     kept: Callable[[Any, Any, Loss], tuple[Any, Any]]  # of a batch
-    results: Callable[[tuple[Any, Any]], dict[str, float]]  # of all rows
+    results: Callable[[tuple[Any, Any], str], dict[str, float]]  # of all rows, and the name of their set
     structure: Any  # of what is gathered, without values
     names: list[str]  # of the results
     larger_is_better: bool | None

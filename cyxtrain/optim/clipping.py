@@ -25,16 +25,15 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
     name = next((name for name in _CLIPS if getattr(config, name) is not None), None)
     if name is None:
         return None
-    (function, argument), limits = _CLIPS[name], getattr(config, name)
+    (function, argument), given = _CLIPS[name], getattr(config, name)
+    limits = {own: given[own] for own in given if own in optimizers} if isinstance(given, Mapping) else {"": given}
 
     def clip(parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
-        parts = {"": parameters}
-        if isinstance(limits, Mapping):
-            parts = {own: parameters_of(optimizers[own]) for own in limits if own in optimizers}
         norms = {}
-        for own, part in parts.items():
+        for own, limit in limits.items():
+            part = parameters_of(optimizers[own]) if own else parameters
             values = [_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in part]
-            norms[own] = function(values, **{argument: limits[own] if isinstance(limits, Mapping) else limits})
+            norms[own] = function(values, **{argument: limit})
         return {own: norm for own, norm in norms.items() if norm is not None}
 
     return clip

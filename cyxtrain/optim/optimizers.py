@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-3),
     "adamax": partial(torch.optim.Adamax, lr=1e-3),
     "asgd": torch.optim.ASGD,
+    "lbfgs": torch.optim.LBFGS,
     "nadam": partial(torch.optim.NAdam, lr=1e-3),
     "radam": torch.optim.RAdam,
     "rprop": torch.optim.Rprop,

@@ -22,6 +22,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted, warn
 from cyxtrain.optim.learning_rates import schedules_in, steps_taken
 from cyxtrain.optim.schedule_classes import GivenSchedule, given_schedule
+from cyxtrain.world import runtime
 
 # the fraction of a rate that is left if a schedule for epochs is stepped per step
 _NEXT_TO_NOTHING = 2e-5
@@ -29,8 +30,14 @@ _NEXT_TO_NOTHING = 2e-5
 _TOLERATED = 1
 
 
-def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> None:
-    """Refuse a schedule that would raise in the middle of the fit, or counts other units than it is stepped after."""
+def check_schedule(
+    scheduler: LRScheduler | None, steps: int | None, interval: str, steps_per_epoch: int | None = None
+) -> None:
+    """Refuse a schedule that would raise, or counts other units; warn if its length differs from the fit's.
+
+    `steps` remain; None: unknown. `steps_per_epoch` is None also if a fit continues: the schedule was stepped before.
+    """
+    steps = steps or 0
     own = scheduler.interval if isinstance(scheduler, GivenSchedule) else None
     if own not in (None, interval):
         raise ConfigError(
@@ -44,9 +51,11 @@ def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> 
             f"and this fit ends after {scheduler.last_epoch + steps:,}. It is stepped once per {once}: build it "
             "with as many total_steps."
         )
+    if runtime.is_master():
+        _warn_of_length(scheduler, steps, interval, steps_per_epoch)
 
 
-def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, steps_per_epoch: int | None) -> None:
+def _warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, steps_per_epoch: int | None) -> None:
     """Warn of a schedule that is longer or shorter than the fit, or seems to count epochs and is stepped per step.
 
     Schedules without an end (StepLR, ExponentialLR, CyclicLR, warm restarts) and custom functions are not checked.

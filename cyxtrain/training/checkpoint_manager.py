@@ -87,6 +87,7 @@ class CheckpointManager:
             own = {
                 "generators": generators_as_json(self._plan.data.placement.device),
                 "sums": totals.table.tolist(),
+                "names": totals.shown,
                 "metrics": totals.metrics.state(),
                 "logged": self._logged.state(),
                 "stop": self._state.stop_training,

@@ -33,8 +33,8 @@ from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display, Measured, Verbosity, make_display, numbers, pace
 from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.model.compile import marked_steps
-from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.outside_fit.saved_predictions import (
     Predictions,
     Shapes,
@@ -153,18 +153,18 @@ def evaluate_rows(
     measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
     for each, kept in whole:
         kept.is_complete = not is_stopped
-        measured |= _over_whole_set(each, kept, rows.source, distributed=distributed)
+        measured |= _over_whole_set(each, kept, rows, distributed=distributed)
     measured |= logged.values(distributed=distributed)
     return None if is_stopped else measured
 
 
-def _over_whole_set(tried: TriedSet, kept: _Outputs, source: Source, *, distributed: bool) -> dict[str, float]:
+def _over_whole_set(tried: TriedSet, kept: _Outputs, data: CheckedData, *, distributed: bool) -> dict[str, float]:
     """Return the numbers of a metric over all rows, which rank 0 computes; none if the fit stops on any rank."""
     found: dict[str, float] = {}
-    rows = _gathered_rows(kept, source, only_master=True, distributed=distributed)
+    rows = _gathered_rows(kept, data.source, only_master=True, distributed=distributed)
     if not distributed:
-        return {} if rows is None else tried.results(rows)
-    on_master(lambda: found.update({} if rows is None else tried.results(rows)), together=True)
+        return {} if rows is None else tried.results(rows, data.name)
+    on_master(lambda: found.update({} if rows is None else tried.results(rows, data.name)), together=True)
     return dict(json.loads(runtime.gather_texts(json.dumps(found))[0]))
 
 

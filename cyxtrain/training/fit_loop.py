@@ -16,7 +16,7 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
-from cyxtrain.errors import is_on_all_ranks, warn
+from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, warn
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.optim.learning_rates import LEARNING_RATE, rates_by_name, rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
@@ -27,11 +27,11 @@ from cyxtrain.progress.history import record_epoch, record_numbers, record_valid
 from cyxtrain.progress.step_timer import Profile
 from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import evaluate_rows
-from cyxtrain.training.inputs.facts import trained_facts
+from cyxtrain.training.inputs.checks import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
-from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.snapshot import put_into_training
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
@@ -144,7 +144,13 @@ class FitLoop:
         self._show(step, share)
         if self._validates_within_epochs and self._plan.validates_at(self._state.position):
             self._validate_within_epoch(step)
-        self._check_and_save(step)
+        every = self._plan.config.check_replicas_every_n_steps
+        if every and self._state.position.step % every == 0:
+            step.guard.wait_for_verdict()
+            self._ddp.check_replicas()
+        if self._manager.is_due():
+            step.guard.wait_for_verdict()
+            self._manager.save_step(step.totals)
         self._apply(requests, step)
         step.clock.steps += 1
         self._profile.step()
@@ -247,7 +253,7 @@ class FitLoop:
         is_validated = plan.validates_epoch(position) and self._validate()
         is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
         where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
-        own = rates_by_name(state.rates) | self._logged.over_ranks()
+        own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._step = None
         state.end_epoch()
         self._record(step, measured, own, seconds, rows, is_validated=is_validated)
@@ -326,10 +332,22 @@ class FitLoop:
         if self._step is not None:
             self._step.guard.wait_for_verdict()
 
+    def _logged_in_epoch(self) -> dict[str, float]:
+        """Return what all ranks have logged outside of validations; refuse names that a validation has."""
+        found, validated = self._logged.over_ranks(), self._state.history.validations[-1:]
+        if twice := next((name for row in validated for name in row if name in found), None):
+            raise on_all_ranks(
+                ConfigError(
+                    f"log({twice!r}) was called in training, and a validation has a number of this name: what it logs "
+                    f"as {twice.removeprefix('val_')!r}. Choose another name for one of them."
+                )
+            )
+        return found
+
     def _call_epoch_end(self, epoch: int) -> None:
         """Call `on_epoch_end`, of those that run last with what the others have logged in theirs."""
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=False)
-        record_numbers(self._state.history, self._logged.over_ranks())
+        record_numbers(self._state.history, self._logged_in_epoch())
         self._logged.reset()
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
         best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
@@ -379,16 +397,6 @@ class FitLoop:
             if saves:
                 self._manager.save_step(step.totals)
         stop_if_requested(received)
-
-    def _check_and_save(self, step: TrainingStep) -> None:
-        """Compare the replicas, and save, if that is due after this step."""
-        every = self._plan.config.check_replicas_every_n_steps
-        if every and self._state.position.step % every == 0:
-            step.guard.wait_for_verdict()
-            self._ddp.check_replicas()
-        if self._manager.is_due():
-            step.guard.wait_for_verdict()
-            self._manager.save_step(step.totals)
 
     def _show(self, step: TrainingStep, share: Share) -> None:
         plan = self._plan

@@ -22,7 +22,6 @@ from cyxtrain.progress.flops import in_words, peak_flops, tf32_speedup
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
-from cyxtrain.training.model.modes import explain_modes
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 from cyxtrain.world.consensus import backends_of
@@ -64,7 +63,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
         *_precision(model, plan),
         ("model", ", ".join(filter(None, (type(model).__name__, _parameters(model), layout, how)))),
         *_flops(plan),
-        *([("mode", mode)] if (mode := explain_modes(model)) else []),
+        *([("mode", mode)] if (mode := _modes(model)) else []),
         *_optimizers(state, plan),
     ]
     besides = sum(each.numel() for each in {*state.trained.parameters()} - {*model.parameters()})
@@ -199,3 +198,13 @@ def _parameters(model: nn.Module) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
     return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
+
+
+def _modes(model: nn.Module) -> str:
+    """Describe in which modes a model is trained; "": in training mode."""
+    if not model.training:
+        return "the model is in evaluation mode, as from_pretrained returns it, and is trained in training mode"
+    parts = [name for name, part in model.named_modules() if not part.training]
+    outermost = [name for name in parts if name.rpartition(".")[0] not in parts]
+    how = "model.train() before fit changes that"
+    return f"training, but {shortened(outermost)} in evaluation mode, as given; {how}" if outermost else ""

@@ -241,10 +241,6 @@ class TrainingState(_Fields):
             rates.end_epoch()
         self._clear_rank_states()
 
-    def complete_fit(self) -> None:
-        """Count a completed call of `fit`."""
-        self.complete_fits = self.position.fits
-
     def keep_before_end(self) -> None:
         """Keep what the end of the running epoch changes; the model and the optimizer's state stay the same."""
         self.before_end = {}
@@ -356,7 +352,7 @@ class TrainingState(_Fields):
         state, _ = read_file_on_all(path)
         self.load(state, f"checkpoint {path}")
         self.metadata |= state.metadata
-        self.complete_fit()
+        self.complete_fits = self.position.fits
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Load model, optimizer, scheduler and loss scale from a checkpoint; raise CheckpointError as `load`."""

@@ -40,15 +40,13 @@ from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import Data, FitArguments, FitSettings, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
-from cyxtrain.training.inputs.checks import checked_ddp_config
-from cyxtrain.training.inputs.facts import value_facts
+from cyxtrain.training.inputs.checks import checked_ddp_config, value_facts
 from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
-from cyxtrain.training.model.compile import compiled
-from cyxtrain.training.model.modes import modes_kept
+from cyxtrain.training.model.compile import compiled, layers_of, recomputed
 from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
-from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState
@@ -299,7 +297,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:
         """Record completion, or report why the fit stopped; exit or raise if that was requested."""
         if stopped is None:
-            self._state.complete_fit()
+            self._state.set(complete_fits=self._state.position.fits)
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
             exit_for(stopped)

@@ -29,7 +29,7 @@ from cyxtrain.optim.clipping import make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import ONLY, described_name, parameters_of
 from cyxtrain.optim.precision import Number, as_double, quotient, times
-from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel import DistributedDataParallel, gathering_alone
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.inputs.plan import FitPlan
@@ -107,8 +107,7 @@ class Updates:
         verdicts = [each for own in self._verdicts.values() for each in own]
         verdict = self._guard.end_updates(verdicts)
         self._idle -= self._verdicts.keys()
-        skipped = self._skipped + 1 if Verdict.SKIPPED in verdicts else 0
-        self._state.position.set(skipped=skipped)
+        self._state.position.set(skipped=self._skipped + 1 if Verdict.SKIPPED in verdicts else 0)
         for name, rates in self._state.rates.items():
             if Verdict.TAKEN in self._verdicts.get(name, [Verdict.TAKEN]):
                 torch_compat.note_step(rates.optimizer)  # each schedule counts steps, also those without an update
@@ -209,6 +208,9 @@ class Updates:
         evaluate = partial(self._evaluate, part, loss) if has_closure else None
         with self._call.precision.suspended():
             value = evaluate() if evaluate else self._backward(part, loss, retain_graph=retain_graph)
+            if not part.owned.trained:  # all are frozen: by a callback, say
+                self._verdicts.setdefault(part.name, []).append(Verdict.TAKEN)
+                return value
             own = [] if self._own is None else [self._own]
             self._state.position.set(skipped=self._skipped)
             try:
@@ -260,11 +262,14 @@ class Updates:
             sums = self._over_ranks(mine)
             shown = torch.as_tensor(quotient(sums[0], sums[1]), dtype=torch.float64, device=self._device)
             factor = quotient(world_size, sums[1]) if has_weight else factor
+        trained = part.owned.trained
+        if not trained:
+            return shown
         if value is not None and value.requires_grad:
             scaled = times(value, factor)
             ddp.watch(scaled)
             scaled = scaled if self._multiplier == 1 else scaled * self._multiplier
-            scaled.backward(inputs=part.owned.trained, retain_graph=retain_graph)
+            scaled.backward(inputs=trained, retain_graph=retain_graph)
         if self._is_last:
             if ddp.awaits_backward or value is None or not value.requires_grad:
                 ddp.backward_without_batch()
@@ -274,7 +279,7 @@ class Updates:
                 calls = runtime.gather_texts(self._running_call(part.name))
                 raise on_all_ranks(_differing(dict(enumerate(calls))))
             if self._multiplier != 1:
-                multiply_gradients(part.owned.trained, 1.0 / self._multiplier)
+                multiply_gradients(trained, 1.0 / self._multiplier)
         return shown
 
     def _recompute_locally(self, part: _Part, own: list[Tensor]) -> list[Tensor]:
@@ -300,9 +305,12 @@ class Updates:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             raise _ReachedError
 
-        for batch in self._share:
-            with contextlib.suppress(_ReachedError):
-                self._call.run_apart(batch, update)
+        without_rows = self._plan.data.without_rows
+        apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
+        with apart, gathering_alone():
+            for batch in self._share:
+                with contextlib.suppress(_ReachedError):
+                    self._call.run_apart(batch, update)
         return losses
 
     def _over_ranks(self, numbers: Sequence[Number]) -> Sequence[Number]:

@@ -1,9 +1,13 @@
-"""Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists; None stays None."""
+"""Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists; None stays None.
+
+Their structure as JSON values, from which a rank without rows makes a batch of the same structure.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -100,3 +104,44 @@ def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:
         with contextlib.suppress(Exception):  # its own __init__ or __post_init__ may take other things
             return make(**{**others, **fields})
     return {str(name): part for name, part in fields.items()}
+
+
+def form_of(tree: Tree | None) -> Any:
+    """Return types and row shapes of a tree's tensors."""
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        return {"dtype": str(tree.dtype).removeprefix("torch."), "shape": list(tree.shape[1:])}
+    if isinstance(tree, dict):
+        return {"named": {name: form_of(part) for name, part in tree.items()}}
+    parts = [form_of(part) for part in tree]
+    if isinstance(tree, list):
+        return {"list": parts}
+    return {"tuple": parts, "fields": list(getattr(tree, "_fields", ()))}  # a named tuple's own
+
+
+def example_of(form: Any) -> Any:
+    """Return one row of zeros of that form."""
+    if form is None:
+        return None
+    if "dtype" in form:
+        return torch.zeros(1, *form["shape"], dtype=getattr(torch, form["dtype"]), device="cpu")
+    if "named" in form:
+        return {name: example_of(part) for name, part in form["named"].items()}
+    if "list" in form:
+        return list(map(example_of, form["list"]))
+    parts = map(example_of, form["tuple"])
+    return namedtuple("Batch", form["fields"])(*parts) if form["fields"] else tuple(parts)
+
+
+def dtypes_of(form: Any) -> Any:
+    """Return what all batches of the data share: the parts, their types and numbers of dimensions."""
+    if isinstance(form, list):
+        return [dtypes_of(part) for part in form]
+    if form is None:
+        return None
+    if "dtype" in form:
+        return f"{form['dtype']} of {len(form['shape']) + 1} dimensions"
+    if "named" in form:
+        return {name: dtypes_of(part) for name, part in form["named"].items()}
+    return {kind: [dtypes_of(part) for part in parts] for kind, parts in form.items() if kind != "fields"}

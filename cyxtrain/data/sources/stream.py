@@ -26,8 +26,7 @@ from cyxtrain.data.batches.batch import Batch, BatchShare, Share, StreamShare, o
 from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
-from cyxtrain.data.batches.specs import dtypes_of, example_of, form_of
-from cyxtrain.data.batches.structure import num_rows
+from cyxtrain.data.batches.structure import dtypes_of, example_of, form_of, num_rows
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, generators_of
 from cyxtrain.data.sources.source import Source

@@ -29,15 +29,13 @@ from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.checks import check_targets
+from cyxtrain.training.inputs.checks import check_targets, value_facts
 from cyxtrain.training.inputs.dry_run import DryRun
-from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
-from cyxtrain.training.model.modes import modes_kept, put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
-from cyxtrain.training.model.snapshot import snapshot
+from cyxtrain.training.model.snapshot import modes_kept, put_into_training, snapshot
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 
@@ -150,6 +148,7 @@ class CheckedData(ModelSetup):
         flops_per_row: Operations of forward and backward; None: not counted.
         output: What the model returned in the dry run of a prediction, with tensors on the meta device.
         rows_second: Names of its parts whose rows are in the second dimension, as in the states of an LSTM.
+        name: Of one of several validation sets.
     """
 
     source: Source
@@ -157,6 +156,7 @@ class CheckedData(ModelSetup):
     flops_per_row: float | None = None
     output: Any = None
     rows_second: frozenset[str] = frozenset()
+    name: str = ""
 
     def params(self, verbose: Any) -> dict[str, Any]:
         """Return what callbacks of `evaluate` and `predict` are given with `set_params`."""

@@ -13,8 +13,7 @@ from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.inputs.checked_data import CheckedData, EmptyBatch, inputs_seen
 from cyxtrain.training.inputs.plan import FitPlan
-from cyxtrain.training.model.modes import put_into_training
-from cyxtrain.training.model.snapshot import snapshot
+from cyxtrain.training.model.snapshot import put_into_training, snapshot
 from cyxtrain.world import runtime
 
 
@@ -68,9 +67,12 @@ def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
         return None
     data = plan.data
     part = EmptyBatch(data.source, data.placement, data.call, data.loss)
-    problem = part.problem(model, layers)
-    if not problem:
-        return part
+    problem = "a train_step that calls optimize does not run on no rows."
+    if not data.call.optimizes:
+        problem = part.problem(model, layers)
+        if not problem:
+            return part
+        problem = f"the model cannot compute on no rows: {problem}"
     rows, counts = counted(uneven.global_rows, "row"), ", ".join(map(str, uneven.counts))
     which, remedy = f"a step has {rows}", "set another batch_size or accumulation_steps"
     if uneven.is_tail:
@@ -79,9 +81,7 @@ def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     what = f"{which}, which are {counts} micro-batches by rank ({remedy})"
     if not uneven.counts:
         what = "ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
-    raise ConfigError(
-        f"SyncBatchNorm needs all ranks in each forward, {what}, and the model cannot compute on no rows: {problem}"
-    )
+    raise ConfigError(f"SyncBatchNorm needs all ranks in each forward, {what}, and {problem}")
 
 
 def _layers_together(model: nn.Module, *, converts: bool) -> list[nn.Module]:

@@ -40,12 +40,18 @@ class ModelCall:
         owners: The objects that such a step may change.
         optimizes: Whether it updates the parameters itself, by `optimize`, as far as it has run.
         alone: What in it excludes several micro-batches per step, in words, or "".
+        differentiates: Whether the model makes derivatives in forward, and needs gradients outside training too.
+        left_out: Names of inputs, such as ids, that forward does not take.
+        names_differ: Which names forward takes and which the inputs have, for an error; "" where they have none.
     """
 
     step: Callable[[Any], Any] | None = None
     owners: Sequence[Any] = ()
     optimizes = False
     alone = ""
+    differentiates = False
+    left_out: Sequence[str] = ()
+    names_differ = ""
 
     def __init__(
         self,
@@ -56,13 +62,8 @@ class ModelCall:
         loss: Loss | None = None,
     ) -> None:
         self.precision = precision
-        self.differentiates = False
-        """Whether the model makes derivatives in forward, and needs gradients outside training too."""
         self._way = _way_of(model, inputs)
         self.left_out = _not_taken(model, inputs) if isinstance(inputs, dict) and self._way is _Way.NAMED else []
-        """Names of inputs, such as ids, that forward does not take."""
-        self.names_differ = ""
-        """Which names forward takes and which the inputs have, for an error; "" where they have none."""
         if isinstance(inputs, dict) and self._way is _Way.WHOLE:
             names, given = ", ".join(inspect.signature(model.forward).parameters), ", ".join(map(str, inputs))
             self.names_differ = (

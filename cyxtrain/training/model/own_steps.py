@@ -129,12 +129,6 @@ class OwnStep(NamedTuple):
     trainer: Any
     running: list[BuiltIn]
 
-    @property
-    def owners(self) -> list[Any]:
-        """The objects that the step may change."""
-        function = self.function.func if isinstance(self.function, partial) else self.function
-        return [self.trainer, function]
-
 
 OwnSteps = Mapping[str, OwnStep]
 """By name; the built-in ones are not in it."""
@@ -156,10 +150,9 @@ class TrainerSteps:
         found: dict[str, OwnStep] = {}
         for name, given in self._given_steps.items():
             method = getattr(self, name)
-            if given is not None:
-                found[name] = OwnStep(name, partial(given, self), self, self._running_steps)
-            elif getattr(method, "__func__", None) is not vars(TrainerSteps)[name]:
-                found[name] = OwnStep(name, method, self, self._running_steps)
+            if given is not None or getattr(method, "__func__", None) is not vars(TrainerSteps)[name]:
+                step = method if given is None else partial(given, self)
+                found[name] = OwnStep(name, step, self, self._running_steps)
         return found
 
     def train_step(self, batch: Any) -> Any:
@@ -262,9 +255,7 @@ class StepCall(ModelCall):
 
     def __init__(self, step: OwnStep, built_in: BuiltIn, target_name: str | None, device: torch.device) -> None:
         self.precision = built_in.precision
-        self.differentiates = False
-        self.left_out, self.names_differ = [], ""
-        self.owners = step.owners
+        self.owners = [step.trainer, step.function.func if isinstance(step.function, partial) else step.function]
         self.step = self._run
         self._own = step
         self._returns_loss = step.name != PREDICT
@@ -418,9 +409,9 @@ def try_update(optimizer: torch.optim.Optimizer, loss: Any, name: str, *, retain
     parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
     if torch.is_grad_enabled():
         found: Sequence[Tensor | None] = ()
-        if value.requires_grad and parameters:
+        if value.requires_grad and parameters:  # which may be frozen, for a callback to unfreeze
             found = torch.autograd.grad(value, parameters, retain_graph=retain_graph, allow_unused=True)
-        if all(each is None for each in found):
+        if parameters and all(each is None for each in found):
             raise ConfigError(
                 f"the loss of optimize does not depend on the parameters of the {described_name(name)} ({kind}): "
                 "compute it from their output, without detach(), item() or no_grad()."

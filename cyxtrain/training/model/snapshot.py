@@ -1,4 +1,4 @@
-"""Snapshots of buffers, modules and other objects, to undo what a step or a trial changes."""
+"""Modes of modules, and snapshots of buffers, modules and other objects, to undo what a step or a trial changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import itertools
 import random
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,39 @@ from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.tensors.layouts import is_plain, parts_of, write
 
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+
+
+def put_into_training(*modules: nn.Module) -> Callable[[], None]:
+    """Put modules that are in evaluation mode into training mode, with all their parts.
+
+    A module in training mode is not changed: its parts in evaluation mode, such as a frozen batch norm, are the user's
+    choice. A model in evaluation mode is one as `from_pretrained` returns it. The returned function, called before each
+    epoch, undoes an `eval()` of a whole module in between.
+    """
+    for module in modules:
+        if not module.training:
+            module.train()
+    modes = [(module, [(part, part.training) for part in module.modules()]) for module in modules]
+
+    def put_back() -> None:
+        for module, parts in modes:
+            if not module.training:
+                module.train()
+                for part, mode in parts:
+                    part.training = mode
+
+    return put_back
+
+
+@contextlib.contextmanager
+def modes_kept(*modules: nn.Module) -> Iterator[None]:
+    """Restore the mode of every module within `modules` afterwards."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.plan import FitPlan
-from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import TrainerSteps
+from cyxtrain.training.model.snapshot import put_into_training
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
 from cyxtrain.training.state import TrainerView, TrainingState

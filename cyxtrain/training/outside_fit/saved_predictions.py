@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.config.settings import names_checked
-from cyxtrain.data.batches.specs import example_of, form_of
-from cyxtrain.data.batches.structure import fields_of, leaves, same_sequence, with_parts
+from cyxtrain.data.batches.structure import example_of, fields_of, form_of, leaves, same_sequence, with_parts
 from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
@@ -97,7 +96,12 @@ class Predictions:
             return self._output(rows[index])
         with contextlib.suppress(TypeError):
             return self._output([rows[operator.index(index)]], single=True)
-        return self._output([rows[operator.index(each)] for each in index])
+        numbers = np.asarray(index)
+        if numbers.dtype == bool and numbers.shape == (len(self),):
+            numbers = np.flatnonzero(numbers)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+            raise IndexError(f"give a row's number, a slice, a list of numbers or a bool per row, not {brief(index)}.")
+        return self._output([rows[each] for each in numbers.tolist()])
 
     def _output(self, rows: Sequence[int], *, single: bool = False) -> Any:
         """Return rows by number, as one batch of output; if `single`, the one row without its dimension."""
@@ -219,18 +223,14 @@ class ShardFolder:
         self._on_writer(lambda: state.update(self._begin(_facts(model, rows), output)))
         if distributed:
             state = json.loads(runtime.gather_texts(json.dumps(state))[0])
-            agree_on(lambda: (None, {_SAME: self._time_of_index()}))
+            index = self.path / INDEX
+            agree_on(lambda: (None, {_SAME: index.stat().st_mtime_ns if os.path.exists(index) else None}))
         self.group: int = state["group"]
         self.done, self.is_complete = frozenset[int](state["done"]), bool(state["complete"])
 
     def _on_writer(self, action: Callable[[], object]) -> None:
         """Do something on rank 0, and raise its error on all ranks; on this rank, if it works alone."""
         on_master(action, together=True) if self._distributed else action()
-
-    def _time_of_index(self) -> int | None:
-        with contextlib.suppress(OSError):
-            return (self.path / INDEX).stat().st_mtime_ns
-        return None
 
     def _begin(self, facts: dict[str, Any], output: Any) -> dict[str, Any]:
         """Create the folder and its index, or check them; return what the other ranks must know."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
@@ -32,7 +31,7 @@ from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.optimizers import ONLY
 from cyxtrain.optim.precision import float32_products
-from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
+from cyxtrain.optim.schedule_length import check_schedule
 from cyxtrain.optim.schedules import schedule_settings
 from cyxtrain.training.inputs.plan import FitPlan, place_of
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
@@ -75,14 +74,15 @@ def restore_rank(
         if not any(tables):
             return  # made between two epochs: the next one begins with its own generators
         totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
-        logged.restore([each.get("logged", {}) for each in ranks[rank::world_size]])
+        states = [{**each.get("logged", {})} for each in ranks[rank::world_size]]
+        # Added up once: which rank has counted what changes only the last bits of the result.
+        row = [math.fsum(column) if rank == 0 else 0.0 for column in zip(*(table[0] for table in tables), strict=True)]
         if len(ranks) == world_size:
             set_generators(ranks[rank]["generators"], device)
-            totals.restore(tables[rank])
-        elif rank == 0:
-            # Added up once: which rank has counted what changes only the last bits of the result.
-            totals.restore([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            row = tables[rank][0]
+        totals.restore(row, ranks[0].get("names"), states)
+        logged.restore(states)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}.") from error
 
 
@@ -132,7 +132,8 @@ def _begin(state: TrainingState, plan: FitPlan, numerics: dict[str, Any]) -> tup
     plan = with_batch_norm_checked(state, plan)
     for rates in state.rates.values():
         scheduled = plan.scheduled(rates)
-        _check_schedule(plan, rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
+        interval = plan.config.scheduler_interval or "step"
+        check_schedule(rates.schedule_for(scheduled), scheduled, interval, plan.steps_per_epoch)
     if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
         warn(
             f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
@@ -170,17 +171,16 @@ def _resume(
         stretched = rates.resume_from(plan.schedule_steps(rates.warmup_steps))
         if not plan.is_over(state.position):
             header_lines += [("schedule", stretched)] if stretched else []
-            _check_schedule(plan, rates.scheduler, plan.schedule_steps(rates.warmup_steps_left, state.position))
+            to_come = plan.schedule_steps(rates.warmup_steps_left, state.position)
+            check_schedule(rates.scheduler, to_come, rates.interval)
     if checkpoint.others.get("compression") and runtime.get_world_size() == 1:
         header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
-    computed = differences(checkpoint.arithmetic, numerics)
-    if computed and runtime.is_master():
+    if runtime.is_master() and (computed := differences(checkpoint.arithmetic, numerics)):
         warn(
             f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
             "bits, or more."
         )
-    done = describe_changes(asked, checkpoint.config)
-    if done and runtime.is_master():
+    if runtime.is_master() and (done := describe_changes(asked, checkpoint.config)):
         warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
@@ -211,19 +211,6 @@ def _describe_frozen(program: Mapping[str, bool], checkpoint: Mapping[str, bool]
         if (names := [name for name in checkpoint if checkpoint[name] is value and program[name] is not value])
     ]
     return [("trained", "; ".join(words))] if words else []
-
-
-def _check_schedule(
-    plan: FitPlan, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
-) -> None:
-    """Refuse a schedule that would raise, and warn if its length differs from the fit's.
-
-    `steps` remain; None: unknown. `steps_per_epoch` is None also if a fit continues: the schedule was stepped before.
-    """
-    interval = plan.config.scheduler_interval or "step"
-    check_schedule(scheduler, steps or 0, interval)
-    if runtime.is_master():
-        warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
 
 
 def with_batch_norm_checked(state: TrainingState, plan: FitPlan) -> FitPlan:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import cyxtrain as cx
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.model import compile
-from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.model.compile import layers_of, recomputed
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.timeout(300)]
 

@@ -62,7 +62,7 @@ class Logs(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.trainer.is_master():
-            self.trainer.log("step", self.trainer.step, reduce="last")
+            self.trainer.log("at_step", self.trainer.step, reduce="last")
             self.trainer.log("steps", 1, reduce="sum")
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -102,7 +102,7 @@ def test_it_has_the_numbers_of_all_ranks(world_size):
     np.testing.assert_allclose(history["val_doubled"], 2 * np.array(history["val_loss"]), rtol=1e-6)
     assert (history["rows"], history["val_rows"]) == ([37, 37], [9, 9])
     assert history["begun"] == [2 * world_size, world_size], "each rank calls it"
-    assert (history["step"], history["steps"], history["val_batches"]) == ([5, 10], [5, 5], [3, 3])
+    assert (history["at_step"], history["steps"], history["val_batches"]) == ([5, 10], [5, 5], [3, 3])
     assert history["score"] == [1, 0]
     np.testing.assert_allclose([own[name] for name in own], [evaluated[name] for name in own], rtol=1e-5)
     assert (own["own loss"], own["rows"]) == (pytest.approx(own["loss"]), 9)
@@ -245,7 +245,7 @@ def refusal(name: Any, value: Any, **more: Any) -> str:
 
 def test_what_cannot_be_logged_is_refused_by_name_and_kind(tmp_path):
     with one_process():
-        for name in ("loss", "accuracy", "val_loss", "learning_rate", "grad_norm", "epoch"):
+        for name in ("loss", "accuracy", "val_loss", "learning_rate", "grad_norm", "epoch", "step"):
             assert f"log({name!r}): fit records a number of this name itself" in refusal(name, 1.0)
         assert "log('x'): value must be a number, got 1.0 (str)" in refusal("x", "1.0")
         assert "got None (NoneType)" in refusal("x", None)
@@ -275,6 +275,34 @@ def log_differently() -> str:
     with pytest.raises(cx.ConfigError) as caught:
         cx.DistributedTrainer(make_model(), "cross_entropy").fit(*ROWS, callbacks=hook, **FIT)
     return str(caught.value)
+
+
+class LogsTwice(Callback):
+    """Logs "x" in validations and "val_x" in steps, each on one rank."""
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if self.trainer.get_rank() == self.trainer.get_world_size() - 1:
+            self.trainer.log("x", 1.0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.is_master():
+            self.trainer.log("val_x", 2.0)
+
+
+def clash() -> str:
+    with pytest.raises(cx.ConfigError) as error:
+        cx.DistributedTrainer(make_model(), "cross_entropy").fit(
+            *make_rows(12), validation_data=make_rows(6), epochs=1, verbose=False, callbacks=LogsTwice()
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_name_that_a_validation_has_is_refused_on_all_ranks(world_size):
+    for text in everywhere(world_size, clash):
+        assert text.startswith(
+            "log('val_x') was called in training, and a validation has a number of this name: what it"
+        )
 
 
 def test_ranks_that_reduce_differently_are_refused_on_all():

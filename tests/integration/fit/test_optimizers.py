@@ -186,6 +186,55 @@ def test_a_step_may_update_by_itself_in_some_steps_alone():
     assert_alike(run_world(2, train_sometimes), run_alone(train_sometimes))
 
 
+class UnfreezeLater(cx.callbacks.Callback):
+    """Trains "g" from the second epoch on."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.trainer.model["g"].requires_grad_(epoch > 0)
+
+
+def train_frozen() -> dict[str, Any]:
+    trainer, noting = make_gan(), Noting()
+    trainer.model["g"].requires_grad_(False)
+    trainer.fit(make_data(), epochs=2, callbacks=[UnfreezeLater(), noting], **SETTINGS)
+    (first, _), *_, (before, _), (after, _), _, _ = noting.seen
+    assert first == before == flat(make_parts()["g"].parameters()).tolist() != after
+    return outcome_of(trainer)
+
+
+def test_an_optimizer_whose_parameters_are_frozen_waits_until_a_callback_unfreezes_them():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = run_alone(train_frozen)
+    assert_alike(run_world(2, train_frozen), alone)
+
+
+def of_one_graph(trainer: cx.DistributedTrainer, batch: Any) -> None:
+    """Makes two updates from one graph."""
+    (rows,) = batch
+    loss = trainer.model["d"](trainer.model["g"](rows)).square().mean()
+    trainer.optimize(loss, "g", retain_graph=True)
+    if trainer.step % 3 == 1:
+        trainer.optimize(loss, "d")
+
+
+def train_one_graph(path: Path) -> list[dict[str, Any]]:
+    """Returns the outcomes of a whole fit, and of one that resumed from its fourth step."""
+    outcomes = []
+    for settings in ({"callbacks": [SaveAt(path, 4)]}, {"resume": path}):
+        trainer = make_gan(of_one_graph, schedulers={"d": "linear"})
+        trainer.fit(make_data(), epochs=3, clip_norm=0.5, **SETTINGS, **settings)
+        outcomes.append(outcome_of(trainer))
+    return outcomes
+
+
+def test_an_optimizer_used_in_some_steps_shares_a_graph_and_resumes_bit_for_bit(tmp_path):
+    (alone, again), *_ = everywhere(1, train_one_graph, tmp_path / "alone.ckpt")
+    ranks = run_world(2, train_one_graph, tmp_path / "ranks.ckpt")
+    assert_alike([whole for whole, _ in ranks], alone)
+    assert all(one["fingerprint"] == other["fingerprint"] for one, other in [(alone, again), *ranks])
+
+
 class SaveAt(cx.callbacks.Callback):
     """Saves a checkpoint after a step."""
 

@@ -371,6 +371,54 @@ def test_what_is_no_number_in_a_step_s_dictionary_is_named_once(world_size):
     assert not any(texts for _, texts in others)
 
 
+def with_numbers(*names: str) -> Callable[..., Any]:
+    """Return a step that returns numbers of these names: how many steps there have been."""
+
+    def step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        loss = functional.cross_entropy(trainer.model(batch[0]), batch[1])
+        return {"loss": loss, **dict.fromkeys(names, float(trainer.step))}
+
+    return step
+
+
+class SaveAt(cx.callbacks.Callback):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.step == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+def resumed_with(path: str, *names: str, saves: bool = False) -> dict[str, Any]:
+    trainer = Trainer(make_model("float64"), None, "sgd", train_step=with_numbers(*names))
+    settings: dict[str, Any] = {"callbacks": [SaveAt(path)]} if saves else {"resume": path}
+    settings |= {**SETTINGS, "epochs": 1, "effective_batch_size": 7}
+    history = trainer.fit(*data(), **settings)
+    return dict(history.history)
+
+
+def resumed_by_name(path: str) -> list[dict[str, Any]]:
+    """Save on all ranks after steps 0 and 1 of three, then resume with other numbers."""
+    found = [resumed_with(path, "a", "b", saves=True)]
+    return [*found, resumed_with(path, "b", "c"), resumed_with(path), resumed_with(path, "c", "a", "b")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fit_resumes_where_a_step_returns_numbers_of_other_names(world_size, tmp_path):
+    path = str(tmp_path / "middle.ckpt")
+    for whole, other, none, more in everywhere(world_size, resumed_by_name, path):
+        assert whole["a"] == whole["b"] == [1.0]
+        assert (other["a"], other["b"], other["c"]) == ([0.5], [1.0], [2.0])
+        assert (none["a"], none["b"]) == ([0.5], [0.5])
+        assert (more["a"], more["b"], more["c"]) == ([1.0], [1.0], [2.0])
+        assert whole["loss"] == other["loss"] == none["loss"] == more["loss"]
+    with one_process():
+        found = resumed_with(path, "c", "b")  # on another number of ranks
+    assert (found["a"], found["b"], found["c"]) == ([0.5], [1.0], [2.0])
+
+
 def later_backward(trainer: Trainer, batch: Any) -> Tensor:
     loss = functional.cross_entropy(trainer.model(batch[0]), batch[1])
     if trainer.step >= 2:

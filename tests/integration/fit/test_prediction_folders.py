@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ def test_rows_are_read_by_number_by_slice_and_one_after_the_other(tmp_path):
     assert [len(batch) for batch in batches] == [4, 4, 1]
     with pytest.raises(IndexError):
         read[9]
+    mask = np.arange(9) % 4 == 0
+    for chosen in (mask, mask.tolist(), torch.from_numpy(mask), torch.tensor([0, 4, -1])):
+        assert plain(read[chosen]) == plain(read[[0, 4, 8]])
+    assert len(read[[]]["named"]["scores"]) == 0
+    for wrong in ([True, False], [1.5], "text", [[1, 2]], 1.5):
+        with pytest.raises(IndexError, match="give a row's number, a slice, a list of numbers or a bool per row"):
+            read[wrong]
 
 
 def test_a_shard_has_as_many_batches_as_fit_into_its_bytes_and_is_written_at_once(tmp_path, monkeypatch):
@@ -147,6 +155,31 @@ def test_bfloat16_is_written_as_float32_and_read_as_it_was(tmp_path):
         read = trainer_of(model).predict(make_rows(3)[0], output_dir=tmp_path)
         assert torch.equal(read[:], trainer_of(model).predict(make_rows(3)[0]))
     assert np.load(next(tmp_path.glob("*.npy"))).dtype == np.float32
+
+
+def fill_the_disk(folder: str) -> list[Any]:
+    """Writes files that may not become large enough, then again without a limit."""
+    import resource
+
+    rows, kept = make_rows(200)[0], resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1300, kept[1]))
+    try:
+        trainer_of().predict(rows, batch_size=100, output_dir=folder)
+    except cx.CheckpointError as error:
+        found: list[Any] = [str(error)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    again = trainer_of().predict(rows, batch_size=100, output_dir=folder)
+    return [*found, sorted(os.listdir(folder))[0], torch.equal(again[:], trainer_of().predict(rows, batch_size=100))]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no such limit")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_is_an_error_on_every_rank_and_the_next_call_continues(world_size, tmp_path):
+    for found in everywhere(world_size, fill_the_disk, str(tmp_path)):
+        assert found[0].startswith(f"Cannot write predictions {tmp_path}/shard-00000")
+        assert found[1:] == ["index.json", True]
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------

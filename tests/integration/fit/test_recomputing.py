@@ -12,7 +12,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.model.recompute import layers_of, recomputed
+from cyxtrain.training.model.compile import layers_of, recomputed
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

@@ -388,6 +388,18 @@ def test_a_confusion_matrix_is_of_all_rows_and_a_picture(world_size, tmp_path):
     assert [image.step for image in events.Images("epoch/confusion_matrix")] == [5, 10]
 
 
+def test_each_validation_set_has_a_picture(tmp_path):
+    metric = cx.metrics.ConfusionMatrix(tmp_path / "matrix.png")
+    sets = {"near": make_rows(9, seed=1), "far/b": make_rows(7, seed=2)}
+    callbacks = [cx.callbacks.TensorBoard(str(tmp_path / "logs"))]
+    with one_process():
+        fit_measured(metrics=[metric], callbacks=callbacks, validation_data=sets)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["matrix_far_b.png", "matrix_near.png"]
+    assert [*metric.figures] == ["near", "far/b"]
+    events = EventAccumulator(str(tmp_path / "logs" / "validation")).Reload()
+    assert sorted(events.Tags()["images"]) == ["epoch/confusion_matrix far/b", "epoch/confusion_matrix near"]
+
+
 def test_its_counts_are_scikit_learns_and_ignored_rows_are_left_out():
     inputs, classes = make_rows(ROWS)
     classes[3] = -100

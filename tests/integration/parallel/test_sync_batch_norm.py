@@ -114,6 +114,48 @@ def refusal(given: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def two_updates(trainer: cx.DistributedTrainer, batch: Any) -> dict[str, Any]:
+    """Updates "d" and then "g", each by a forward through batch norm."""
+    (rows,) = batch
+    made = trainer.model["g"](rows)
+    of_d = trainer.optimize(trainer.model["d"](made.detach()).square().mean(), "d")
+    return {"d_loss": of_d, "g_loss": trainer.optimize(nn.functional.mse_loss(trainer.model["d"](made), rows), "g")}
+
+
+def fit_two(rows: int, norm: str = "sync") -> Any:
+    model = nn.ModuleDict({name: make_model(norm) for name in ("g", "d")})
+    for part in model.values():
+        part[3] = nn.Linear(8, FEATURES).double()
+        nn.init.eye_(part[3].weight)
+        nn.init.zeros_(part[3].bias)
+    optimizers = {name: torch.optim.SGD(part.parameters(), RATE) for name, part in model.items()}
+    with allowed_on_cpus():
+        trainer = cx.DistributedTrainer(model, optimizers=optimizers, train_step=two_updates)
+        x = make_rows(rows)[0].double()
+        history = trainer.fit(x, epochs=2, shuffle=False, effective_batch_size=8, verbose=False).history
+    return flat([*model.parameters(), *model.buffers()]), [history[name] for name in ("loss", "d_loss", "g_loss")]
+
+
+def fit_two_in_world() -> tuple[list[Any], str]:
+    with cx.init():
+        found = [fit_two(rows) for rows in (24, 23)]
+    with cx.init(), pytest.raises(cx.ConfigError) as caught:
+        fit_two(18)
+    return found, str(caught.value)
+
+
+def test_two_optimizers_train_through_the_statistics_of_all_ranks():
+    ranks = values(run_ranks(2, fit_two_in_world))
+    with one_process():
+        alone = [fit_two(rows, "plain") for rows in (24, 23)]
+    for found, refused in ranks:
+        for (parameters, losses), (expected, numbers) in zip(found, alone, strict=True):
+            assert parameters == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            assert [*losses] == [pytest.approx(each, rel=1e-9) for each in numbers]
+        assert "are 1, 0 micro-batches by rank (set drop_last=True, or another batch_size)" in refused
+        assert "a train_step that calls optimize does not run on no rows." in refused
+
+
 def by_hand(rows: int, effective: int, at_once: int, ranks: int) -> Any:
     """Two epochs in one process; batch norm sees together what all ranks have at the same time."""
     model = make_model("plain")

@@ -112,7 +112,6 @@ ANSWERS = {
         "Muon": "PyTorch advises AdamW for the rest",
         "shampoo": "of another package",
         "lion": "of another package",
-        "lbfgs": "use 'adam' or 'sgd'",
         "cross_entropy": "the order is DistributedTrainer(model, loss_fn, optimizer)",
     },
     "scheduler": {
