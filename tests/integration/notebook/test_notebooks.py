@@ -86,7 +86,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PACKAGE))
         patch.chdir(tmp_path_factory.mktemp("notebook"))
-        client = NotebookClient(nbformat.v4.new_notebook(), timeout=60, kernel_name="python3")
+        client = NotebookClient(nbformat.v4.new_notebook(), timeout=100, kernel_name="python3")
         with client.setup_kernel():
             found = Kernel(client)
             found.run(FIRST)
