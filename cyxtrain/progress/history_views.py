@@ -6,7 +6,7 @@ import html
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cyxtrain.errors import ConfigError
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH, _HEIGHT, _MARGIN = 220, 90, 6
-_TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
+_TRAIN, _VALIDATION = "#1f77b4", ("#7570b3", "#d95f02", "#1b9e77", "#e7298a", "#66a61e")
+_T = TypeVar("_T")
 
 
 def plot_history(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: Any = None) -> Figure:
@@ -23,7 +24,7 @@ def plot_history(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], 
         from cyxtrain.environment.picture import Picture
     except ImportError as error:
         raise ConfigError("plot() needs matplotlib, which is not installed: pip install 'cyxtrain[plot]'.") from error
-    panels = _panels({name: values for name, (_, values) in curves.items()})
+    panels = _panels({name: curve for name, curve in curves.items() if not _is_constant_rate(name, curve[1])})
     if not panels:
         raise ConfigError("there is nothing to plot: the history has no epoch.")
     columns_of_panels = len(panels) if len(panels) <= 3 else 2
@@ -31,8 +32,7 @@ def plot_history(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], 
     figure = Picture(figsize=(5.0 * columns_of_panels, 3.2 * rows), layout="constrained")
     grid: list[Any] = list(figure.subplots(rows, columns_of_panels, squeeze=False).flat)
     for axes, (name, drawn) in zip(grid, panels.items(), strict=False):
-        for kind, values, color in drawn:
-            places, _ = curves[name if color == _TRAIN else f"val_{name}"]
+        for kind, (places, values), color in drawn:
             axes.plot(places, values, marker="." if len(values) < 30 else "", label=kind, color=color)
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -48,7 +48,8 @@ def plot_history(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], 
 def history_as_html(columns: Mapping[str, Sequence[float]], summary: str) -> str:
     """Return curves and last values for notebooks, without a script."""
     cells = []
-    for name, curves in _panels(columns).items():
+    shown = {name: values for name, values in columns.items() if not _is_constant_rate(name, values)}
+    for name, curves in _panels(shown).items():
         last = ", ".join(f"{kind} {values[-1]:.4f}" for kind, values, _ in curves if values)
         cells.append(
             f'<td style="text-align:left"><b>{html.escape(name)}</b><br/>{_svg(curves)}<br/>{html.escape(last)}</td>'
@@ -58,15 +59,21 @@ def history_as_html(columns: Mapping[str, Sequence[float]], summary: str) -> str
     return f"<div>{html.escape(summary)}<table>{table}</table></div>"
 
 
-def _panels(columns: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[str, Sequence[float], str]]]:
-    """Return (label, values, color) of each curve, by measured number."""
-    found: dict[str, list[tuple[str, Sequence[float], str]]] = {}
+def _is_constant_rate(name: str, values: Sequence[float]) -> bool:
+    return name.startswith("learning_rate") and len(set(values)) == 1
+
+
+def _panels(columns: Mapping[str, _T]) -> dict[str, list[tuple[str, _T, str]]]:
+    """Return (label, values, color) of each curve, by measured number; sets of validation share the panel of theirs."""
+    found: dict[str, list[tuple[str, _T, str]]] = {}
     for name, values in columns.items():
-        if name.startswith("learning_rate") and len(set(values)) == 1:
-            continue  # a constant rate
         own = name.removeprefix("val_")
-        kind = ("training", values, _TRAIN) if own == name else ("validation", values, _VALIDATION)
-        found.setdefault(own, []).append(kind)
+        panel = own
+        if own != name and own not in found:
+            panel = max((each for each in found if own.endswith(f"_{each}")), key=len, default=own)
+        kind = "training" if own == name else own.removesuffix(panel).rstrip("_") or "validation"
+        curves = found.setdefault(panel, [])
+        curves.append((kind, values, _TRAIN if own == name else _VALIDATION[len(curves) % len(_VALIDATION)]))
     return found
 
 

@@ -74,6 +74,18 @@ def test_validations_within_an_epoch_are_drawn_where_they_came(first):
     assert list(validation.get_ydata()) == [row["val_loss"] for row in history.validations]
 
 
+def test_sets_of_validation_share_the_panel_of_what_they_measure():
+    metrics = {name: [1.0] for name in ("val_near_loss", "val_far_loss", "val_near_f1", "own_loss", "val_own_loss")}
+    drawn = TrainingHistory(train_losses=[1.0], val_losses=[1.0], metrics=metrics).plot()
+    curves = {axes.get_title(): [line.get_label() for line in axes.lines] for axes in drawn.axes if axes.get_visible()}
+    assert curves == {
+        "loss": ["training", "validation", "near", "far"],
+        "near_f1": ["validation"],
+        "own_loss": ["training", "validation"],
+    }
+    assert all(len({line.get_color() for line in axes.lines}) == len(axes.lines) for axes in drawn.axes)
+
+
 def test_files_hold_what_the_calls_return(tmp_path):
     original = history()
     path = tmp_path / "history.json"
