@@ -83,4 +83,4 @@ def test_after_thirty_seconds_a_slow_rank_is_warned_about_once(how, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_thousand_lives_leave_no_descriptor_no_thread_and_no_memory(processes, tmp_path):
     # The first 1,000 fill what is bounded, about 4 MiB in all; after them a life costs less than half a KiB.
-    survival.check_many_lives(tmp_path / "notes", processes, lives=2000, warm_up=1000, most_kib=1024, seconds=800.0)
+    survival.check_many_lives(tmp_path / "notes", processes, lives=3000, warm_up=1000, most_kib=1024, seconds=800.0)
