@@ -225,7 +225,7 @@ class FiniteGuard:
         self._raise_or_warn(share, facts_by_rank, nonfinite)
 
     def explain_epoch(self) -> str:
-        """Return how many steps of the epoch the loss scale has cost, or ""; warn if no step changed the model."""
+        """Return how many steps of the ended epoch the loss scale has cost, or ""; warn if none changed the model."""
         if self._scale is None:
             return ""
         problem = ""
@@ -237,7 +237,7 @@ class FiniteGuard:
             remedy = "Give AMPConfig a larger initial_scale or backoff_factor"
         if problem and runtime.is_master():
             warn(
-                f"epoch {self._position.epoch + 1}: {problem}, at a loss scale that is {self._scale.value:g} now. "
+                f"epoch {self._position.epoch}: {problem}, at a loss scale that is {self._scale.value:g} now. "
                 f'{remedy}, or take precision="bf16", whose range is that of float32.'
             )
         overflows = f"{counted(self._overflows, 'step')} overflowed, loss scale {self._scale.value:g}"

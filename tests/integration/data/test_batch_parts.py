@@ -79,9 +79,9 @@ def test_a_dataclass_among_the_inputs_goes_by_name():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((X, Y, torch.tensor([7, 8])), r"holds integers \(int64\): give weights as floats.*take them out of the tuple"),
-        ((X, Y, [7, 8]), "holds integers"),
-        ((X, Y, np.array([True, False])), "holds integers"),
+        ((X, Y, torch.tensor([7, 8])), r"has integers \(int64\): give weights as floats.*nest it"),
+        ((X, Y, [7, 8]), "has integers"),
+        ((X, Y, np.array([True, False])), "has integers"),
         ((NAMES, Y), "X holds <U5 values"),
         ((X, NAMES), "y holds <U5 values"),
         ({"path": NAMES, "y": Y}, "holds <U5 values"),
@@ -160,7 +160,7 @@ def test_the_header_says_what_is_left_out_and_what_counts(capsys):
         assert "left out   inputs that the model's forward does not take: id\n" in capsys.readouterr().out
         trainer.fit(TensorDataset(*make_rows(ROWS), weights), epochs=1)
         assert "weights    of samples (sample_weight, class_weight), from 0.5 to 2\n" in capsys.readouterr().out
-        with pytest.raises(cx.ConfigError, match="take them out of the tuple"):
+        with pytest.raises(cx.ConfigError, match="such as ids or noise, nest it"):
             trainer.fit(TensorDataset(*make_rows(ROWS), torch.arange(ROWS)), epochs=1)
-        with pytest.raises(cx.ConfigError, match="take them out of the tuple"):
+        with pytest.raises(cx.ConfigError, match="such as ids or noise, nest it"):
             trainer.fit(lambda: iter([(*make_rows(ROWS), torch.arange(ROWS))]), epochs=1)
