@@ -361,3 +361,19 @@ def test_validation_data_without_y_are_given_as_x_is(wrap):
     trainer = cx.DistributedTrainer(model, None, "sgd", train_step=train_step)
     history = trainer.fit(ids, validation_data=wrap(ids), epochs=1, verbose=False)
     assert history.history["val_loss"] == [pytest.approx(trainer.evaluate(ids, return_dict=True)["loss"])]
+
+
+class StepsOverGraphs(cx.DistributedTrainer):
+    def train_step(self, batch: Any) -> Tensor:
+        return graph_loss(self.model, batch)
+
+
+@pytest.mark.nightly
+def test_workers_of_a_notebook_do_the_same():
+    model = seeded(GraphModel)
+    trainer = StepsOverGraphs(model, None, torch.optim.SGD(model.parameters(), 0.05))
+    try:
+        trainer.fit(loader("graphs"), num_processes=2, **SETTINGS)
+    finally:
+        cx.finalize()
+    np.testing.assert_allclose(flat(model.parameters()), by_hand("graphs")[0], rtol=1e-11)
