@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -316,8 +317,21 @@ def test_text_of_others_is_shown_without_control_characters():
 # --- two runs, one port ---------------------------------------------------------------------------------------------
 
 
+def train_beside_another_run(refused: str) -> None:
+    """As `train`; leaves once rank 0 of the other run has been refused, so that the two surely meet."""
+    try:
+        with cx.init(cx.DistributedConfig(timeout_ms=20_000, require_secret=True)):
+            total = torch.ones(50_000)
+            dist.all_reduce(total)
+            wait_until(Path(refused).exists)
+    except BaseException:
+        if os.environ["RANK"] == "0":
+            Path(refused).touch()
+        raise
+
+
 @pytest.mark.usefixtures("rank_server")
-def test_two_runs_with_secrets_of_their_own_at_one_port_do_not_end_each_other():
+def test_two_runs_with_secrets_of_their_own_at_one_port_do_not_end_each_other(tmp_path):
     port = free_port()
     runs = [
         [
@@ -332,7 +346,8 @@ def test_two_runs_with_secrets_of_their_own_at_one_port_do_not_end_each_other():
         ]
         for run in range(2)
     ]
-    ended = run_processes(train, list(itertools.chain(*runs)), 5.0, seconds=60.0)
+    refused = str(tmp_path / "refused")
+    ended = run_processes(train_beside_another_run, list(itertools.chain(*runs)), refused, seconds=60.0)
     outcomes = [ended[:2], ended[2:]]
     assert sorted(all(rank.kind is None for rank in run) for run in outcomes) == [False, True]
     [other] = [run for run in outcomes if run[0].kind is not None]
