@@ -320,7 +320,7 @@ def test_text_of_others_is_shown_without_control_characters():
 def train_beside_another_run(refused: str) -> None:
     """As `train`; leaves once rank 0 of the other run has been refused, so that the two surely meet."""
     try:
-        with cx.init(cx.DistributedConfig(timeout_ms=20_000, require_secret=True)):
+        with cx.init(cx.DistributedConfig(timeout_ms=5_000, require_secret=True)):
             total = torch.ones(50_000)
             dist.all_reduce(total)
             wait_until(Path(refused).exists)
