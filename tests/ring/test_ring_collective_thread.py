@@ -1,4 +1,4 @@
-"""Collectives in their own thread: the caller goes on, the order stays, and errors reach whoever waits."""
+"""Collectives in their own thread: the caller continues, the order stays, and errors reach whoever waits."""
 
 from __future__ import annotations
 

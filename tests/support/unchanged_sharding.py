@@ -171,7 +171,7 @@ def checkpoints_of_a_sharded_model() -> None:
 
 
 def checkpoints_in_the_background() -> None:
-    """A thread writes, with its own collectives in its own group, while training goes on."""
+    """A thread writes, with its own collectives in its own group, while training continues."""
     save_in_the_background(AsyncCheckpointerType.THREAD)
 
 

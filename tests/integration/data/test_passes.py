@@ -55,7 +55,7 @@ class Grown(Sampler):
 
 
 class Remembering(Sampler):
-    """Draws from its own generator, which goes on from epoch to epoch."""
+    """Draws from its own generator, which continues from epoch to epoch."""
 
     def __init__(self) -> None:
         self.generator_of_its_own = np.random.RandomState(5)
