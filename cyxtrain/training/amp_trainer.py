@@ -32,8 +32,9 @@ from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place
 from cyxtrain.optim.precision import LossScale, Precision
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.training.inputs.checked_data import LossLike, ModelSetup, place_model
-from cyxtrain.training.inputs.checks import check_trained, model_facts, optimizer_facts
+from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.dry_run import DryRun
+from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict

@@ -27,7 +27,7 @@ from cyxtrain.progress.history import record_epoch, record_numbers, record_valid
 from cyxtrain.progress.step_timer import Profile
 from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import evaluate_rows
-from cyxtrain.training.inputs.checks import trained_facts
+from cyxtrain.training.inputs.facts import trained_facts
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.out_of_memory import memory_explained

@@ -40,7 +40,8 @@ from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import Data, FitArguments, FitSettings, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
-from cyxtrain.training.inputs.checks import checked_ddp_config, value_facts
+from cyxtrain.training.inputs.checks import checked_ddp_config
+from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled, layers_of, recomputed

@@ -29,8 +29,9 @@ from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.checks import check_targets, value_facts
+from cyxtrain.training.inputs.checks import check_targets
 from cyxtrain.training.inputs.dry_run import DryRun
+from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for

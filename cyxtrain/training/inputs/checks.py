@@ -1,35 +1,27 @@
-"""Checks before training: what would go wrong later, or silently; and what ranks must have alike, in words."""
+"""Checks before training: everything that would go wrong later, or silently."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cyxtrain.checkpoint.format.names import plain_parameters
-from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.data.batches.collate import TARGET_NAMES
-from cyxtrain.data.batches.rows import sampled_hash
 from cyxtrain.data.batches.structure import Tree, parts_by_name
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, brief, shortened, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.optim.optimizers import ONLY, described_name, needs_closure, parameters_of
+from cyxtrain.optim.optimizers import ONLY, needs_closure, parameters_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
-from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of
 from cyxtrain.training.trained import params_without_optimizer
 from cyxtrain.world import runtime
 
-_OWN_FIELDS = ("verbose", "checkpoint_dir", "profile")
-"""What ranks may set differently: only one of them shows and writes."""
-_SAMPLED_ELEMENTS = 64
 _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
@@ -183,69 +175,3 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
             f"y holds class {value} (row {row}), and the model has outputs for classes 0 to {classes - 1}. Number the "
             "classes from 0, or give the model's last layer more outputs."
         )
-
-
-def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
-    """Return the settings one by one."""
-    return {
-        f"the setting {name}": value for name, value in dataclasses.asdict(config).items() if name not in _OWN_FIELDS
-    }
-
-
-def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
-    """Return the kinds of parameters, buffers and loss; a hash only of the loss's constants, which stay each rank's."""
-    facts: dict[str, Any] = {"the loss": loss.describe(), "_loss": loss.warning, "accuracy": str(loss.accuracy)}
-    for name, parameter in trained.named_parameters():
-        facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
-    for name, buffer in trained.named_buffers():
-        facts[f"the buffer {name}"] = _kind(buffer)
-    known = {id(buffer) for buffer in trained.buffers()}
-    for name, module in loss.named_modules("loss_fn").items():
-        constants = [(own, buffer) for own, buffer in module.named_buffers(name) if id(buffer) not in known]
-        facts |= {f"{own}: hash of its values": _hash([buffer]) for own, buffer in constants}
-    return facts
-
-
-def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
-    """Return the kind of each optimizer, the settings of its groups, and a hash of samples of its state."""
-    facts: dict[str, Any] = {"the optimizers": [*optimizers]}
-    for own, optimizer in optimizers.items():
-        what = f"the {described_name(own)}"
-        state, groups = optimizer_state_by_name(optimizer, model)
-        facts[what] = type(optimizer).__name__
-        for number, group in enumerate(groups):
-            for name, value in group.items():
-                # Functions and the like have an address in their text, which differs.
-                plain = isinstance(value, (bool, int, float, str, tuple, list, Tensor, type(None)))
-                facts[f"{what}'s {name} (group {number})"] = str(value) if plain else type(value).__name__
-        for name, values in state.items():
-            tensors = [value for value in values.values() if isinstance(value, Tensor)]
-            facts[f"{what}'s state of {name}: hash of its values"] = _hash(tensors)
-    return facts
-
-
-def trained_facts(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return what callbacks may change: a hash of which parameters are trained, and the sizes of groups."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {
-        "which parameters are trained": f"{len(names):,} ({hashlib.sha256(' '.join(names).encode()).hexdigest()[:8]})",
-        "how many parameters each group of the optimizer has": [
-            len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups
-        ],
-    }
-
-
-def value_facts(model: nn.Module) -> dict[str, Any]:
-    """Return a hash of samples of each parameter and buffer."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {f"the model's {name}: hash of its values": _hash([tensor]) for name, tensor in named}
-
-
-def _kind(tensor: Tensor) -> str:
-    kind = "" if is_plain(tensor) else f"{kind_of(tensor)} "
-    return f"{kind}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _hash(tensors: Iterable[Tensor]) -> str:
-    flat = (part.reshape(-1) for tensor in tensors for part in parts_of(tensor) or ())
-    return " ".join(sampled_hash(values, _SAMPLED_ELEMENTS) for values in flat if len(values))

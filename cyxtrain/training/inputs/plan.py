@@ -25,7 +25,8 @@ from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments, check_data
-from cyxtrain.training.inputs.checks import check_trained, model_facts, optimizer_facts
+from cyxtrain.training.inputs.checks import check_trained
+from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes

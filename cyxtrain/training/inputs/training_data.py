@@ -15,7 +15,7 @@ from cyxtrain.data.sources.validation_rows import grouped_rows, stratified_rows,
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.training.inputs.arguments import FitArguments
-from cyxtrain.training.inputs.checks import config_facts
+from cyxtrain.training.inputs.facts import config_facts
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on
 
