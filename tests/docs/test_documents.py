@@ -86,7 +86,7 @@ def test_workflow_on_github_runs_the_commands_of_readme():
     assert commands == {
         "linux": [".ci/run"],
         "others": [tests],
-        "nightly": [f"{tests.replace('[test]', '[nightly]')} -m nightly --ignore {by_version}"],
+        "nightly": ["pip install '.[nightly]' && python -m tests.night"],
         "versions": [f"{tests} -m nightly {by_version} -k ${{{{ matrix.torch }}}}"],
     }
     assert all("timeout-minutes" in job for job in jobs.values())
