@@ -38,7 +38,7 @@ OURS = {
         *(field.name for cls in CONFIGS for field in dataclasses.fields(cls)),
         *(name for call in CALLS for name in inspect.signature(call).parameters),
     ],
-    "attribute": ["callbacks", *(name for name in dir(cx.DistributedTrainer) if not name.startswith("_"))],
+    "attribute": ["callbacks", "loss_fn", *(name for name in dir(cx.DistributedTrainer) if not name.startswith("_"))],
     "option": [name for parameter in launch.params for name in parameter.opts],
 }
 
