@@ -251,17 +251,20 @@ class CellDisplay(LiveDisplay):
         super().__init__()
         self._handle = handle
         self._cell = cell
+        self._before = CellDisplay._printed.get(cell, ())
+        self._header: list[tuple[str, str]] = []
         self._lines: list[str] = []
         self._bars: list[str] = []
 
     @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
-        before: Sequence[tuple[str, str]] = ()
-        if not self._lines:  # of a fit, and not of its end
-            before = CellDisplay._printed.get(self._cell, ())
-            CellDisplay._printed = {self._cell: [*facts]}
-        same = ", ".join(dict.fromkeys(name for name, text in facts if (name, text) in before))
-        self._lines += _lines([*(each for each in facts if each not in before), *[("as above", same)] * bool(same)])
+        same: list[tuple[str, str]] = []
+        if not self._epoch:  # nothing has been trained
+            same = [each for each in facts if each in self._before]
+            self._header += facts
+            CellDisplay._printed = {self._cell: self._header}
+        self._lines += _lines([each for each in facts if each not in same])
+        self._lines += _lines([("as above", ", ".join(dict.fromkeys(name for name, _ in same)))] * bool(same))
         self._rewrite()
 
     @override

@@ -163,8 +163,8 @@ def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) 
     if bool(((scores >= 0) & (scores <= 1)).all()):
         if scores.dim() > 1 and scores.shape[1] > 1 and bool(((scores.sum(1) - 1).abs() < 0.01).all()):
             made = {"Softmax"}
-        elif made <= {"CompiledFunction", "CheckpointFunction"}:
-            made = {type([each for each in model.modules() if not [*each.children()]][-1]).__name__}
+        elif made <= {"CompiledFunction", "CheckpointFunction"} and isinstance([*model.modules()][-1], nn.Sigmoid):
+            made = {"Sigmoid"}
     problem = ""
     if name in _APPLIED and made <= {"Sigmoid", "Softmax"}:
         problem = f"probabilities, and {name} applies a {_APPLIED[name]} itself: leave the "
