@@ -219,19 +219,11 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "optimize: It does backward, averages gradients, clips and steps, of one optimizer by name, in a train_step.": (
             "manual_backward backward toggle_optimizer untoggle_optimizer optimizer_step zero_grad"
         ),
-        "predict: It returns the model's outputs; of scores, .argmax(1) has the classes, .softmax(1) probabilities.": (
-            "predict_proba predict_generator predict_classes decision_function transform"
-        ),
+        "predict: Of scores, .argmax(1) has the classes.": "predict_proba predict_generator predict_classes transform",
         "Call torch.onnx.export(trainer.model, (X[:1],), path) on rank 0": "export to_onnx to_torchscript",
-        "cyxtrain does not search: call fit in a loop, or in the objective of a library such as Optuna": (
-            "tune lr_find hyperparameter_search find_learning_rate find_batch_size scale_batch_size tuner"
-        ),
-        "trainer.config has the settings of the latest fit; set them by name, as in fit(epochs=3)": (
-            "hparams get_params set_params save_hyperparameters"
-        ),
-        "Set fit(checkpoint_dir=folder, keep_best='val_loss', load_best=True)": (
-            "best_model_path best_model_checkpoint checkpoint_callback best_estimator"
-        ),
+        "Call fit in a loop, or in an objective of Optuna": "tune tuner lr_find hyperparameter_search",
+        "trainer.config has the settings, fit(epochs=3) sets": "get_params set_params hparams save_hyperparameters",
+        "Set fit(checkpoint_dir=folder, keep_best='val_loss')": "best_model_path best_model checkpoint_callback",
         "save_checkpoint": "save save_state",
         "load_checkpoint: fit(resume=path) loads one and continues.": "load load_state restore",
         "step": "global_step",

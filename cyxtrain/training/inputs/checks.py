@@ -25,8 +25,8 @@ from cyxtrain.world import runtime
 _APPLIED = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}
 _PROBABILITIES = "end the model with Sigmoid(), or take loss_fn='bce_with_logits'"
 _MOVES = {
-    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose", "Permute", "T"),
-    *("Expand", "Clone", "ToCopy", "Cat", "Stack", "Clamp", "Alias", "Index"),
+    *("Alias", "Cat", "Clamp", "Clone", "Expand", "Index", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+    *("Squeeze", "Stack", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
 }
 _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
