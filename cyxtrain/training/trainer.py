@@ -20,19 +20,12 @@ from typing_extensions import Unpack
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import (
-    check_attribute,
-    names_checked,
-    nearest,
-    require_choice,
-    require_constructed,
-    require_integer,
-)
+from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, brief, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, WeightedLosses
 from cyxtrain.metrics.named_losses import name_of_loss
-from cyxtrain.metrics.named_metrics import NamedMetrics, metrics_by_name
+from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizers
 from cyxtrain.optim.precision import float32_products
@@ -104,8 +97,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     Attributes:
         model: The unwrapped model.
-        loss_fn, loss_weights, metrics: As given; metrics by name. These, `callbacks` and `ddp_config` may be replaced
-            between calls of `fit`; model, optimizer and schedule may not.
+        loss_fn, loss_weights, metrics: As given; metrics by name. They and `callbacks` may be replaced between fits.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
         stop_evaluating: Set by a callback on any rank during a batch, ends `evaluate` or a validation after it.
@@ -145,7 +137,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self.metrics = self._by_name(metrics)
+        self.metrics = metrics_by_name(metrics, [*map(str, loss_fn)] if isinstance(loss_fn, Mapping) else ())
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         made = make_schedulers(scheduler, schedulers, named)
@@ -179,30 +171,9 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             meant = nearest(name, known, "attribute")
             raise AttributeError(f"the trainer has no {name!r}. {meant}", name=name, obj=self)
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Check what replaces an argument of the trainer; refuse what nothing would use."""
-            if "_given_steps" in self.__dict__ and not name.startswith("_"):
-                own = getattr(type(self), name, None)
-                if name == "model" or (isinstance(own, property) and own.fset is None):
-                    raise ConfigError(
-                        f"trainer.{name} cannot be replaced: make a new DistributedTrainer(model, loss_fn, optimizer). "
-                        "Settings go to fit."
-                    )
-                if type(self) is DistributedTrainer and not self._own_steps:
-                    check_attribute(name, [*dir(self)])
-                checks = {"callbacks": checked_callbacks, "metrics": self._by_name, "ddp_config": checked_ddp_config}
-                value = checks.get(name, lambda given: given)(value)
-            object.__setattr__(self, name, value)
-            if name in ("loss_fn", "loss_weights", "metrics", "ddp_config") and "_state" in self.__dict__:
-                self._state.set(loss=Loss(self._loss))
-                self._batch_plan = None
-
         def __call__(self, *_: Any, **__: Any) -> NoReturn:
             """Refuse a call of Keras, whose trainer is the model."""
             raise TypeError("the trainer is not the model: call self.model(x), without training=, which fit sets.")
-
-    def _by_name(self, metrics: Any) -> NamedMetrics:
-        return metrics_by_name(metrics, [*map(str, self.loss_fn)] if isinstance(self.loss_fn, Mapping) else ())
 
     def __getstate__(self) -> dict[str, Any]:
         return {

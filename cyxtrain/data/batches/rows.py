@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 def column_code(values: Any) -> str:
     """Return code that makes a column of y, whether it is a tensor, an array, a table's Series or a list."""
     name = getattr(values, "name", None)
-    if hasattr(values, "to_frame") and name not in (None, ""):
+    if callable(getattr(values, "to_frame", None)) and name not in (None, ""):
         return f"df[[{name!r}]]"
     if values is None or isinstance(values, (Tensor, np.ndarray)):
         return "y.reshape(-1, 1)"

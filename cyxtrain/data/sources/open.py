@@ -44,14 +44,7 @@ def open_source(
     inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
 ) -> Source:
     """Return a user's data as rows; a stream is likely to be read from epoch `number` on."""
-    parts = fields_of(inputs) or {}
-    if isinstance(inputs, (tuple, list)):
-        parts = dict(enumerate(inputs[:2]))
-    if any(map(yields_batches, parts.values())):
-        raise ConfigError(
-            f"X is a {type(inputs).__name__} of what gives batches, such as DataLoaders: give one as X, and one as "
-            "validation_data; to train on all, join their datasets by torch.utils.data.ConcatDataset."
-        )
+    _refuse_several(inputs)
     if not yields_batches(inputs):
         if targets is None and _are_pairs(inputs):
             raise ConfigError(
@@ -86,6 +79,18 @@ def open_source(
         return StreamSource(lambda: inputs, name, config, number, once=True)
     name = getattr(inputs, "__name__", name)
     return StreamSource(_iterator_of(inputs), name, config, number, once=False, parts=[inputs])
+
+
+def _refuse_several(inputs: Any) -> None:
+    """Refuse several loaders or datasets, in a list or by name."""
+    parts = fields_of(inputs) or {}
+    if isinstance(inputs, (tuple, list)):
+        parts = dict(enumerate(inputs[:2]))
+    if any(map(yields_batches, parts.values())):
+        raise ConfigError(
+            f"X is a {type(inputs).__name__} of what gives batches, such as DataLoaders: give one as X, and one as "
+            "validation_data; to train on all, join their datasets by torch.utils.data.ConcatDataset."
+        )
 
 
 def _are_pairs(inputs: Any) -> bool:

@@ -151,8 +151,7 @@ def parse_fit(
         require(validation_data is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
         validation_data = (arrays[2], arrays[3])
     right = class_weight is None or isinstance(class_weight, Mapping)
-    hint = "dict(enumerate(weights)) makes one of a list, such as scikit-learn's compute_class_weight('balanced', ...)."
-    require(right, f"class_weight must be a dictionary such as {{0: 1.0}}, got {brief(class_weight)}. {hint}")
+    require(right, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
     alone = arrays[1] is None and isinstance(validation_data, SupportsArray)  # X without y
     checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
     return FitArguments(

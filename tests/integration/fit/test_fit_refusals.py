@@ -242,7 +242,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     ),
     "weights of classes by name": (
         lambda: trainer_of().fit(INPUTS, TARGETS, class_weight="balanced"),
-        r"got balanced\. dict\(enumerate\(weights\)\) makes one of a list",
+        r"a dictionary, as dict\(enumerate\(weights\)\), got balanced",
     ),
     "objects": (lambda: trainer_of().fit(np.array([[None]] * 12), TARGETS), "X holds object values"),
     "texts": (lambda: trainer_of().fit(INPUTS, np.array(["a"] * 12)), "y holds <U1 values"),
