@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from torch import nn
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.config.settings import names_checked, require_constructed, unknown_name
+from cyxtrain.config.settings import names_checked, require_constructed, takes, unknown_name
 from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
@@ -403,20 +404,39 @@ class Callbacks:
 
 def checked_callbacks(callbacks: Any) -> list[Callback]:
     """Return the callbacks that a user passed: one, several, or None."""
-    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    is_one = isinstance(callbacks, (Callback, type, str, Mapping)) or not isinstance(callbacks or (), Iterable)
+    found = [callbacks] if is_one else list(callbacks or ())
     for callback in found:
         if not isinstance(callback, Callback):
-            what = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-            raise ConfigError(
-                f"callbacks must be instances of cyxtrain.callbacks.Callback, got {what}. Derive yours from it: hooks "
-                "have Keras's names and arguments."
-            )
+            what = f"{brief(callback)} (a {type(callback).__name__}). cyxtrain.callbacks has EarlyStopping and others; "
+            what += "a function goes in a LambdaCallback, and a class of yours derives from Callback."
+            if isinstance(callback, type):
+                what = f"the class {callback.__name__}: pass an object, callbacks=[{callback.__name__}(...)]."
+            raise ConfigError(f"callbacks must be instances of cyxtrain.callbacks.Callback, got {what}")
         own = next(cls for cls in type(callback).__mro__ if cls.__module__.startswith(f"{__package__}."))
         require_constructed(callback._is_constructed, callback, own.__name__)
         for name in dir(callback):
             if name.startswith("on_") and name not in _HOOKS:
                 raise unknown_name(type(callback).__name__, name, list(_HOOKS), "hook named")
+            if name in _CALLED:
+                _check_parameters(callback, name)
     return found
+
+
+def _check_parameters(callback: Callback, name: str) -> None:
+    """Refuse a method that cannot be called with the arguments of ours."""
+    method = getattr(callback, name)
+    if getattr(method, "__func__", None) is getattr(Callback, name) or takes(method, len(_CALLED[name])):
+        return
+    has = (
+        f"takes {inspect.signature(getattr(method, '__func__', method))}" if callable(method) else f"is {brief(method)}"
+    )
+    wanted = ", ".join(_CALLED[name])
+    right = ("self, " * inspect.ismethod(method) + wanted).removesuffix(", ")
+    raise ConfigError(
+        f"{type(callback).__name__}.{name} {has}, and fit passes ({wanted}): define {name}({right}). The "
+        "trainer is self.trainer."
+    )
 
 
 def _noting(construct: Callable[..., None]) -> Callable[..., None]:
@@ -438,7 +458,11 @@ def _refuse_late_reading() -> NoReturn:
     raise ConfigError("logs of a batch can be read only while its hook runs; keep a copy, dict(logs), for later.")
 
 
-_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+_CALLED = {
+    name: [*inspect.signature(each).parameters][1:] for name, each in vars(Callback).items() if inspect.isfunction(each)
+}
+"""The parameters of the methods that a fit calls."""
+_HOOKS = [name for name in _CALLED if name.startswith("on_")]
 _FLAGS = {"test": "stop_evaluating", "predict": "stop_predicting"}
 """The attribute of the trainer by which a callback ends an evaluation or a prediction."""
 

@@ -202,21 +202,28 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "Pass loss_fn, optimizer and metrics to DistributedTrainer(model, loss_fn, optimizer, metrics=...)": (
             "compile configure_optimizers create_optimizer prepare"
         ),
-        "callbacks": "add_callback",
+        "callbacks: A list, such as trainer.callbacks.append(...).": "add_callback remove_callback pop_callback",
         "config": "args",
         "epoch": "current_epoch epochs_trained",
         "evaluate": "test validate validation eval score evaluation_loop",
+        "Call trainer.fit(X, y, epochs=3) again: it continues training": "partial_fit fit_transform",
         "fit": "train fit_generator training_loop",
         "fit: The step is the method train_step(self, batch).": "training_step compute_loss train_function",
-        "history": "callback_metrics logged_metrics log_history",
-        "get_rank": "global_rank process_index",
-        "get_world_size": "world_size",
-        "is_master": "is_main_process is_global_zero is_world_process_zero",
+        "history": "callback_metrics logged_metrics log_history losses train_losses loss_curve best_score",
+        "get_rank": "global_rank process_index rank",
+        "get_world_size": "world_size num_devices num_processes device_ids",
+        "is_master": "is_main_process is_global_zero is_world_process_zero is_local_main_process is_local_process_zero",
+        "Call cx.get_local_rank()": "local_rank local_process_index",
+        "loss_fn": "loss criterion",
         "log: It takes one name and one number; train_step may return a dictionary of them.": "log_dict log_metrics",
         "optimize: It does backward, averages gradients, clips and steps, of one optimizer by name, in a train_step.": (
             "manual_backward backward toggle_optimizer untoggle_optimizer optimizer_step zero_grad"
         ),
-        "predict": "predict_proba predict_generator transform",
+        "predict: Of scores, .argmax(1) has the classes.": "predict_proba predict_generator predict_classes transform",
+        "Call torch.onnx.export(trainer.model, (X[:1],), path) on rank 0": "export to_onnx to_torchscript",
+        "Call fit in a loop, or in an objective of Optuna": "tune tuner lr_find hyperparameter_search",
+        "trainer.config has the settings, fit(epochs=3) sets": "get_params set_params hparams save_hyperparameters",
+        "Set fit(checkpoint_dir=folder, keep_best='val_loss')": "best_model_path best_model checkpoint_callback",
         "save_checkpoint": "save save_state",
         "load_checkpoint: fit(resume=path) loads one and continues.": "load load_state restore",
         "step": "global_step",
@@ -227,7 +234,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "stop_training": "should_stop stop",
         "test_step": "validation_step",
         "Call cx.save_weights(trainer.model, path); trainer.save_checkpoint(path) saves optimizers, too": (
-            "save_model save_weights save_pretrained"
+            "save_model save_weights save_pretrained push_to_hub"
         ),
         "Call cx.load_weights(trainer.model, path); trainer.load_checkpoint(path) loads optimizers, too": (
             "load_model load_weights load_from_checkpoint from_pretrained"

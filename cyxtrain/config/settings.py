@@ -63,6 +63,14 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
     return ConfigError(f"{owner} has no {what} '{name}'. {meant}")
 
 
+def check_attribute(name: str, has: list[str]) -> None:
+    """Refuse an attribute of the trainer that nothing would use: a setting, or another library's name."""
+    known = [each for each in has if not each.startswith("_")]
+    is_setting = any(name in fields for fields in _FIELDS.values())
+    if name not in known and (is_setting or any(meanings(name, "attribute", known))):
+        raise unknown_name("the trainer", name, known, "attribute")
+
+
 def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[str, str] = {}) -> str:
     """Return a sentence with what a name means, with the known name that is spelled alike, or with all of them.
 

@@ -360,7 +360,7 @@ class DistributedTrainingConfig:
         )
         best = self.keep_best
         right = best is None or (isinstance(best, str) and bool(best))
-        require(right, f"{owner}.keep_best must be the name of a number in the history, or None, got {best!r}.")
+        require(right, f"{owner}.keep_best must be a number in the history, such as 'val_loss', or None, got {best!r}.")
         idle = self.load_best and best is None
         require(not idle, f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.')
         require_choice(owner, "on_save_error", self.on_save_error, ("warn", "raise"))

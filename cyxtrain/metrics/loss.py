@@ -67,6 +67,7 @@ class Loss:
         self.items: ItemRule | None = None  # how to count `num_items_in_batch`; None: the model is not given it
         self.uses_num_items = False  # whether the model's loss is the sum of its terms, divided by that number
         self.warning = ""  # what is wrong with its weighting
+        self.first_value = math.inf  # before training, in the dry run
         self.gathers: list[GatherCall] = []  # of `all_gather_with_grad`, by model and loss in each batch
         self._factors = _checked_factors(loss_fn, given)
         self.factor = self._factors.get("loss", 1.0)  # the number in loss_weights if there is one loss_fn
@@ -275,11 +276,11 @@ class Loss:
             self.weightings = {f"{name}_loss": each.weighting for name, each in self.by_output.items()}
             self.shown = tuple(self.weightings)
 
-    def check_shapes(self, output: Any, target: Tree | None) -> None:
+    def check_shapes(self, output: Any, target: Tree | None, column: str = "y.reshape(-1, 1)") -> None:
         """Refuse shapes that PyTorch would broadcast into a table of every row against every other."""
         for name, each in self.by_output.items():
             with naming_output(name):
-                each.check_shapes(*self.of_output(name, output, target))
+                each.check_shapes(*self.of_output(name, output, target), column)
         if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
         if output.shape == target.shape or output.numel() == target.numel() == 1:  # one row, whatever its shape
@@ -290,15 +291,13 @@ class Loss:
         hazard = longer.dim() == shorter.dim() + 1 and longer.shape[-1] == 1 and longer.shape[:-1] == shorter.shape
         if not isinstance(self.function, _ELEMENTWISE_LOSSES) and (self.is_known or not hazard):
             return
-        raise ConfigError(
-            f"the model's output has shape {_shape(output)} and y has {_shape(target)}: "
-            + (
-                "the loss would compare every row with every other. Reshape y (y.reshape(-1, 1)), or let the model "
-                "return one number per row (squeeze(-1))."
-                if hazard
-                else "this loss needs one shape. Change the model's last layer, or y."
-            )
-        )
+        remedy = "this loss needs one shape. Change the model's last layer, or y."
+        if hazard:
+            change = column + " as y, or return output.squeeze(-1) from the model"
+            if longer is target:
+                change = "numpy.asarray(y).reshape(-1) as y, or return output.unsqueeze(-1) from the model"
+            remedy = f"the loss would compare every row with every other. Give {change}."
+        raise ConfigError(f"the model's output has shape {_shape(output)} and y has {_shape(target)}: {remedy}")
 
     def _check_classes_first(self, output: Tensor, target: Tensor) -> None:
         """Refuse scores of tokens or pixels with the classes in the last dimension."""

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -245,15 +245,26 @@ class LauncherDisplay(PlainDisplay):
 class CellDisplay(LiveDisplay):
     """One output of a notebook cell, rewritten in place: without widgets, and a saved notebook has its last state."""
 
-    def __init__(self, handle: Any) -> None:
+    _printed: ClassVar[dict[int, Sequence[tuple[str, str]]]] = {}  # by cell: the latest header, which is not repeated
+
+    def __init__(self, handle: Any, cell: int = 0) -> None:
         super().__init__()
         self._handle = handle
+        self._cell = cell
+        self._before = CellDisplay._printed.get(cell, ())
+        self._header: list[tuple[str, str]] = []
         self._lines: list[str] = []
         self._bars: list[str] = []
 
     @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
-        self._lines += _lines(facts)
+        same: list[tuple[str, str]] = []
+        if not self._epoch:  # nothing has been trained
+            same = [each for each in facts if each in self._before]
+            self._header += facts
+            CellDisplay._printed = {self._cell: self._header}
+        self._lines += _lines([each for each in facts if each not in same])
+        self._lines += _lines([("as above", ", ".join(dict.fromkeys(name for name, _ in same)))] * bool(same))
         self._rewrite()
 
     @override
@@ -291,7 +302,7 @@ class CellText:
         return self._text
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space:pre;line-height:normal">{html.escape(self._text)}</pre>'
+        return f'<pre style="white-space:pre;line-height:normal;font-family:monospace">{html.escape(self._text)}</pre>'
 
 
 _makers: list[Callable[[bool], Display]] = []
@@ -319,9 +330,10 @@ def make_display(shows: bool) -> Display:
 
     console = Console()
     if console.is_jupyter:
-        from IPython.display import display  # installed where notebooks run
+        from IPython import display, get_ipython  # installed where notebooks run
 
-        return CellDisplay(display(CellText(""), display_id=True))  # type: ignore[no-untyped-call]
+        handle = display.display(CellText(""), display_id=True)  # type: ignore[no-untyped-call]
+        return CellDisplay(handle, getattr(get_ipython(), "execution_count", 0))
     return TerminalDisplay(console) if console.is_terminal else PlainDisplay()
 
 

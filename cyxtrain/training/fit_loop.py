@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
-from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, warn
+from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, shortened, warn
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.optim.learning_rates import LEARNING_RATE, rates_by_name, rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
@@ -42,6 +43,8 @@ from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
+_DIVERGED = 1e5
+"""How many times the loss before training, or 1 if that is more, a loss is when training has diverged."""
 _NOT_PRINTED = (LEARNING_RATE, GRAD_NORM)
 
 
@@ -246,6 +249,7 @@ class FitLoop:
             return  # the data had ended before the epoch began
         if self._updates is not None:
             self._updates.warn_of_idle()
+        self._warn_of_divergence(measured["loss"])
         rows = position.samples - self._samples_before
         if plan.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
@@ -267,6 +271,17 @@ class FitLoop:
             plan.display.header([("stopped", f"{where} of {self._last_epoch}: {state.stop_reason}")])
         self._manager.after_epoch()
         stop_if_requested(received)
+
+    def _warn_of_divergence(self, loss: float) -> None:
+        """Warn once of a loss that has left all bounds, and is finite."""
+        before = self._plan.data.loss.first_value
+        if abs(loss) > _DIVERGED * max(1.0, abs(before)) and runtime.is_master():
+            self._plan.data.loss.first_value = math.inf
+            rates = shortened(f"{rate:g}" for rate in rates_by_name(self._state.rates).values())
+            warn(
+                f"epoch {self._state.position.epoch + 1}: training diverges: the mean loss is {loss:.3g}, and was "
+                f"{before:.3g} before. Lower the learning rate ({rates}), set clip_norm=1.0, or scale X and y."
+            )
 
     def _validate_within_epoch(self, step: TrainingStep) -> None:
         """Validate, save the best and stop if a callback asks for it; training continues with the same generators."""

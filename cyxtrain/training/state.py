@@ -10,12 +10,12 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.callbacks.callback import Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
 from cyxtrain.checkpoint.format.encoding import encode_tree
 from cyxtrain.checkpoint.format.names import plain_parameters, plain_state
@@ -28,9 +28,11 @@ from cyxtrain.checkpoint.transport import read_file_on_all
 from cyxtrain.checkpoint.validation import is_position, taking_over
 from cyxtrain.checkpoint.weights import fitting_state, load_model_state
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config.settings import check_attribute
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, brief, warn
 from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.optim.learning_rates import LearningRates, scaling_of, set_rates
 from cyxtrain.optim.optimizers import ONLY, described_name
 from cyxtrain.optim.precision import LossScale, make_loss_scale
@@ -420,6 +422,28 @@ class TrainerView:
     """What a trainer shows of its training."""
 
     _state: TrainingState
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Check what replaces an argument of the trainer; refuse what nothing would use."""
+            if "_given_steps" in self.__dict__ and not name.startswith("_"):
+                own = getattr(type(self), name, None)
+                if name == "model" or (isinstance(own, property) and own.fset is None):
+                    raise ConfigError(
+                        f"trainer.{name} cannot be replaced: make a new DistributedTrainer(model, loss_fn, optimizer). "
+                        "Settings go to fit."
+                    )
+                if type(self).__module__.startswith("cyxtrain.") and not self._own_steps:
+                    check_attribute(name, [*dir(self)])
+                if name == "callbacks":
+                    value = checked_callbacks(value)
+                if name == "metrics":
+                    value = metrics_by_name(value, [*map(str, getattr(self.loss_fn, "keys", tuple)())])
+            object.__setattr__(self, name, value)
+            if name in ("loss_fn", "loss_weights", "metrics") and "_state" in self.__dict__:
+                self._state.set(loss=Loss(self._loss))
+                self._batch_plan = None
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
-from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, brief, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, WeightedLosses
 from cyxtrain.metrics.named_losses import name_of_loss
@@ -97,7 +97,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     Attributes:
         model: The unwrapped model.
-        loss_fn, loss_weights, metrics: As given; metrics by name.
+        loss_fn, loss_weights, metrics: As given; metrics by name. They and `callbacks` may be replaced between fits.
         ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
         stop_evaluating: Set by a callback on any rank during a batch, ends `evaluate` or a validation after it.
@@ -127,7 +127,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         predict_step: StepLike = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+            what = f"{brief(model)} (a {type(model).__name__})"
+            raise ConfigError(f"model must be a torch.nn.Module object, got {what}. Layers are nn.Sequential(*layers).")
         self._wrappers, self.model = unwrap(model)
         self.loss_fn = loss_fn
         self.loss_weights = loss_weights
@@ -566,7 +567,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _plan(self, arguments: FitArguments, sources: Sources) -> tuple[FitPlan, dict[str, Any]]:
         """Return this rank's plan, and what must be the same on every rank."""
         check_names(type(self), self.model, self._own_steps)
-        arguments.callbacks = [*self.callbacks, *arguments.callbacks]
+        arguments.callbacks = [*checked_callbacks(self.callbacks), *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments, sources, first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from cyxtrain.config.settings import is_number
 from cyxtrain.data.batches.structure import Tree, fields_of, map_tree, named_tensors, num_rows, same_sequence, tensors
 from cyxtrain.environment.accelerator import to_device
-from cyxtrain.errors import ConfigError, shortened
+from cyxtrain.errors import ConfigError, brief, shortened
 
 NAMES = ("X", "y", "sample_weight")
 SAMPLED_ROWS = 1024
@@ -55,6 +56,23 @@ class Rows(NamedTuple):
                     f"{first} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
                     f"own.{hint}"
                 )
+
+
+def column_code(values: Any) -> str:
+    """Return code that makes a column of y, whether it is a tensor, an array, a table's Series or a list."""
+    name = getattr(values, "name", None)
+    if callable(getattr(values, "to_frame", None)) and name not in (None, ""):
+        return f"df[[{name!r}]]"
+    if values is None or isinstance(values, (Tensor, np.ndarray)):
+        return "y.reshape(-1, 1)"
+    return "numpy.asarray(y).reshape(-1, 1)"
+
+
+def columns_of(values: Any) -> list[Any]:
+    """Return the names of a table's columns, such as those of pandas and Polars; none for other data."""
+    if isinstance(values, (Tensor, np.ndarray)) or not callable(getattr(values, "__array__", None)):
+        return []
+    return list(getattr(values, "column_names", getattr(values, "columns", ())))
 
 
 def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
@@ -129,7 +147,7 @@ def rows_not_finite(rows: Tensor) -> list[int]:
 
 
 def _as_tensor(values: Any, name: str) -> Tensor:
-    tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(_as_array(values, name), name)
+    tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(_as_array(values, name))
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into rows: give {name}.to_dense().")
     if tensor.dim() == 0:
@@ -140,20 +158,32 @@ def _as_tensor(values: Any, name: str) -> Tensor:
 def _as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
     if isinstance(values, np.ma.MaskedArray):
         raise ConfigError(f"{name} is a masked array, and the mask would be lost: fill it, with {name}.filled(value).")
-    if isinstance(values, np.ndarray):
-        return values
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except (TypeError, ValueError) as error:  # such as lists of different lengths
         raise ConfigError(f"{name} cannot be made an array: {error}") from error
+    if array.dtype.kind in "fiubc":
+        return array
+    columns = {repr(each): _first_bad(np.asarray(values[each])) for each in columns_of(values)}
+    wrong = [f"{column} ({bad})" for column, bad in columns.items() if bad]
+    bad = _first_bad(array)
+    where = f" in column {shortened(wrong)}" * bool(wrong) or f" ({bad})" * bool(bad)
+    remedy = "Encode texts as numbers, fill missing values, and pad rows of different lengths first."
+    if columns and not wrong:
+        remedy = f"Its columns are of different kinds: give {name}.astype('float32')."
+    elif name == "y":
+        remedy = "Fill missing values; number classes, as in numpy.unique(y, return_inverse=True)[1]."
+    raise ConfigError(f"{name} holds {array.dtype} values{where}; it must hold numbers. {remedy}")
 
 
-def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
-    if array.dtype.kind not in "fiubc":
-        raise ConfigError(
-            f"{name} holds {array.dtype} values; it must hold numbers. "
-            "Rows of different lengths must be padded, and texts encoded, first."
-        )
+def _first_bad(array: np.ndarray[Any, Any]) -> str:
+    """Return the first value that is NaN or not a number; "" if there is none."""
+    if array.dtype.kind in "iub":
+        return ""
+    return next((brief(str(each)) for each in array.reshape(-1) if not isinstance(each, Number) or each != each), "")
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.name in ("float96", "float128", "longdouble"):

@@ -21,6 +21,8 @@ from cyxtrain.data.batches.rows import (
     SAMPLED_ROWS,
     Rows,
     as_rows,
+    column_code,
+    columns_of,
     gather,
     holds_tensors,
     rows_not_finite,
@@ -50,6 +52,8 @@ class ArraySource(Source):
         self._lengths: Indices | None = None  # of rows, by which an epoch groups them
         self._rows: Indices | None = None  # the rows that were chosen of them; None: all from the first one on
         self.is_numpy = not holds_tensors(inputs)
+        self.column = column_code(targets)
+        self._columns = {name: columns_of(each) for name, each in zip(NAMES, (inputs, targets, weights), strict=True)}
         self.example = as_rows(inputs, targets, weights)
         if len(self) == 0:
             raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
@@ -162,10 +166,10 @@ class ArraySource(Source):
         return facts
 
     @override
-    def not_finite(self, part: int, parts: int) -> tuple[str, int]:
-        """Return the first place in X, or else in y, such as "row 7 of X holds nan", and the number of rows."""
+    def not_finite(self, part: int, parts: int) -> tuple[str, int, list[str]]:
+        """Return the first place in X, or else in y, such as "row 7 of X holds nan"; the number of rows; columns."""
         first, end = len(self) * part // parts, len(self) * (part + 1) // parts
-        text, wrong = "", set[int]()
+        text, wrong, columns = "", set[int](), dict[str, None]()
         for name, tensor in self.example.named():
             if not tensor.is_floating_point() or tensor.numel() == 0:
                 continue
@@ -175,10 +179,12 @@ class ArraySource(Source):
                 # A sum is not finite where any element is not; it may overflow too, so look again.
                 found = [] if bool(piece.sum().isfinite()) else rows_not_finite(piece)
                 wrong.update(start + row for row in found)
+                named = enumerate(self._columns.get(name, ()) if found else ())
+                columns |= {repr(column): None for n, column in named if not bool(piece[:, n].isfinite().all())}
                 if found and not text:
                     values = piece[found[0]].reshape(-1)
                     bad = values[~values.isfinite()][0].item()
                     row = start + found[0]
                     row = self._first_row + row if self._rows is None else self._rows[row]
                     text = f"row {row} of {name} holds {bad}"
-        return text, len(wrong)
+        return text, len(wrong), [*columns]

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.collate import check_weights
+from cyxtrain.data.batches.structure import fields_of
 from cyxtrain.data.order import SeededOrder, order_of
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.dataset_source import DatasetSource
@@ -43,6 +44,7 @@ def open_source(
     inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
 ) -> Source:
     """Return a user's data as rows; a stream is likely to be read from epoch `number` on."""
+    _refuse_several(inputs)
     if not yields_batches(inputs):
         if targets is None and _are_pairs(inputs):
             raise ConfigError(
@@ -58,9 +60,12 @@ def open_source(
     name = type(inputs).__name__
     if callable(getattr(inputs, "toarray", None)):  # SciPy's sparse matrices, which NumPy takes for single objects
         raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
+    validate = "To validate, give validation_data=(X_val, y_val)."
     for what, given in (("y", targets), ("sample_weight", weights)):
         if given is not None:
-            raise ConfigError(f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight).")
+            raise ConfigError(
+                f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight). {validate}"
+            )
     if isinstance(inputs, DataLoader):
         return _open_loader(inputs, config, number)
     numbered = isinstance(inputs, (Dataset, _Numbered)) and not isinstance(inputs, (IterableDataset, Iterator))
@@ -74,6 +79,18 @@ def open_source(
         return StreamSource(lambda: inputs, name, config, number, once=True)
     name = getattr(inputs, "__name__", name)
     return StreamSource(_iterator_of(inputs), name, config, number, once=False, parts=[inputs])
+
+
+def _refuse_several(inputs: Any) -> None:
+    """Refuse several loaders or datasets, in a list or by name."""
+    parts = fields_of(inputs) or {}
+    if isinstance(inputs, (tuple, list)):
+        parts = dict(enumerate(inputs[:2]))
+    if any(map(yields_batches, parts.values())):
+        raise ConfigError(
+            f"X is a {type(inputs).__name__} of what gives batches, such as DataLoaders: give one as X, and one as "
+            "validation_data; to train on all, join their datasets by torch.utils.data.ConcatDataset."
+        )
 
 
 def _are_pairs(inputs: Any) -> bool:

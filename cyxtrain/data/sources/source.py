@@ -15,7 +15,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.batches.collate import check_parts
 from cyxtrain.data.batches.prefetch import Placement
-from cyxtrain.data.batches.rows import Rows, weighted_by_class
+from cyxtrain.data.batches.rows import Rows, column_code, weighted_by_class
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import Feed
 from cyxtrain.errors import ConfigError
@@ -37,6 +37,7 @@ class Source(ABC):
     reads_once = False  # whether the rows can be read only once
     left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as texts
     no_rows: ConfigError | None = None  # why its batches are opaque; None: their tensors have a row per sample
+    column = column_code(None)  # code that makes a column of y, for errors
     target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples
     _weigh: Callable[[Rows], Rows] | None = None
     _limit: int | None = None  # batches to evaluate; None: all
@@ -83,9 +84,9 @@ class Source(ABC):
         """Return a digest of all facts, by which a checkpoint recognizes the data of its run."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.facts("data")).encode())
 
-    def not_finite(self, part: int, parts: int) -> tuple[str, int]:
-        """Return the first place with NaN or an infinity in a part of the rows; the number of such rows."""
-        return "", 0
+    def not_finite(self, part: int, parts: int) -> tuple[str, int, list[str]]:
+        """Return the first place with NaN or an infinity in a part of the rows; the number of such rows; columns."""
+        return "", 0, []
 
     def weighted_by_class(self: _Source, weights: Mapping[Any, Any], ignored: int | None) -> _Source:
         """Return the same rows, weighted as by Keras's class_weight, except the class `ignored`."""

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
-from cyxtrain.config.settings import require, require_integer, unknown_name
+from cyxtrain.config.settings import is_number, require, require_integer, unknown_name
 from cyxtrain.data.sources.open import yields_batches
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief, counted
 
 
 @runtime_checkable
@@ -151,7 +151,7 @@ def parse_fit(
         require(validation_data is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
         validation_data = (arrays[2], arrays[3])
     right = class_weight is None or isinstance(class_weight, Mapping)
-    require(right, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
+    require(right, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
     alone = arrays[1] is None and isinstance(validation_data, SupportsArray)  # X without y
     checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
     return FitArguments(
@@ -190,9 +190,12 @@ def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, 
         raise ConfigError(
             "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
         )
-    count = sum(array is not None for array in arrays)
+    unnamed = next((each for each in arrays[1:] if is_number(each) or isinstance(each, (str, Callback))), None)
+    advice = "Name the rest: validation_data=(X_val, y_val) or a DataLoader, epochs=3, callbacks=[...]."
+    require(unnamed is None, f"fit got {brief(unnamed)} by position. {advice}")
+    count = counted(sum(array is not None for array in arrays), "array")
     right = arrays[0] is not None and len(arrays) == 4
-    require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count} arrays.")
+    require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count}. {advice}")
     return arrays, config, settings.pop("group_by_length", None)
 
 
@@ -226,7 +229,8 @@ def _from_initial(epoch: int | None, settings: DistributedTrainingConfig) -> Dis
 
 def _path(resume: Any) -> str | None:
     if resume is not None and (not isinstance(resume, (str, os.PathLike)) or resume == ""):
-        raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.')
+        hint = ' Did you mean "auto", the newest in checkpoint_dir?' * (resume is True)
+        raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.{hint}')
     if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
     return None if resume is None else os.fspath(resume)

@@ -14,7 +14,7 @@ from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.structure import Tree, parts_by_name
 from cyxtrain.data.sources.source import Source
-from cyxtrain.errors import ConfigError, brief, shortened, warn
+from cyxtrain.errors import ConfigError, brief, counted, shortened, warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import ONLY, needs_closure, parameters_of
 from cyxtrain.parallel.reducer import trained_parameters
@@ -22,6 +22,12 @@ from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.trained import params_without_optimizer
 from cyxtrain.world import runtime
 
+_APPLIED = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}
+_PROBABILITIES = "end the model with Sigmoid(), or take loss_fn='bce_with_logits'"
+_MOVES = {
+    *("Alias", "Cat", "Clamp", "Clone", "Expand", "Index", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+    *("Squeeze", "Stack", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
+}
 _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
@@ -108,9 +114,10 @@ def check_targets(source: Source, loss: Loss) -> None:
                 f"y is missing: the batches have {', '.join(inputs)}, and y must be called one of "
                 f"{', '.join(TARGET_NAMES)}; or give (x, y)."
             )
+        hint = " X and y are two arguments: fit(X, y)." * isinstance(inputs, (tuple, list))
         raise ConfigError(
             "y is missing: the loss compares the model's output with it. Only a model that computes its own "
-            "loss (loss_fn=None) does without."
+            f"loss (loss_fn=None) does without.{hint}"
         )
     targets = parts_by_name(source.targets)
     missing = [name for name in loss.by_output if name not in targets]
@@ -133,37 +140,72 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
     name, shape = type(loss.function).__name__, [*targets.shape[1:]]
     if targets.is_floating_point() and not shape:
         dtype = str(targets.dtype).removeprefix("torch.")
+        missing = int(targets.isnan().sum())
+        nan = f", with NaN in {counted(missing, 'row')}, which must be filled or dropped" * bool(missing)
         raise ConfigError(
-            f"{name} wants class indices of an integer dtype, and y has dtype {dtype}: convert it with y.long(), or "
-            "y.astype('int64') in NumPy."
+            f"{name} wants class indices of an integer dtype, and y has dtype {dtype}{nan}: give y.long(), or "
+            "numpy.asarray(y).astype('int64')."
         )
     if shape == [1] and not targets.is_floating_point():
-        raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
-
-
-def warn_of_softmax(output: Any, targets: Any, loss: Loss) -> None:
-    """Warn of outputs that are probabilities if the loss applies a softmax to them."""
-    for part, each in loss.by_output.items() if loss.function is not None else ():
-        warn_of_softmax(*loss.of_output(part, output, targets), each)
-    if not isinstance(loss.function, nn.CrossEntropyLoss) or not isinstance(output, Tensor) or output.dim() < 2:
-        return
-    scores, classes = output.detach().float(), output.shape[1]
-    if classes > 1 and bool((scores >= 0).all() & ((scores.sum(1) - 1).abs() < 0.01).all()) and runtime.is_master():
-        warn(
-            f"the outputs for all {len(output):,} rows that were tried are probabilities, which sum to 1 over the "
-            f"{classes} classes, and CrossEntropyLoss applies a softmax itself: leave the Softmax out of the model."
+        raise ConfigError(
+            f"{name} wants one class number per row, and y has shape (n, 1): give numpy.asarray(y).reshape(-1)."
         )
+
+
+def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) -> None:
+    """Warn of probabilities for a loss that takes scores, and of scores for one that takes (log-)probabilities."""
+    for part, each in loss.by_output.items() if loss.function is not None else ():
+        warn_of_activation(*loss.of_output(part, output, targets), each, model)
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 1 or not runtime.is_master():
+        return
+    name, made = type(loss.function).__name__, _made_by(output)
+    scores = output.detach().float()
+    if bool(((scores >= 0) & (scores <= 1)).all()):
+        if scores.dim() > 1 and scores.shape[1] > 1 and bool(((scores.sum(1) - 1).abs() < 0.01).all()):
+            made = {"Softmax"}
+        elif made <= {"CompiledFunction", "CheckpointFunction"} and isinstance([*model.modules()][-1], nn.Sigmoid):
+            made = {"Sigmoid"}
+    problem = ""
+    if name in _APPLIED and made <= {"Sigmoid", "Softmax"}:
+        problem = f"probabilities, and {name} applies a {_APPLIED[name]} itself: leave the "
+        problem += f"{' and the '.join(sorted(made))} out of the model"
+    elif isinstance(loss.function, (nn.NLLLoss, nn.KLDivLoss)) and bool((scores > 0.001).any()):
+        problem = f"not log-probabilities, which {name} takes: end the model with LogSoftmax(1)"
+    elif isinstance(loss.function, nn.BCELoss) and made <= {"Addmm", "Mm", "Convolution"}:
+        problem = f"scores of a linear layer, and {name} takes probabilities: {_PROBABILITIES}"
+    if problem:
+        warn(f"the outputs for all {len(output):,} rows that were tried are {problem}.")
+
+
+def _made_by(output: Tensor) -> set[str]:
+    """Return the names of the operations that made a tensor, apart from those that only move or limit its values."""
+    found = set()
+    nodes = [output.grad_fn]
+    for node in nodes:  # grows
+        name = "" if node is None else node.name().rpartition("Backward")[0]
+        if node is None or name not in _MOVES:
+            found.add(name)
+        else:
+            nodes += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
-    """Refuse class indices for which the model has no output."""
+    """Refuse targets and outputs that the loss does not take, such as classes for which the model has no output."""
     for part, each in loss.by_output.items():
         own, answer = loss.of_output(part, output, targets)
         check_classes(answer, own, each)
     function = loss.function
+    if loss.is_binary:
+        wrong = _beyond_0_and_1(targets)
+        require(not wrong, f"y is {wrong}, and the loss takes 0 and 1, or probabilities: convert it, as in y > 0.")
+        wrong = _beyond_0_and_1(output) * isinstance(function, nn.BCELoss)
+        require(not wrong, f"the model's output is {wrong}, and BCELoss takes probabilities: {_PROBABILITIES}.")
     known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
     if not known or not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(output, Tensor):
         return
+    if output.dim() > 1 and output.shape[1:] == targets.shape[1:]:
+        raise ConfigError("y has one-hot rows of whole numbers: give class numbers, y.argmax(1), or y as floats.")
     if output.dim() != targets.dim() + 1:
         return
     classes, targets = output.shape[1], targets.to(torch.int64)
@@ -174,4 +216,14 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
         raise ConfigError(
             f"y holds class {value} (row {row}), and the model has outputs for classes 0 to {classes - 1}. Number the "
             "classes from 0, or give the model's last layer more outputs."
+            + " For two classes, one output takes loss_fn='bce_with_logits' and y as floats."
+            * (classes == 1)
         )
+
+
+def _beyond_0_and_1(values: Any) -> str:
+    """Return the range of the first values, such as "from -1 to 1", if it leaves 0 to 1; otherwise ""."""
+    if not isinstance(values, Tensor) or values.numel() == 0 or values.is_complex():
+        return ""
+    low, high = values.detach()[:1024].double().aminmax()
+    return f"from {low:.3g} to {high:.3g}" * bool((low < 0) | (high > 1))

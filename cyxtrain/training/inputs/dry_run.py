@@ -30,7 +30,7 @@ from cyxtrain.metrics.named_metrics import ACCURACY, NamedMetrics, make_metrics
 from cyxtrain.metrics.whole_set import WholeSet, tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
-from cyxtrain.training.inputs.checks import check_classes, warn_of_softmax
+from cyxtrain.training.inputs.checks import check_classes, warn_of_activation
 from cyxtrain.training.inputs.weight_check import COMPARED_ROWS, WeightCheck, warning_of
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
@@ -89,7 +89,8 @@ class DryRun:
                 if isinstance(module, nn.SyncBatchNorm):
                     module.eval()  # in training mode it waits for the other ranks
             output, value = self._forward(source, batch)
-            warn_of_softmax(output, batch.targets, self._loss)
+            warn_of_activation(output, batch.targets, self._loss, self._model)
+            self._loss.first_value = float(value.detach())
             if self._call.optimizes:
                 return self._measuring(output, batch, value)
             with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
@@ -173,7 +174,7 @@ class DryRun:
         loss, output = self._loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
-        loss.check_shapes(output, batch.targets)
+        loss.check_shapes(output, batch.targets, source.column)
         check_classes(source.targets, output, loss)
         with _described_error(
             f"the loss cannot take the model's output and y, tried on {_described(output)} and "

@@ -17,7 +17,7 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
-from cyxtrain.errors import ConfigError, warn
+from cyxtrain.errors import ConfigError, shortened, warn
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import can_fuse
@@ -356,8 +356,10 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
         warn(warnings[0])
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts["_not_finite"]):
         found = [facts["_not_finite"][name] for facts in facts_by_rank if name in facts["_not_finite"]]
-        where, count = found[0][0], sum(rows for _, rows in found)
-        more = f", the first of {count:,} such rows" if count > 1 else ""
+        where, count = found[0][0], sum(rows for _, rows, _ in found)
+        more = f", the first of {count:,} such rows" * (count > 1)
+        columns = dict.fromkeys(column for _, _, named in found for column in named)
+        more += f" (column {shortened(columns)})" * bool(columns)
         what = "on_nonfinite decides what happens if that makes the loss NaN."
         if name != "training":
             where = f"{name.replace('validation', 'validation data')}: {where}"

@@ -23,9 +23,10 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
         found = torch.device("cpu" if device == "auto" else device)
     except (RuntimeError, TypeError) as error:
         gpu = "cuda" if visible is None else visible.type
+        meant = " Did you mean 'auto'?" * (str(device).lower() in ("gpu", "gpus", "tpu", "accelerator"))
         raise ConfigError(
             f"device must be 'auto' (a visible GPU, else the CPU), or one of torch's such as 'cpu' or {gpu!r}, got "
-            f"{device!r}."
+            f"{device!r}.{meant}"
         ) from error
     asked = f"device={str(device)!r}"
     is_there = visible is not None and visible.type == found.type

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 INPUTS, TARGETS = make_rows(12)
 NUMBERS = INPUTS[:, :1]
 ONE_EPOCH = cx.DistributedTrainingConfig(epochs=1)
+LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(INPUTS, TARGETS), batch_size=4)
 TABLE = "the loss would compare every row with every other"
 
 
@@ -72,6 +75,34 @@ class LogsAsLightning(cx.DistributedTrainer):
         loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
         self.log("mine", loss, on_epoch=True)  # type: ignore[call-arg]
         return loss
+
+
+class AsLightning(cx.callbacks.Callback):
+    def on_epoch_end(self, trainer: Any, pl_module: Any, number: int) -> None:  # type: ignore[override]
+        raise AssertionError("nobody calls it")
+
+
+class WithoutArguments(cx.callbacks.Callback):
+    def on_epoch_end(self) -> None:  # type: ignore[override]
+        raise AssertionError("nobody calls it")
+
+
+class ByKeyword(cx.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, *, logs: Any) -> None:  # type: ignore[override]
+        raise AssertionError("nobody calls it")
+
+
+class SavesAsLightning(cx.callbacks.Callback):
+    def state_dict(self, trainer: Any) -> Any:  # type: ignore[override]
+        raise AssertionError("nobody calls it")
+
+
+def calling(callback: Any) -> Callable[[], Any]:
+    return lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=callback)
+
+
+def setting(name: str, value: Any) -> Callable[[], Any]:
+    return lambda: setattr(trainer_of(), name, value)
 
 
 class Elsewhere(nn.Module):
@@ -141,6 +172,78 @@ WRONG: dict[str, tuple[Way, str]] = {
     "an unknown argument": (lambda: trainer_of().fit(INPUTS, TARGETS, epoch=3), "Did you mean 'epochs'"),
     "a config of another kind": (lambda: trainer_of().fit(INPUTS, TARGETS, config={}), "DistributedTrainingConfig"),
     "callbacks": (lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=[print]), "callbacks must be instances of"),
+    "a callback's class": (
+        calling([cx.callbacks.EarlyStopping]),
+        r"the class EarlyStopping: pass an object, callbacks=\[",
+    ),
+    "a callback's class alone": (calling(cx.callbacks.EarlyStopping), "the class EarlyStopping: pass an object"),
+    "a callback's name": (calling("early_stopping"), r"got early_stopping \(a str\)"),
+    "a number for callbacks": (calling(3), r"got 3 \(a int\)"),
+    "callbacks in a dictionary": (calling({"stop": cx.callbacks.EarlyStopping("loss")}), r"\(a dict\)"),
+    "a hook of Lightning": (
+        calling(AsLightning()),
+        r"takes \(self, trainer: .*\) .*, and fit passes \(epoch, logs\): define on_epoch_end\(self, epoch, logs\)",
+    ),
+    "a hook without arguments": (calling(WithoutArguments()), r"WithoutArguments\.on_epoch_end takes \(self\)"),
+    "a hook with a keyword": (calling(ByKeyword()), r"define on_train_batch_end\(self, batch, logs\)"),
+    "a state as Lightning's": (calling(SavesAsLightning()), r"fit passes \(\): define state_dict\(self\)"),
+    "a function of logs": (
+        calling(cx.callbacks.LambdaCallback(on_epoch_end=lambda logs: None)),
+        r"LambdaCallback\.on_epoch_end takes \(logs\), and fit passes \(epoch, logs\): define on_epoch_end\(epoch, ",
+    ),
+    "an optimizer set later": (setting("optimizer", "sgd"), r"trainer\.optimizer cannot be replaced: make a new Dist"),
+    "a model set later": (setting("model", make_model()), r"trainer\.model cannot be replaced"),
+    "a schedule set later": (setting("scheduler", "cosine"), r"trainer\.scheduler cannot be replaced"),
+    "a rate set later": (setting("lr", 0.1), r"no attribute 'lr'\. Call trainer\.set_learning_rates"),
+    "a setting set later": (setting("epochs", 3), r"no attribute 'epochs': it belongs to fit\(epochs=\.\.\.\)"),
+    "Lightning's way to stop": (setting("should_stop", True), "Did you mean 'stop_training'"),
+    "a class set later": (
+        setting("callbacks", [cx.callbacks.EarlyStopping]),
+        "the class EarlyStopping: pass an object",
+    ),
+    "a class in the list of the trainer": (
+        lambda: (trainer := trainer_of()).callbacks.append(cx.callbacks.Timer) or trainer.fit(INPUTS, TARGETS),
+        "the class Timer: pass an object",
+    ),
+    "a pair as third argument": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, (INPUTS, TARGETS)),
+        r"it got 3 arrays\. Name the rest: validation_data=\(X_val, y_val\) or a DataLoader",
+    ),
+    "numbers by position": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, 32, 10),
+        r"fit got 32 by position\. Name the rest",
+    ),
+    "two loaders": (lambda: trainer_of().fit([LOADER, LOADER]), "X is a list of what gives batches, .*ConcatDataset"),
+    "loaders by name": (
+        lambda: trainer_of().fit({"train": LOADER, "val": LOADER}),
+        "X is a dict of what gives batches",
+    ),
+    "a loader and a pair": (
+        lambda: trainer_of().fit(LOADER, (INPUTS, TARGETS)),
+        r"X is a DataLoader, which gives y itself, .* To validate, give validation_data=\(X_val, y_val\)",
+    ),
+    "a pair as X": (lambda: trainer_of().fit((INPUTS, NUMBERS)), r"X and y are two arguments: fit\(X, y\)"),
+    "True to resume from": (lambda: trainer_of().fit(INPUTS, TARGETS, resume=True), 'Did you mean "auto", the newest'),
+    "one-hot rows of whole numbers": (
+        lambda: trainer_of().fit(INPUTS, nn.functional.one_hot(TARGETS)),
+        r"one-hot rows of whole numbers: give class numbers, y\.argmax\(1\)",
+    ),
+    "one output for two classes": (
+        lambda: trainer_of(make_model(outputs=1)).fit(INPUTS, TARGETS),
+        "For two classes, one output takes loss_fn='bce_with_logits'",
+    ),
+    "labels of -1 and 1": (
+        lambda: regression(loss_fn="bce_with_logits").fit(INPUTS, NUMBERS.sign()),
+        "y is from -1 to 1, and the loss takes 0 and 1, or probabilities",
+    ),
+    "scores for a loss of probabilities": (
+        lambda: regression(loss_fn="bce").fit(INPUTS, (NUMBERS > 0).float()),
+        r"output is from -.*, and BCELoss takes probabilities: end the model with Sigmoid\(\), or take loss_fn='bce",
+    ),
+    "weights of classes by name": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, class_weight="balanced"),
+        r"a dictionary, as dict\(enumerate\(weights\)\), got balanced",
+    ),
     "objects": (lambda: trainer_of().fit(np.array([[None]] * 12), TARGETS), "X holds object values"),
     "texts": (lambda: trainer_of().fit(INPUTS, np.array(["a"] * 12)), "y holds <U1 values"),
     "ragged rows": (lambda: trainer_of().fit([[1.0], [1.0, 2.0]], TARGETS[:2]), "X cannot be made an array"),
@@ -149,7 +252,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     "rows of another width": (lambda: trainer_of().fit(INPUTS[:, :3], TARGETS), "the model cannot take X"),
     "classes as floats": (
         lambda: trainer_of().fit(INPUTS, TARGETS.float()),
-        r"dtype float32: .* y\.long\(\), or y\.astype",
+        r"dtype float32: give y\.long\(\), or numpy\.asarray\(y\)\.astype\('int64'\)",
     ),
     "a name that forward does not take": (
         lambda: trainer_of().fit({"img": INPUTS}, TARGETS),
@@ -159,7 +262,7 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: cx.DistributedTrainer(make_model(), {"a": "mse", "b": "mse"}).fit(INPUTS, {"a": NUMBERS, "B": NUMBERS}),
         r"has a loss for \['b'\], and y has the parts \['a', 'B'\]",
     ),
-    "classes in a column": (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"y\.reshape\(-1\)"),
+    "classes in a column": (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"numpy\.asarray\(y\)\.reshape\(-1\)"),
     "a class that the model does not know": (
         lambda: trainer_of().fit(INPUTS, torch.where(torch.arange(12) == 9, 7, TARGETS)),
         r"y holds class 7 \(row 9\)",
@@ -478,19 +581,19 @@ def test_where_a_warning_is_an_error_on_one_rank_the_others_hear_of_it():
 def test_an_infinity_is_a_warning_and_large_numbers_are_none():
     inputs = torch.full((12, FEATURES), 3e38)
     assert not torch.isfinite(inputs.sum())
-    assert ArraySource(inputs, TARGETS).not_finite(0, 1) == ("", 0)
+    assert ArraySource(inputs, TARGETS).not_finite(0, 1) == ("", 0, [])
     inputs[3, 1], inputs[9] = float("-inf"), float("nan")
     source = ArraySource(inputs, TARGETS)
     assert [source.not_finite(part, 3) for part in range(3)] == [
-        ("row 3 of X holds -inf", 1),
-        ("", 0),
-        ("row 9 of X holds nan", 1),
+        ("row 3 of X holds -inf", 1, []),
+        ("", 0, []),
+        ("row 9 of X holds nan", 1, []),
     ]
     inputs[10, :] = float("nan")
     numbers = NUMBERS.clone()
     numbers[9:] = float("inf")  # two of them in rows that X has spoilt
-    assert ArraySource(inputs, numbers).not_finite(0, 1) == ("row 3 of X holds -inf", 4)
-    assert ArraySource(inputs).part(8, 12).not_finite(0, 1) == ("row 9 of X holds nan", 2)
+    assert ArraySource(inputs, numbers).not_finite(0, 1) == ("row 3 of X holds -inf", 4, [])
+    assert ArraySource(inputs).part(8, 12).not_finite(0, 1) == ("row 9 of X holds nan", 2, [])
     with one_process(), pytest.warns(UserWarning, match="row 3 of X holds -inf, the first of 3 such rows."):
         trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False, on_nonfinite="skip")
 
@@ -529,6 +632,8 @@ def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
         ),
         ({"callbacks": [print]}, "callbacks must be instances of"),
         ({"device": "warp"}, "device must be"),
+        ({"device": "gpu"}, "got 'gpu'. Did you mean 'auto'"),
+        ({"model": nn.Linear}, r"got <class 'torch.*Linear'> \(a type\)"),
         ({"device": 1.5}, "device must be"),
     ],
 )
@@ -643,27 +748,254 @@ def test_what_an_error_shows_of_an_object_has_names_and_no_address():
             cx.DistributedTrainer(make_model(), **wrong)
 
 
-SOFTMAX = "all 12 rows .* are probabilities, which sum to 1 over the 3 classes, .*: leave the Softmax out"
+ITSELF = {
+    "cross_entropy": "CrossEntropyLoss applies a softmax",
+    "bce_with_logits": "BCEWithLogitsLoss applies a sigmoid",
+}
+BINARY = (TARGETS > 0).float()[:, None]
 
 
-def test_probabilities_for_a_loss_that_applies_a_softmax_are_warned_of_and_nothing_else_is():
-    quiet: dict[str, Any] = {"epochs": 1, "verbose": False}
-    by_name = cx.DistributedTrainer(ByName(), {"a": "cross_entropy", "b": None}, "sgd")
-    with one_process(), pytest.warns(UserWarning, match=SOFTMAX):
-        trainer_of(nn.Sequential(make_model(), nn.Softmax(1))).fit(INPUTS, TARGETS, **quiet)
-    with one_process(), pytest.warns(UserWarning, match=SOFTMAX):
-        by_name.fit(INPUTS, {"a": TARGETS}, **quiet)
-    with warnings.catch_warnings(), one_process():
-        warnings.simplefilter("error")
-        for last, loss in ((nn.LogSoftmax(1), "nll"), (nn.Sigmoid(), "cross_entropy")):
-            trainer_of(nn.Sequential(make_model(), last), loss).fit(INPUTS, TARGETS, **quiet)
+def warnings_before_training(model: nn.Module, loss_fn: Any, targets: Any) -> list[str]:
+    """Return what `fit` warns of before its first step, which ends it."""
+    with warnings.catch_warnings(record=True) as caught, one_process():
+        warnings.simplefilter("always")
+        with contextlib.suppress(InterruptedError):
+            trainer_of(model, loss_fn, callbacks=[Interrupting()]).fit(INPUTS, targets, epochs=1, verbose=False)
+    return [str(each.message) for each in caught]
 
 
-class ByName(nn.Module):
-    def __init__(self) -> None:
+class Interrupting(cx.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        raise InterruptedError
+
+
+class Ends(nn.Module):
+    """Ends with a function."""
+
+    def __init__(self, end: Callable[[Tensor], Any], outputs: int = 1) -> None:
         super().__init__()
-        self.net = make_model()
+        self.net, self.end = make_model(outputs=outputs), end
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        found = self.net(x)
-        return {"a": found.softmax(1), "b": found}
+    def forward(self, x: Tensor) -> Any:
+        return self.end(self.net(x))
+
+
+class CompiledFunction(torch.autograd.Function):
+    """Hides from the graph what made its output, as a compiled model does."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        return scores.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Compiled(nn.Sigmoid):
+    def forward(self, input: Tensor) -> Tensor:
+        return CompiledFunction.apply(input)  # type: ignore[no-any-return]
+
+
+SIGMOIDS: dict[str, nn.Module] = {
+    "a layer": nn.Sequential(make_model(outputs=1), nn.Sigmoid()),
+    "a function": Ends(torch.sigmoid),
+    "in another shape": Ends(lambda scores: scores.sigmoid().squeeze(1)[:, None]),
+    "clamped": Ends(lambda scores: scores.sigmoid().clamp(1e-6, 1 - 1e-6)),
+    "of several heads": Ends(lambda scores: torch.cat([each.sigmoid() for each in scores.split(1, 1)], 1), 2),
+    "compiled": Ends(Compiled()),
+}
+
+
+@pytest.mark.parametrize("name", SIGMOIDS)
+def test_sigmoid_before_a_loss_that_applies_one_is_warned_of(name):
+    targets = BINARY.repeat(1, 2) if "heads" in name else BINARY
+    words = (
+        f"all 12 rows that were tried are probabilities, and {ITSELF['bce_with_logits']} itself: leave the Sigmoid out"
+    )
+    found = warnings_before_training(SIGMOIDS[name], "bce_with_logits", targets)
+    assert [words in each for each in found] == [True]
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "words"),
+    [
+        (
+            Ends(lambda scores: scores.softmax(1), 3),
+            "cross_entropy",
+            f"{ITSELF['cross_entropy']} itself: leave the Softmax",
+        ),
+        (
+            Ends(lambda scores: scores.exp() / scores.exp().sum(1, keepdim=True), 3),
+            "cross_entropy",
+            "leave the Softmax",
+        ),
+        (Ends(torch.sigmoid, 3), "cross_entropy", f"{ITSELF['cross_entropy']} itself: leave the Sigmoid"),
+        (
+            Ends(lambda scores: {"a": scores.softmax(1), "b": scores}, 3),
+            {"a": "cross_entropy", "b": None},
+            "the Softmax",
+        ),
+        (make_model(), "nll", r"not log-probabilities, which NLLLoss takes: end the model with LogSoftmax\(1\)"),
+        (Ends(lambda scores: scores.softmax(1), 3), "nll", "not log-probabilities"),
+        (Ends(torch.sigmoid), "bce", ""),
+        (make_model(outputs=1), "bce_with_logits", ""),
+        (make_model(), "cross_entropy", ""),
+        (Ends(lambda scores: scores.log_softmax(1), 3), "nll", ""),
+        (Ends(lambda scores: scores.log_softmax(1), 3), "cross_entropy", ""),
+        (Ends(lambda scores: scores + scores.sigmoid()), "bce_with_logits", ""),
+    ],
+)
+def test_outputs_of_another_kind_than_the_loss_takes_are_warned_of(model, loss_fn, words):
+    targets: Any = {"a": TARGETS} if isinstance(loss_fn, dict) else BINARY if "bce" in loss_fn else TARGETS
+    found = warnings_before_training(model, loss_fn, targets)
+    assert len(found) == bool(words), found
+    assert all(re.search(words, each) for each in found)
+
+
+def fit_diverging(rate: float) -> list[str]:
+    model = make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), lr=rate))
+        trainer.fit(INPUTS, TARGETS, epochs=3, batch_size=2, verbose=False)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_leaves_all_bounds_is_warned_of_once(world_size):
+    first, *others = everywhere(world_size, fit_diverging, 1e9)
+    assert len(first) == 1
+    assert re.match(
+        r"epoch 1: training diverges: the mean loss is \d\.\d+e\+\d+, and was \d\.\d+ before\. Lower", first[0]
+    )
+    assert "(1e+09)" in first[0]
+    assert others == [[]] * (world_size - 1)
+    assert everywhere(world_size, fit_diverging, 0.1) == [[]] * world_size
+
+
+class Table:
+    """What a data frame of pandas or Polars has, as far as `fit` looks."""
+
+    def __init__(self, columns: dict[str, list[Any]]) -> None:
+        self.columns, self._values = [*columns], columns
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array([*zip(*self._values.values(), strict=True)], dtype=dtype or self._dtype())
+
+    def _dtype(self) -> Any:
+        kinds = {np.asarray(each).dtype for each in self._values.values()}
+        return kinds.pop() if len(kinds) == 1 else object
+
+    def __getitem__(self, name: str) -> Any:
+        return Series(name, self._values[name])
+
+
+class Series:
+    def __init__(self, name: str | None, values: list[Any]) -> None:
+        self.name, self._values = name, values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = np.asarray(self._values, dtype=dtype)
+        return found.astype(object) if found.dtype.kind == "U" else found
+
+    def to_frame(self) -> Table:
+        return Table({self.name or "": self._values})
+
+
+NAN = float("nan")
+WORD_TABLE = Table({"area": [1.0] * 12, "city": ["Oslo"] * 12, "sold": [None] * 12})
+NAN_TABLE = Table({"area": [1.0, NAN] * 6, "rooms": [1.0] * 12, "age": [1.0] * 11 + [NAN], "floor": [2.0] * 12})
+WORDS = r"X holds object values in column 'city' \(Oslo\), 'sold' \(None\); it must hold numbers"
+
+
+def test_columns_of_a_table_that_hold_no_numbers_are_named_in_every_call():
+    trainer: Any = trainer_of()
+    for call, words in {
+        lambda: trainer.fit(WORD_TABLE, TARGETS): f"^{WORDS}",
+        lambda: trainer.fit({"x": WORD_TABLE}, TARGETS): r"^X\['x'\] holds object values in column 'city'",
+        lambda: trainer.fit(INPUTS, TARGETS, validation_data=(WORD_TABLE, TARGETS)): f"^validation data: {WORDS}",
+        lambda: trainer.evaluate(WORD_TABLE, TARGETS): f"^{WORDS}",
+        lambda: trainer.predict(WORD_TABLE): f"^{WORDS}",
+        lambda: trainer.fit(
+            INPUTS, WORD_TABLE["city"]
+        ): r"^y holds object values \(Oslo\).*numpy\.unique\(y, return_inv",
+        lambda: trainer.fit(Table({"a": [1] * 12, "b": [True] * 12}), TARGETS): r"different kinds: give X\.astype",
+        lambda: trainer.fit(INPUTS, Series("age", [1.0, NAN] * 6)): "float64, with NaN in 6 rows, which must be filled",
+    }.items():
+        with one_process(), pytest.raises(cx.ConfigError, match=words):
+            call()
+
+
+def test_numpys_code_for_classes_makes_class_numbers():
+    _, numbers = np.unique(np.asarray(WORD_TABLE["city"]), return_inverse=True)
+    assert numbers.tolist() == [0] * 12
+
+
+def warnings_of_nan_table() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data: Any = (NAN_TABLE, TARGETS)
+        trainer_of().fit(*data, validation_data=data, epochs=1, verbose=False, on_nonfinite="skip")
+    return [str(warning.message) for warning in caught]
+
+
+def test_columns_of_a_table_that_hold_nan_are_named_whichever_rank_finds_them():
+    first, second = run_world(2, warnings_of_nan_table)
+    assert first[0].startswith("row 1 of X holds nan, the first of 6 such rows (column 'area', 'age'). on_nonfinite")
+    assert first[1].startswith("validation data: row 1 of X holds nan, the first of 6 such rows (column 'area', 'age')")
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("y", "code"),
+    [
+        (NUMBERS[:, 0], "y.reshape(-1, 1)"),
+        (NUMBERS[:, 0].numpy(), "y.reshape(-1, 1)"),
+        (NUMBERS[:, 0].tolist(), "numpy.asarray(y).reshape(-1, 1)"),
+        (Series(None, NUMBERS[:, 0].tolist()), "numpy.asarray(y).reshape(-1, 1)"),
+        (Series("price", NUMBERS[:, 0].tolist()), "df[['price']]"),
+    ],
+)
+def test_advice_for_a_column_works_for_the_y_that_was_passed(y, code):
+    with one_process():
+        with pytest.raises(cx.ConfigError, match=re.escape(f"{TABLE}. Give {code} as y, or return output.squeeze(-1)")):
+            regression().fit(INPUTS, y)
+        column = y.to_frame() if code.startswith("df") else eval(code, {"y": y, "numpy": np})
+        regression().fit(INPUTS, column, epochs=1, verbose=False)
+        with pytest.raises(
+            cx.ConfigError, match=re.escape(f"{TABLE}. Give numpy.asarray(y).reshape(-1) as y, or return")
+        ):
+            regression(nn.Flatten(0)).fit(INPUTS, column)
+
+
+def test_what_replaces_an_argument_of_the_trainer_is_used():
+    with one_process():
+        trainer: Any = trainer_of(make_model(outputs=1), "mse")
+        trainer.train_on_batch(INPUTS, NUMBERS)
+        trainer.loss_fn = "mae"
+        trainer.metrics = ["mae", "mse"]
+        seen: list[int] = []
+        trainer.callbacks = cx.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+        history = trainer.fit(INPUTS, NUMBERS, epochs=2, verbose=False)
+        assert history.train_losses == pytest.approx(history.history["mae"])
+        assert seen == [0, 1]
+        assert trainer.train_on_batch(INPUTS, NUMBERS, return_dict=True).keys() == {"loss", "mae", "mse"}
+        with pytest.raises(cx.ConfigError, match="no loss 'mean_squared'"):
+            trainer.loss_fn = "mean_squared"
+
+
+class Own(cx.DistributedTrainer):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lr = 0.5  # a subclass may have it, and reads it itself
+
+    def train_step(self, batch: Any) -> Any:
+        return super().train_step(batch)
+
+
+def test_a_trainer_keeps_notes_under_names_that_mean_nothing():
+    Own(make_model(), "cross_entropy").lr = 0.25
+    trainer: Any = trainer_of()
+    trainer.note = 3
+    assert trainer.note == 3

@@ -296,3 +296,24 @@ def test_a_notebooks_cell_has_one_output_that_is_rewritten():
     assert texts[-2].splitlines()[-1] == "epoch 2/2  3  loss 0.3"
     assert texts[-1].splitlines() == ["world      2 ranks", "epoch 1/2  batch 5/10  a < b", "epoch 1/2  loss 0.4"]
     assert "a &lt; b" in handle.states[-1]._repr_html_()
+    assert "font-family:monospace" in handle.states[-1]._repr_html_()  # the columns line up where a page sets no font
+
+
+def header_in_cell(cell: int, *facts: tuple[str, str]) -> list[str]:
+    handle = Handle()
+    display = CellDisplay(handle, cell)
+    for fact in facts:
+        display.header([fact])
+    display.begin_epoch(1, 1, 10)
+    display.header([("best", "epoch 1")])
+    return repr(handle.states[-1]).splitlines()
+
+
+def test_a_second_fit_in_a_cell_prints_what_differs_from_the_header_of_the_first():
+    model, steps, more = ("model", "Linear"), ("steps", "3"), ("steps", "4")
+    best = "best       epoch 1"
+    assert header_in_cell(7, model, steps)[:2] == ["model      Linear", "steps      3"]
+    assert header_in_cell(7, model, steps) == ["as above   model", "as above   steps", best]
+    assert header_in_cell(7, model, more) == ["as above   model", "steps      4", best]
+    assert header_in_cell(7, model, steps) == ["as above   model", "steps      3", best]
+    assert header_in_cell(8, model, steps)[:2] == ["model      Linear", "steps      3"]

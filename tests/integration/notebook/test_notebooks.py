@@ -171,6 +171,21 @@ def test_no_worker_outlives_the_kernel(kernel):
 
 
 @pytest.mark.nightly
+def test_the_plot_of_the_page_is_one_below_its_cell(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
+    page = (PACKAGE / "docs" / "notebooks.md").read_text()
+    first, _, plots = (block.split("```")[0] for block in page.split("```python\n")[1:4])
+    plots = f"import matplotlib.pyplot as plt\nfrom IPython.display import display\n{plots}"
+    fit = "trainer.fit(x_train, y_train, epochs=2, effective_batch_size=64, num_processes=2, callbacks=[LivePlot()]);"
+    cells = [nbformat.v4.new_code_cell(each) for each in (first, plots, f"{fit}\n{fit}")]
+    NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=300).execute(cwd=str(tmp_path))
+    shown = [each.get("data", {}) for each in cells[2].outputs]
+    assert sum("image/png" in each for each in shown) == 2  # one for each fit
+    texts = [each["text/plain"] for each in shown if "samples/s" in each.get("text/plain", "")]
+    assert ["as above" in each for each in texts] == [False, True]
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # on a busy machine, threads that share a step wait for each other
 def test_the_quickstart_runs_and_has_its_outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE))

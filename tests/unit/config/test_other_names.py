@@ -38,7 +38,7 @@ OURS = {
         *(field.name for cls in CONFIGS for field in dataclasses.fields(cls)),
         *(name for call in CALLS for name in inspect.signature(call).parameters),
     ],
-    "attribute": ["callbacks", *(name for name in dir(cx.DistributedTrainer) if not name.startswith("_"))],
+    "attribute": ["callbacks", "loss_fn", *(name for name in dir(cx.DistributedTrainer) if not name.startswith("_"))],
     "option": [name for parameter in launch.params for name in parameter.opts],
 }
 
@@ -126,6 +126,16 @@ ANSWERS = {
     },
     "attribute": {
         "compile": "Pass loss_fn, optimizer and metrics to DistributedTrainer(",
+        "export": "torch.onnx.export(trainer.model",
+        "predict_proba": "'predict'? Of scores, .argmax(1) has the classes",
+        "partial_fit": "it continues training",
+        "lr_find": "Call fit in a loop",
+        "get_params": "trainer.config has the settings",
+        "best_model_path": "keep_best='val_loss'",
+        "local_rank": "cx.get_local_rank()",
+        "is_local_main_process": "'is_master'",
+        "losses": "'history'",
+        "criterion": "'loss_fn'",
         "train": "'fit'",
         "test": "'evaluate'",
         "validate": "'evaluate'",
