@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
@@ -105,6 +106,8 @@ class KeyValueServer:
 
     def __init__(self, listener: socket.socket, key: bytes, world_size: int) -> None:
         listener.setblocking(False)
+        self.name = secrets.token_hex(16)
+        """By which rank 0 recognizes its own store."""
         self.values = KeyValues()
         self._listener = listener
         self._world_size = world_size
@@ -115,6 +118,7 @@ class KeyValueServer:
         self._acceptor = Acceptor([listener], "the store of rank 0", key, self._authorize, self._accept, self._selector)
         self.values.unauthenticated = self._acceptor.unauthenticated
         self._is_closed = False
+        self._refusal = ""
         self._thread = threading.Thread(target=self._serve, name="cyxtrain-store-server", daemon=True)
         self._thread.start()
 
@@ -150,19 +154,38 @@ class KeyValueServer:
         self._acceptor.close()
 
     def _authorize(self, hello: Hello) -> str:
+        reason = self._why_foreign(hello)
+        if reason:
+            self._refusal = f"rank 0 refused a process that claimed to be rank {hello.rank}: {reason}."
+        elif Counter(member.rank for member in self._members.values())[hello.rank] >= _MAX_CONNECTIONS:
+            reason = f"too many processes have joined as rank {hello.rank}"
+        return reason
+
+    def _why_foreign(self, hello: Hello) -> str:
+        """Return why a process that knows the secret is no rank of this world; "" if it is one."""
         if hello.protocol != PROTOCOL_VERSION:
             return (
                 f"rank {hello.rank} speaks version {hello.protocol} of the ring's protocol, rank 0 version "
                 f"{PROTOCOL_VERSION}. Install the same version of cyxtrain everywhere"
             )
-        if hello.rank >= self._world_size:
+        if hello.rank == 0 and hello.run != self.name:
+            return (
+                "two processes were started as rank 0. Give every machine its own --node-rank, or every process its "
+                "own RANK"
+            )
+        if not hello.rank < hello.world_size == self._world_size:
             return (
                 f"it was started for a world of {hello.world_size}, rank 0 for a world of {self._world_size}. Start "
-                "all ranks with the same WORLD_SIZE"
+                "all ranks with the same WORLD_SIZE (cyxtrain launch: the same --nnodes and -n on every machine)"
             )
-        if Counter(member.rank for member in self._members.values())[hello.rank] >= _MAX_CONNECTIONS:
-            return f"too many processes have joined as rank {hello.rank}"
         return ""
+
+    def refusal(self) -> str:
+        """Return why a process of this run was refused, if ranks are missing; "": none was, or it was one too many."""
+        joined = {member.rank for member in list(self._members.values())}
+        if joined.issuperset(range(1, self._world_size)):
+            self._refusal = ""
+        return self._refusal
 
     def _accept(self, hello: Hello, sock: socket.socket) -> None:
         member = _Member(hello.rank, sock, self.values)
@@ -292,6 +315,10 @@ class KeyValueStore(dist.Store):
     def unauthenticated(self) -> list[int]:
         """Return the ranks that clients claimed to be without knowing the secret, as rank 0 has seen them."""
         return [*map(int, self._ask("unauthenticated"))]
+
+    def refusal(self) -> str:
+        """Return why rank 0, if this is it, has refused a process of its run that is still missing; "": it has not."""
+        return self.source.refusal() if isinstance(self.source, KeyValueServer) else ""
 
     @contextlib.contextmanager
     def answering_within(self, seconds: float) -> Iterator[None]:

@@ -88,6 +88,10 @@ class StoreClient:
         """Return the ranks that clients claimed to be without knowing the secret, if our own store counts them."""
         return self._call(self._root.unauthenticated) if isinstance(self._root, KeyValueStore) else []
 
+    def refusal(self) -> str:
+        """Return why rank 0, if this is it, has refused a process while ranks are missing; "": it has not."""
+        return self._root.refusal() if isinstance(self._root, KeyValueStore) else ""
+
     def delete(self, key: str) -> None:
         """Delete a key, if it exists."""
         self._call(lambda: self._store.delete_key(key))
