@@ -164,13 +164,15 @@ def join_if_nobody_has() -> None:
 
 
 def join_for_all(*, works_alone: bool = False) -> None:
-    """Join before a call that all ranks make, also if the world is that of a parent process, or has failed.
-
-    After an error that this rank's program has seen, the world starts again, as every rank does in its next call.
-    """
+    """Join before a call that all ranks make, also if the world is that of a parent process, or has failed."""
     if dist.is_initialized():
         _leave_stale_world(None, refuses=not works_alone)
     join_if_nobody_has()
+    rejoin_after_failure()
+
+
+def rejoin_after_failure() -> None:
+    """Begin a new world after an error that this rank's program has seen, as every rank does in its next call."""
     group = cpu_group()
     failure = group.group.raised_failure if isinstance(group, RingProcessGroup) else None
     if failure is None:
