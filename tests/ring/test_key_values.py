@@ -334,7 +334,7 @@ def test_a_rank_outside_of_rank_0s_world_hears_so_and_connections_of_one_rank_ar
 def test_a_rank_of_another_version_hears_so(monkeypatch):
     with store_of_rank_0() as (_, _, own, join):
         monkeypatch.setattr(store_module, "Hello", functools.partial(Hello, protocol=3))
-        for text in (str(error_of(join)), own.refusal()):
+        for text in (str(error_of(join)), own.source.refusal()):
             assert "rank 1 speaks version 3 of the ring's protocol" in text
 
 
@@ -348,14 +348,14 @@ def test_a_rank_of_another_version_hears_so(monkeypatch):
 )
 def test_a_process_of_another_world_is_refused_and_rank_0_hears_of_it_while_ranks_are_missing(rank, world_size, reason):
     with store_of_rank_0() as (_, port, own, join):
-        assert own.refusal() == ""
+        assert own.source.refusal() == ""
         error = error_of(lambda: reach_store(rank, "127.0.0.1", port, world_size, SECRET, 10.0))
         assert str(error).startswith(f"rank 0 at 127.0.0.1:{port} refused rank {rank}: {reason}")
-        assert own.refusal().startswith(f"rank 0 refused a process that claimed to be rank {rank}: {reason}")
+        assert own.source.refusal().startswith(f"rank 0 refused a process that claimed to be rank {rank}: {reason}")
         with pytest.raises(RendezvousError, match="rank 0 refused a process"):
             Membership(own, 0, range(2), Deadline(10.0)).check()
         Membership(join(), 1, range(2), Deadline(10.0)).check()
-        assert own.refusal() == ""  # it was one too many
+        assert own.source.refusal() == ""  # it was one too many
 
 
 # --- a store of PyTorch's, where PyTorch needs one --------------------------------------------------------------------

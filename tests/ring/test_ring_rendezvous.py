@@ -90,7 +90,7 @@ def test_a_rank_that_says_it_is_here_and_does_not_connect_is_named():
     say_entry(store, 1, 2, 1)
     [(error, seconds)] = meet_all(store, [0], 2, 0.3)
     assert isinstance(error, RendezvousError)
-    assert "Joining timed out after 0.3 s: rank 1 did not connect to rank 0." in str(error)
+    assert "Joining timed out after 0.3 s: rank 1 did not connect to rank 0 at 127.0.0.1:" in str(error)
     assert "firewalls" in str(error)
     assert seconds < 0.3 + LATE
 

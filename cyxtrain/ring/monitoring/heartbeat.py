@@ -12,9 +12,7 @@ STOPPED_SECONDS = 4.0
 """How long a rank on this machine may be stopped: three seconds always pass, six never do."""
 
 GONE_SECONDS = 0.5
-
-QUESTION_SECONDS = 0.5
-"""How often the operating system is asked, even if heartbeats are more frequent."""
+"""Also how often the operating system is asked, even if heartbeats are more frequent."""
 
 
 class Heartbeat:
@@ -49,12 +47,9 @@ class Heartbeat:
                 clock[peer] = min(since + seconds, now)
 
     def examine(self, now: float) -> CyxtrainError | None:
-        """Return why the group must end, or None.
-
-        Cost: two files of /proc for each rank on this machine, at most twice a second.
-        """
+        """Return why the group must end, or None. Cost: two files of /proc for each rank here, twice a second."""
         if now >= self._next_question:
-            self._next_question = now + QUESTION_SECONDS
+            self._next_question = now + GONE_SECONDS
             self._answers = {peer: state_of(process, self._own) for peer, process in self._others.items()}
         for peer, process in self._others.items():
             state = self._answers[peer]

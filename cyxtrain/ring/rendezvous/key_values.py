@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from cyxtrain.errors import reason_of
 from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.rendezvous.handshake import Hello, take_message
+from cyxtrain.ring.rendezvous.handshake import Hello, place_of, take_message
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.link import LOST_PACKETS, Deadline, watch_over
 
 _MAX_FRAME_BYTES = 4 << 20
 _MAX_VALUES_BYTES = 16 << 20
@@ -106,8 +106,7 @@ class KeyValueServer:
 
     def __init__(self, listener: socket.socket, key: bytes, world_size: int) -> None:
         listener.setblocking(False)
-        self.name = secrets.token_hex(16)
-        """By which rank 0 recognizes its own store."""
+        self.name = secrets.token_hex(16)  # by which rank 0 recognizes its own store
         self.values = KeyValues()
         self._listener = listener
         self._world_size = world_size
@@ -181,13 +180,14 @@ class KeyValueServer:
         return ""
 
     def refusal(self) -> str:
-        """Return why a process of this run was refused, if ranks are missing; "": none was, or it was one too many."""
+        """Return why a process cannot join, while ranks are missing; "": there is none, or it was one too many."""
         joined = {member.rank for member in list(self._members.values())}
         if joined.issuperset(range(1, self._world_size)):
             self._refusal = ""
         return self._refusal
 
     def _accept(self, hello: Hello, sock: socket.socket) -> None:
+        watch_over(sock)
         member = _Member(hello.rank, sock, self.values)
         self._members[sock] = member
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._serve_member(member))
@@ -197,7 +197,9 @@ class KeyValueServer:
         try:
             events = selectors.EVENT_WRITE if member.serve() else selectors.EVENT_READ
             self._selector.modify(member.sock, events, lambda: self._serve_member(member))
-        except (OSError, FrameError):
+        except (OSError, FrameError) as error:
+            if isinstance(error, TimeoutError):  # the kernel's: the socket does not block
+                self._refusal = f"rank 0 cannot reach rank {member.rank} at {member.place}: {LOST_PACKETS}."
             self._selector.unregister(member.sock)
             del self._members[member.sock]
             member.sock.close()
@@ -209,6 +211,7 @@ class _Member:
     def __init__(self, rank: int, sock: socket.socket, values: KeyValues) -> None:
         self.rank = rank
         self.sock = sock
+        self.place = place_of(sock.getpeername())
         self._values = values
         self._received = bytearray()
         self._answers = bytearray()
@@ -249,6 +252,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._place = place_of(sock.getpeername())
         self._lock = threading.Lock()
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
@@ -272,7 +276,7 @@ class Connection:
             found = json_object(body)
         except (OSError, FrameError) as error:
             self._socket.close()  # a late answer must not be taken for that to the next request
-            raise dist.DistNetworkError(f"the store of rank 0: {reason_of(error)}") from error
+            raise dist.DistNetworkError(f"the store of rank 0 at {self._place}: {reason_of(error)}") from error
         finally:
             self._lock.release()
         if "error" in found:
@@ -315,10 +319,6 @@ class KeyValueStore(dist.Store):
     def unauthenticated(self) -> list[int]:
         """Return the ranks that clients claimed to be without knowing the secret, as rank 0 has seen them."""
         return [*map(int, self._ask("unauthenticated"))]
-
-    def refusal(self) -> str:
-        """Return why rank 0, if this is it, has refused a process of its run that is still missing; "": it has not."""
-        return self.source.refusal() if isinstance(self.source, KeyValueServer) else ""
 
     @contextlib.contextmanager
     def answering_within(self, seconds: float) -> Iterator[None]:

@@ -84,10 +84,7 @@ def serve_store(address: str, port: int, world_size: int, secret: bytes | None, 
 def reach_store(
     rank: int, address: str, port: int, world_size: int, secret: bytes | None, seconds: float, name: str = ""
 ) -> KeyValueStore:
-    """Connect to the store of rank 0, which may start later; raise RendezvousError with the true cause.
-
-    Rank 0 itself gives the `name` of its store, and is refused by the store of another rank 0.
-    """
+    """Connect to the store of rank 0, which may start later and has a `name`; raise RendezvousError with the cause."""
     deadline, place = Deadline(seconds), f"{address}:{port}"
     hello = Hello(name, 0, Role.STORE, rank, world_size, checksums=False)
     rejected = 0
