@@ -255,7 +255,7 @@ def test_group_that_pytorch_made_is_the_programs_to_make_anew():
         assert "To continue, make a new default process group on every rank." in refused[1]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_after_a_failed_fit_every_collective_begins_a_new_world(world_size):
     values(run_ranks(world_size, fail_before_each, collective_calls, seconds=60))
 
