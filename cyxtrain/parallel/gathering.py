@@ -71,7 +71,8 @@ def all_gather_with_grad(tensor: Tensor) -> Tensor:
         ConfigError: The tensor has no rows: its shape is ().
         CyxtrainError: Another rank died, is suspended or late, or calls another collective.
     """
-    runtime.require_world(_NAME)
+    runtime.require_rank(_NAME)
+    runtime.rejoin_after_failure()
     if not 1 <= tensor.dim() <= _MOST_DIMENSIONS:
         raise ConfigError(
             f"{_NAME} needs shape (rows, ...), up to {_MOST_DIMENSIONS} dimensions, got {[*tensor.shape]}."

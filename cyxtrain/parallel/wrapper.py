@@ -65,7 +65,7 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
         self.module = model
         runtime.require_world("DistributedDataParallel")
-        runtime.init()  # the world may no longer be valid, such as after a fork
+        runtime.join_for_all()  # the world may no longer be valid, such as after a fork
         self._world_size = world_size = runtime.get_world_size()
         trained_parameters(model)  # refuses lazy modules
         self._reducer: Reducer | None = None

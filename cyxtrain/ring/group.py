@@ -384,6 +384,7 @@ class Group:
         try:
             (mailbox.post_receive if receiving else mailbox.post_send)(message)
         except CyxtrainError as error:
+            self._connections.monitor.is_raised = True
             failure = in_call(error, operation.describe())
         if failure is not None:
             raise failure  # here, so that its context is the exception that the caller is handling

@@ -141,6 +141,7 @@ class Mailbox:
                             pass
                     return
         except CyxtrainError as error:
+            self._monitor.is_raised = True
             raise in_call(error, message.operation.describe()) from None
 
     def _finish_or_sleep(self, message: Message, deadline: Deadline) -> bool:

@@ -171,6 +171,7 @@ class DistributedAMPTrainer:
         kept until it is complete. Since it returns a number, each call waits for the accelerator, which
         `fit(precision="fp16", accumulation_steps=...)` does not.
         """
+        runtime.rejoin_after_failure()
         with ending_group_on_error(), memory_explained(), torch.enable_grad(), self._averaging():
             rows = as_batch(batch)
             if self._step is None:
@@ -244,6 +245,7 @@ class DistributedAMPTrainer:
         Raises:
             CheckpointError: It does not exist, is corrupt, has no optimizer, or belongs to another model.
         """
+        runtime.rejoin_after_failure()
         runtime.check_same_call("load_checkpoint")
         self._state.load_file(path)
         self._discard_step()

@@ -9,6 +9,8 @@ the call,
     CollectiveTimeoutError      if a rank does not call before the deadline
     CollectiveMismatchError     if ranks make different calls, or with tensors that do not fit
 
+After an error that a program has caught, the next call over the default group begins a new world, on all ranks.
+
 Sums have the same bits on every rank and in every run: their order depends only on the number of ranks, of elements and
 the dtype.
 """
@@ -63,10 +65,13 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
     names = [*signature.parameters]
     tensor = "output" if "output" in names else "tensor"
     place = names.index(default) if default else 0
+    place_of_group = names.index("group")
 
     @functools.wraps(function)
     def call(*args: _P.args, **named: _P.kwargs) -> _Result:
         runtime.require_rank(function.__name__)
+        if named.get("group") is None and not any(args[place_of_group : place_of_group + 1]):
+            runtime.rejoin_after_failure()
         is_absent = bool(default) and len(args) <= place and named.get(default) is None
         if is_absent and named.get(f"group_{default}") is None:
             named[default] = 0
@@ -147,6 +152,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
         CyxtrainError: Another rank died, is suspended or late, or makes another call.
     """
     runtime.require_rank("barrier")
+    if group is None:
+        runtime.rejoin_after_failure()
     checks_call = group is None and not async_op and dist.get_world_size() > 1
     if checks_call and isinstance(runtime.cpu_group(), RingProcessGroup):
         runtime.check_same_call("barrier")

@@ -1,8 +1,11 @@
-"""Small agreements between ranks: gather texts, and check that all are about to make the same call. No pickle."""
+"""Small agreements between ranks: gather texts, compare CPUs, check that all make the same call. No pickle."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,3 +70,26 @@ def check_same_call(call: str, group: Any, *, works_alone: bool = False) -> bool
 
 def _verb(call: str) -> str:
     return _LEAVES if call == "finalize" else f"calls {call}"
+
+
+@functools.cache
+def own_arithmetic() -> str:
+    """Return for which type of CPU PyTorch has chosen its kernels, and a hash of what they compute: its last 8 digits.
+
+    With equal hashes, optimizers and random numbers have the same bits, on an AVX512 beside an AVX2 too. Sums of
+    products are not compared: they may differ from rank to rank, since gradients are averaged. Cost: 1 ms, once.
+    """
+    with torch.no_grad():
+        x = torch.arange(1, 1001, dtype=torch.float32, device="cpu") / 1001
+        y = (x - 0.3).flip(0)
+        random = torch.empty_like(x).normal_(generator=torch.Generator("cpu").manual_seed(0))
+        found = [random, x.sqrt(), x.pow(0.7), x.add(y, alpha=0.3), x.lerp(y, 0.1), y.addcmul(x, y), y.addcdiv(y, x)]
+        found += [x.sum(), torch.linalg.vector_norm(y)]
+    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in found)).hexdigest()
+    return f"{torch.backends.cpu.get_cpu_capability()} {digest[:8]}"
+
+
+def differing_types(by_rank: Sequence[str]) -> str:
+    """Return which ranks have which CPUs, from what `own_arithmetic` has returned on each; "": all have the same."""
+    ranks = {text: [str(rank) for rank, other in enumerate(by_rank) if other == text] for text in by_rank}
+    return "; ".join(f"rank {', '.join(own)}: {text}" for text, own in ranks.items() if len(ranks) > 1)

@@ -164,14 +164,18 @@ def join_if_nobody_has() -> None:
 
 
 def join_for_all(*, works_alone: bool = False) -> None:
-    """Join before a call that all ranks make, also if the world is that of a parent process, or has failed.
-
-    After an error that this rank's program has seen, the world starts again, as every rank does in its next call.
-    """
+    """Join before a call that all ranks make, also if the world is that of a parent process, or has failed."""
     if dist.is_initialized():
         _leave_stale_world(None, refuses=not works_alone)
     join_if_nobody_has()
-    group = cpu_group()
+    rejoin_after_failure()
+
+
+def rejoin_after_failure() -> None:
+    """Begin a new world after an error that this rank's program has seen, as every rank does in its next call."""
+    group: Any = dist.group.WORLD  # not `cpu_group`, which takes longer: small collectives take microseconds
+    if _side_ring is not None:
+        group = cpu_group()
     failure = group.group.raised_failure if isinstance(group, RingProcessGroup) else None
     if failure is None:
         return

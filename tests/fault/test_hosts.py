@@ -6,6 +6,7 @@ The hosts are network namespaces on one bridge: root on Linux only.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import hosts
 import pytest
 import torch
 from hosts import Network
-from hosts_ranks import fit, idle_until_error, reduce_until_error, sums
+from hosts_ranks import fit, idle_until_error, join, reduce_until_error, sums
 from worlds import RankResult, child_environment, wait_until
 
 pytestmark = [
@@ -229,6 +230,58 @@ def test_a_rank_that_is_stopped_for_eight_seconds_on_another_host_changes_nothin
     print(f"\nthe longest collective took {[round(value['longest'], 2) for value in stopped]} s")
     assert {value["digest"] for value in undisturbed + stopped} == {undisturbed[0]["digest"]}
     assert max(value["longest"] for value in stopped) > 6.0, "the stop did not fall into a collective"
+
+
+# --- while ranks join -----------------------------------------------------------------------------------------------
+
+
+def joined(network: Network, places: list[int], milliseconds: int, **variables: str) -> list[str]:
+    """Returns why each rank could not join."""
+    clear(network)
+    network.start(places, join, milliseconds, **variables)
+    return [str(value) for value in values(network.results(120.0))]
+
+
+def test_two_machines_with_rank_0_are_both_told_at_once():
+    with hosts.hosts(2) as network:
+        texts = joined(network, [0, 1], 100_000, RANK="0")
+    assert all("two processes were started as rank 0" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("mtu", [1000, 600])
+def test_a_network_that_loses_large_packets_is_named_with_address_and_port(mtu):
+    with hosts.hosts(2) as network:
+        for host in network.hosts:
+            host.run("ip", "link", "set", "eth0", "gso_max_segs", "1")
+        hosts._run("ip", "link", "set", network.hosts[1].port, "mtu", str(mtu))
+        texts = joined(network, [0, 1], 15_000)
+        addresses = "|".join(re.escape(host.address) for host in network.hosts)
+    named = [text for text in texts if re.search(rf"rank \d at ({addresses}):\d+", text) and "(path MTU)" in text]
+    assert named, texts
+
+
+@pytest.mark.parametrize("kind", ["blackhole", "prohibit"])
+def test_a_firewalled_port_of_a_rank_is_named_with_its_address(kind):
+    with hosts.hosts(2) as network:
+        first = network.hosts[0]
+        first.run("ip", "rule", "add", "pref", "100", "lookup", "local")
+        first.run("ip", "rule", "del", "pref", "0")
+        ports = ("iif", "eth0", "ipproto", "tcp", "dport", "30000-65000")
+        first.run("ip", "rule", "add", "pref", "10", *ports, kind)
+        texts = joined(network, [0, 1], 6_000)
+    for text in texts:
+        assert re.search(rf"rank 0 at {re.escape(first.address)}:\d+", text), text
+        assert "firewalls must allow TCP" in text
+
+
+@pytest.mark.parametrize("kind", ["blackhole", "unreachable", "prohibit"])
+def test_an_address_that_a_rank_cannot_reach_is_named_with_its_port(kind):
+    with hosts.hosts(3) as network:
+        unreachable = network.hosts[1].address
+        network.hosts[2].run("ip", "route", "add", kind, f"{unreachable}/32")
+        texts = joined(network, [0, 1, 2], 60_000)
+    for text in texts:
+        assert re.match(rf"rank 2 cannot reach rank 1 at {re.escape(unreachable)}:\d+ \(", text), text
 
 
 # --- training -------------------------------------------------------------------------------------------------------

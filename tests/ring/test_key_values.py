@@ -25,6 +25,7 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous import store as store_module
 from cyxtrain.ring.rendezvous.handshake import Hello
 from cyxtrain.ring.rendezvous.key_values import Connection, KeyValues, KeyValueStore
+from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.store import reach_store, serve_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.wire.link import Deadline
@@ -331,9 +332,30 @@ def test_a_rank_outside_of_rank_0s_world_hears_so_and_connections_of_one_rank_ar
 
 
 def test_a_rank_of_another_version_hears_so(monkeypatch):
-    monkeypatch.setattr(store_module, "Hello", functools.partial(Hello, protocol=3))
-    with store_of_rank_0() as (_, _, _, join):
-        assert "rank 1 speaks version 3 of the ring's protocol" in str(error_of(join))
+    with store_of_rank_0() as (_, _, own, join):
+        monkeypatch.setattr(store_module, "Hello", functools.partial(Hello, protocol=3))
+        for text in (str(error_of(join)), own.source.refusal()):
+            assert "rank 1 speaks version 3 of the ring's protocol" in text
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "reason"),
+    [
+        (1, 3, "it was started for a world of 3, rank 0 for a world of 2"),
+        (1, 1, "it was started for a world of 1, rank 0 for a world of 2"),
+        (0, 2, "two processes were started as rank 0. Give every machine its own --node-rank"),
+    ],
+)
+def test_a_process_of_another_world_is_refused_and_rank_0_hears_of_it_while_ranks_are_missing(rank, world_size, reason):
+    with store_of_rank_0() as (_, port, own, join):
+        assert own.source.refusal() == ""
+        error = error_of(lambda: reach_store(rank, "127.0.0.1", port, world_size, SECRET, 10.0))
+        assert str(error).startswith(f"rank 0 at 127.0.0.1:{port} refused rank {rank}: {reason}")
+        assert own.source.refusal().startswith(f"rank 0 refused a process that claimed to be rank {rank}: {reason}")
+        with pytest.raises(RendezvousError, match="rank 0 refused a process"):
+            Membership(own, 0, range(2), Deadline(10.0)).check()
+        Membership(join(), 1, range(2), Deadline(10.0)).check()
+        assert own.source.refusal() == ""  # it was one too many
 
 
 # --- a store of PyTorch's, where PyTorch needs one --------------------------------------------------------------------

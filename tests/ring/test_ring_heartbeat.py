@@ -27,6 +27,15 @@ def kernel(monkeypatch):
     return says
 
 
+def test_the_operating_system_is_asked_at_most_twice_a_second_however_frequent_heartbeats_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pulse_module, "state_of", lambda process, asking: asked.append(process))
+    pulse = Heartbeat(OWN, HERE, 100.0, 0.0)
+    for tick in range(1000):
+        assert pulse.examine(tick / 100) is None
+    assert asked == [*HERE.values()] * 20
+
+
 # --- heartbeats -----------------------------------------------------------------------------------------------------
 
 

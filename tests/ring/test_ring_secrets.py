@@ -55,7 +55,7 @@ def test_a_secret_of_their_own_is_not_written_into_the_store():
     meet_all(store, [0, 1], 2, r0=SECRET, r1=SECRET)
     for rank in range(2):
         assert b"the secret" not in store.get(f"1/entry/{rank}")
-        assert RankRecord.from_json(board_of(store, 2, SECRET.secret).get(f"1/entry/{rank}")).key == ""
+        assert RankRecord.from_json(board_of(store, SECRET.secret).get(f"1/entry/{rank}")).key == ""
 
 
 @pytest.mark.parametrize("knows", [0, 1])
@@ -112,7 +112,7 @@ class Waiting:
     def __enter__(self) -> Waiting:
         self._thread.start()
         wait_until(lambda: self._store.check(["1/entry/0"]))
-        self.entry = RankRecord.from_json(board_of(self._store, 2, self._secret).get("1/entry/0"))
+        self.entry = RankRecord.from_json(board_of(self._store, self._secret).get("1/entry/0"))
         self.address = (self.entry.host, self.entry.port)
         return self
 

@@ -85,5 +85,14 @@ def fit(epochs: int) -> dict[str, Any]:
     return {"parameters": parameters.tolist(), "losses": list(history.train_losses)}
 
 
+def join(milliseconds: int) -> str:
+    """Return why this rank cannot join."""
+    try:
+        cx.init(cx.DistributedConfig(timeout_ms=milliseconds))
+    except cx.RendezvousError as error:
+        return str(error)
+    return "joined"
+
+
 def say(what: str) -> None:
     (FOLDER / f"{what} {os.environ['RANK']}").touch()

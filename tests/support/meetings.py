@@ -50,10 +50,9 @@ def meet_all(
     return [found[rank] for rank in ranks]
 
 
-def board_of(store: dist.Store, world_size: int, secret: str | None = None) -> StoreClient:
+def board_of(store: dist.Store, secret: str | None = None) -> StoreClient:
     """Return a client of the store that reads and writes the keys of the rendezvous as a member does."""
-    group = f"0 {' '.join(map(str, range(world_size)))}"
-    return StoreClient(store, "the test", Deadline(10.0), secret.encode() if secret else None, group)
+    return StoreClient(store, "the test", Deadline(10.0), secret.encode() if secret else None, "0  ")
 
 
 def say_entry(
@@ -63,4 +62,4 @@ def say_entry(
     entry = RankRecord(
         world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, has_secret=secret is not None, **fields
     )
-    board_of(store, world_size, secret).set(f"1/entry/{rank}", entry.to_json())
+    board_of(store, secret).set(f"1/entry/{rank}", entry.to_json())

@@ -11,10 +11,13 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened
+from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened, warn
 from cyxtrain.tensors.fingerprint import fingerprint, fingerprints
 from cyxtrain.tensors.layouts import is_plain, kind_of
+from cyxtrain.world import consensus
 from cyxtrain.world.consensus import gather_texts
+
+_SAME_CPUS = "Use machines of one type, or set ATEN_CPU_CAPABILITY=default on every rank, which is slower."
 
 
 def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
@@ -38,7 +41,8 @@ def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     if not outliers:
         return
     ranks = sorted({rank for ranks in outliers.values() for rank in ranks})
-    text = _explanation(shortened(outliers), ranks, len(gathered))
+    cpus = consensus.differing_types(gather_texts(consensus.own_arithmetic(), group))
+    text = _explanation(shortened(outliers), ranks, len(gathered), cpus)
     raise on_all_ranks(ReplicasDifferError(text, rank=ranks[0] if len(ranks) == 1 else None))
 
 
@@ -49,7 +53,7 @@ def _outliers(values: Sequence[int]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common or not has_majority]
 
 
-def _explanation(names: str, ranks: list[int], world_size: int) -> str:
+def _explanation(names: str, ranks: list[int], world_size: int, cpus: str) -> str:
     numbers = ", ".join(map(str, ranks))
     if len(ranks) == world_size:
         who = f"ranks {numbers} differ from each other in {names}, without a majority"
@@ -57,10 +61,12 @@ def _explanation(names: str, ranks: list[int], world_size: int) -> str:
         who = f"rank {numbers} differs from the {world_size - 1} others in {names}"
     else:
         who = f"ranks {numbers} differ from most in {names}"
+    cause = "Either code changes them on some ranks only, or memory is broken there."
+    if cpus:
+        cause = f"The ranks have different CPUs ({cpus}), which may compute differently. {_SAME_CPUS}"
     return (
-        f"{who}: parameters must be equal on all ranks, bit for bit. Either code changes them on "
-        "some ranks only, or memory is broken there. Go back to a checkpoint that was made before that: "
-        "fit(..., resume=path); the newest may hold it already."
+        f"{who}: parameters must be equal on all ranks, bit for bit. {cause} Go back to a checkpoint that was made "
+        "before that: fit(..., resume=path); the newest may hold it already."
     )
 
 
@@ -70,7 +76,8 @@ def check_same_module(model: nn.Module, group: Any) -> None:
         name: [list(tensor.shape), _type(tensor), tensor.requires_grad, _strides(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    gathered = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
+    texts = [json.loads(text) for text in gather_texts(json.dumps([consensus.own_arithmetic(), own]), group)]
+    gathered = [other for _, other in texts]
     for rank, other in enumerate(gathered):
         for name in {**gathered[0], **other}:
             if gathered[0].get(name) != other.get(name):
@@ -81,6 +88,13 @@ def check_same_module(model: nn.Module, group: Any) -> None:
                 )
         if list(gathered[0]) != list(other):
             raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
+    cpus = [each for each, _ in texts]
+    differ = len({text[-8:] for text in cpus}) > 1
+    if differ and any(parameter.is_cpu for parameter in model.parameters()) and dist.get_rank(group) == 0:
+        warn(
+            f"the ranks' CPUs compute differently ({consensus.differing_types(cpus)}): parameters will differ between "
+            f"ranks after some steps, and ReplicasDifferError ends the fit. {_SAME_CPUS}"
+        )
 
 
 def _text(facts: list[Any] | None) -> str:

@@ -12,6 +12,7 @@ STOPPED_SECONDS = 4.0
 """How long a rank on this machine may be stopped: three seconds always pass, six never do."""
 
 GONE_SECONDS = 0.5
+"""Also how often the operating system is asked, even if heartbeats are more frequent."""
 
 
 class Heartbeat:
@@ -27,6 +28,8 @@ class Heartbeat:
         self._last_data = dict.fromkeys(others, now)
         self._since: dict[int, float] = {}
         self._states: dict[int, State] = {}
+        self._answers: dict[int, State | None] = {}
+        self._next_question = now
 
     def received(self, peer: int, now: float) -> None:
         """Note that data arrived from a rank."""
@@ -44,9 +47,12 @@ class Heartbeat:
                 clock[peer] = min(since + seconds, now)
 
     def examine(self, now: float) -> CyxtrainError | None:
-        """Return why the group must end, or None. Cost: two files of /proc for each rank on this machine."""
+        """Return why the group must end, or None. Cost: two files of /proc for each rank here, twice a second."""
+        if now >= self._next_question:
+            self._next_question = now + GONE_SECONDS
+            self._answers = {peer: state_of(process, self._own) for peer, process in self._others.items()}
         for peer, process in self._others.items():
-            state = state_of(process, self._own)
+            state = self._answers[peer]
             error = self._silence(peer, now) if state is None else self._stop(peer, process, state, now)
             if error is not None:
                 return error

@@ -179,3 +179,4 @@ def _wait(sock: socket.socket, deadline: Deadline, poll: Callable[[], None], *, 
 def _await_cause(membership: Membership) -> None:
     """Give the rank that knows why the rendezvous fails a moment to report it."""
     Deadline(min(_EXPLAIN_SECONDS, membership.deadline.left())).poll_until(membership.check)
+    membership.check_processes()

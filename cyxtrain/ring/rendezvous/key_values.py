@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
@@ -25,9 +26,9 @@ import torch.distributed as dist
 
 from cyxtrain.errors import reason_of
 from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.rendezvous.handshake import Hello, take_message
+from cyxtrain.ring.rendezvous.handshake import Hello, place_of, take_message
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.link import LOST_PACKETS, Deadline, watch_over
 
 _MAX_FRAME_BYTES = 4 << 20
 _MAX_VALUES_BYTES = 16 << 20
@@ -105,6 +106,7 @@ class KeyValueServer:
 
     def __init__(self, listener: socket.socket, key: bytes, world_size: int) -> None:
         listener.setblocking(False)
+        self.name = secrets.token_hex(16)  # by which rank 0 recognizes its own store
         self.values = KeyValues()
         self._listener = listener
         self._world_size = world_size
@@ -115,6 +117,7 @@ class KeyValueServer:
         self._acceptor = Acceptor([listener], "the store of rank 0", key, self._authorize, self._accept, self._selector)
         self.values.unauthenticated = self._acceptor.unauthenticated
         self._is_closed = False
+        self._refusal = ""
         self._thread = threading.Thread(target=self._serve, name="cyxtrain-store-server", daemon=True)
         self._thread.start()
 
@@ -150,21 +153,41 @@ class KeyValueServer:
         self._acceptor.close()
 
     def _authorize(self, hello: Hello) -> str:
+        reason = self._why_foreign(hello)
+        if reason:
+            self._refusal = f"rank 0 refused a process that claimed to be rank {hello.rank}: {reason}."
+        elif Counter(member.rank for member in self._members.values())[hello.rank] >= _MAX_CONNECTIONS:
+            reason = f"too many processes have joined as rank {hello.rank}"
+        return reason
+
+    def _why_foreign(self, hello: Hello) -> str:
+        """Return why a process that knows the secret is no rank of this world; "" if it is one."""
         if hello.protocol != PROTOCOL_VERSION:
             return (
                 f"rank {hello.rank} speaks version {hello.protocol} of the ring's protocol, rank 0 version "
                 f"{PROTOCOL_VERSION}. Install the same version of cyxtrain everywhere"
             )
-        if hello.rank >= self._world_size:
+        if hello.rank == 0 and hello.run != self.name:
+            return (
+                "two processes were started as rank 0. Give every machine its own --node-rank, or every process its "
+                "own RANK"
+            )
+        if not hello.rank < hello.world_size == self._world_size:
             return (
                 f"it was started for a world of {hello.world_size}, rank 0 for a world of {self._world_size}. Start "
-                "all ranks with the same WORLD_SIZE"
+                "all ranks with the same WORLD_SIZE (cyxtrain launch: the same --nnodes and -n on every machine)"
             )
-        if Counter(member.rank for member in self._members.values())[hello.rank] >= _MAX_CONNECTIONS:
-            return f"too many processes have joined as rank {hello.rank}"
         return ""
 
+    def refusal(self) -> str:
+        """Return why a process cannot join, while ranks are missing; "": there is none, or it was one too many."""
+        joined = {member.rank for member in list(self._members.values())}
+        if joined.issuperset(range(1, self._world_size)):
+            self._refusal = ""
+        return self._refusal
+
     def _accept(self, hello: Hello, sock: socket.socket) -> None:
+        watch_over(sock)
         member = _Member(hello.rank, sock, self.values)
         self._members[sock] = member
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._serve_member(member))
@@ -174,7 +197,9 @@ class KeyValueServer:
         try:
             events = selectors.EVENT_WRITE if member.serve() else selectors.EVENT_READ
             self._selector.modify(member.sock, events, lambda: self._serve_member(member))
-        except (OSError, FrameError):
+        except (OSError, FrameError) as error:
+            if isinstance(error, TimeoutError):  # the kernel's: the socket does not block
+                self._refusal = f"rank 0 cannot reach rank {member.rank} at {member.place}: {LOST_PACKETS}."
             self._selector.unregister(member.sock)
             del self._members[member.sock]
             member.sock.close()
@@ -186,6 +211,7 @@ class _Member:
     def __init__(self, rank: int, sock: socket.socket, values: KeyValues) -> None:
         self.rank = rank
         self.sock = sock
+        self.place = place_of(sock.getpeername())
         self._values = values
         self._received = bytearray()
         self._answers = bytearray()
@@ -226,6 +252,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._place = place_of(sock.getpeername())
         self._lock = threading.Lock()
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
@@ -249,7 +276,7 @@ class Connection:
             found = json_object(body)
         except (OSError, FrameError) as error:
             self._socket.close()  # a late answer must not be taken for that to the next request
-            raise dist.DistNetworkError(f"the store of rank 0: {reason_of(error)}") from error
+            raise dist.DistNetworkError(f"the store of rank 0 at {self._place}: {reason_of(error)}") from error
         finally:
             self._lock.release()
         if "error" in found:

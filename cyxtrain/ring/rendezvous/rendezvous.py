@@ -40,11 +40,13 @@ from cyxtrain.ring.rendezvous.membership import Membership, PeerFailure, RankTak
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
-from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline, Poller, backoff
+from cyxtrain.ring.wire.link import LOST_PACKETS, POLL_SECONDS, Deadline, Poller, backoff, watch_over
 from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 
 _LENGTH_BYTES = 4
 _MAX_BYTES = 1 << 16
+_PADDING_BYTES = 10_000
+"""More than a packet can have, so that a network which loses large packets is noticed before the first collective."""
 _DIGEST_CHARACTERS = 16
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
@@ -296,7 +298,7 @@ class _Connector:
 
     def _missing(self) -> RendezvousError:
         """Return the error for a deadline that has passed."""
-        timed_out = f"Joining timed out after {self._membership.deadline.seconds:g} s"
+        timed_out = f"Joining timed out after {self._membership.deadline.seconds:.3g} s"
         missing = sorted({peer for peer, _ in self._awaited})
         if not missing:
             unconnected = self._membership.unconnected()
@@ -307,6 +309,7 @@ class _Connector:
                 "TCP between all ranks.",
                 rank=unconnected[0] if unconnected else None,
             )
+        own = self._result.table[self._rank]
         global_ranks = [self._global_ranks[peer] for peer in missing]
         unauthenticated = [self._global_ranks[peer] for peer in missing if self._acceptor.unauthenticated[peer]]
         hint = "across machines, firewalls must allow TCP between all ranks"
@@ -317,7 +320,8 @@ class _Connector:
             )
         return RendezvousError(
             f"{timed_out}: {', '.join(f'rank {name}' for name in global_ranks)} did not connect to rank "
-            f"{self._global_ranks[self._rank]}. Look at the output of the missing ranks; {hint}.",
+            f"{self._global_ranks[self._rank]} at {own.host}:{own.port}. Look at the output of the missing ranks; "
+            f"{hint}.",
             rank=global_ranks[0],
         )
 
@@ -362,7 +366,7 @@ def _compare_tables(
     """Compare the table of records with all other ranks, and exchange whose memory each can read. All ranks call it.
 
     If two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
-    about 1 KiB each way between each two ranks. Nothing has been sent on the sockets yet.
+    about 11 KiB each way between each two ranks. Nothing has been sent on the sockets yet.
 
     Returns:
         (by rank, whose memory it can read; whether Unix sockets connect all ranks).
@@ -373,13 +377,16 @@ def _compare_tables(
     """
     own = _digests(table)
     all_unix = not any(sock.family in (socket.AF_INET, socket.AF_INET6) for sock in sockets.values())
-    body = json.dumps({"reads": sorted(readable), "all_unix": all_unix, **own}).encode()
+    padding = " " * _PADDING_BYTES
+    body = json.dumps({"reads": sorted(readable), "all_unix": all_unix, "padding": padding, **own}).encode()
     for sock in sockets.values():
+        watch_over(sock)
         with contextlib.suppress(OSError):  # a lost connection is noticed below
             sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body))
     readable_by_rank = [set(readable) for _ in global_ranks]
     for peer, sock in sorted(sockets.items()):
-        received = _receive_table(sock, global_ranks[peer], deadline)
+        place = f"{table[peer].host}:{table[peer].port}"
+        received = _receive_table(sock, global_ranks[peer], place, deadline)
         if checksums.of(received[:-SUM_BYTES]) != received[-SUM_BYTES:]:
             raise damaged(global_ranks[peer], global_ranks[rank], "the comparison of records")
         theirs: dict[str, Any] = {}
@@ -406,15 +413,15 @@ def _digests(table: Sequence[RankRecord]) -> dict[str, str]:
     }
 
 
-def _receive_table(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
+def _receive_table(sock: socket.socket, name: int, place: str, deadline: Deadline) -> bytes:
     """Return one message and its checksum; read not a byte more."""
     received, end, poller = bytearray(), _LENGTH_BYTES, Poller()
     while len(received) < end:
         if not poller.wait([sock], [], deadline, POLL_SECONDS):
             if deadline.passed():
                 raise RendezvousError(
-                    f"rank {name} is connected to all others, and did not send its records for comparison within "
-                    f"{deadline.seconds:g} s. Look at its output.",
+                    f"rank {name} at {place} is connected to all others, and did not send its records for comparison "
+                    f"within {deadline.seconds:.3g} s. Look at its output, and at the MTU of the network between.",
                     rank=name,
                 )
             continue
@@ -422,6 +429,8 @@ def _receive_table(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
             part = sock.recv(end - len(received))
         except BlockingIOError:
             continue
+        except TimeoutError:  # the kernel's: the socket does not block
+            raise RendezvousError(f"rank {name} at {place} cannot be reached: {LOST_PACKETS}.", rank=name) from None
         except OSError:
             part = b""
         if not part:

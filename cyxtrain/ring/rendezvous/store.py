@@ -59,8 +59,9 @@ def serve_store(address: str, port: int, world_size: int, secret: bytes | None, 
         else:
             message = f"rank 0 cannot wait at {address}:{port}: {_cause(error)}. Choose another MASTER_PORT."
         raise RendezvousError(message, rank=0) from error
+    deadline = Deadline(seconds)
     try:
-        failure = await_listener(address, port, seconds)
+        failure = await_listener(address, port, deadline.left())
         if failure is not None:
             raise RendezvousError(
                 f"rank 0 listens on port {port}, and {address}:{port} does not lead there: {failure}. "
@@ -71,15 +72,21 @@ def serve_store(address: str, port: int, world_size: int, secret: bytes | None, 
     except BaseException:
         listener.close()
         raise
+    try:
+        # Another machine's rank 0 may be what listens there.
+        reach_store(0, address, port, world_size, secret, deadline.left(), server.name).close()
+    except BaseException:
+        server.close()
+        raise
     return KeyValueStore(server, address, timedelta(seconds=seconds))
 
 
 def reach_store(
-    rank: int, address: str, port: int, world_size: int, secret: bytes | None, seconds: float
+    rank: int, address: str, port: int, world_size: int, secret: bytes | None, seconds: float, name: str = ""
 ) -> KeyValueStore:
-    """Connect to the store of rank 0, which may start later; raise RendezvousError with the true cause."""
+    """Connect to the store of rank 0, which may start later and has a `name`; raise RendezvousError with the cause."""
     deadline, place = Deadline(seconds), f"{address}:{port}"
-    hello = Hello("", 0, Role.STORE, rank, world_size, checksums=False)
+    hello = Hello(name, 0, Role.STORE, rank, world_size, checksums=False)
     rejected = 0
     while True:
         sock, failure = _connect(address, port, deadline, world_size)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch.distributed import HashStore, PrefixStore, Store
 
 from cyxtrain.errors import RendezvousError, reason_of
-from cyxtrain.ring.rendezvous.key_values import KeyValueStore
+from cyxtrain.ring.rendezvous.key_values import KeyValueServer, KeyValueStore
 from cyxtrain.ring.rendezvous.record import parse_record
 from cyxtrain.ring.wire.link import Deadline
 
@@ -88,6 +88,12 @@ class StoreClient:
         """Return the ranks that clients claimed to be without knowing the secret, if our own store counts them."""
         return self._call(self._root.unauthenticated) if isinstance(self._root, KeyValueStore) else []
 
+    def refusal(self) -> str:
+        """Return why a process cannot join, on rank 0, while ranks are missing; "": there is none."""
+        if isinstance(self._root, KeyValueStore) and isinstance(self._root.source, KeyValueServer):
+            return self._root.source.refusal()
+        return ""
+
     def delete(self, key: str) -> None:
         """Delete a key, if it exists."""
         self._call(lambda: self._store.delete_key(key))
@@ -154,8 +160,8 @@ class StoreClient:
         if isinstance(result, TimeoutError) or isinstance(getattr(result, "__cause__", None), TimeoutError):
             self.lost = True
             raise RendezvousError(
-                f"{self._who} gets no answer from the store at which the ranks meet: the process of rank 0, or the "
-                "launcher, is suspended, or the network to it is cut off. Look at both.",
+                f"{self._who} gets no answer from the store at which the ranks meet ({result!s}): the process of rank "
+                "0, or the launcher, is suspended, or the network is cut off or loses large packets (path MTU).",
                 rank=0,
             ) from None
         if isinstance(result, RuntimeError):  # PyTorch's DistNetworkError, DistStoreError and the like

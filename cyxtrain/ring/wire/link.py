@@ -43,7 +43,12 @@ _DATA_OPTIONS = {
     "TCP_KEEPALIVE": 60,
     "TCP_KEEPINTVL": 15,
     "TCP_KEEPCNT": 8,
+    "TCP_USER_TIMEOUT": 0,  # none, once ranks have joined: a busy peer does not read
 }
+LOST_PACKETS = (
+    "large packets get lost on the way, although short ones arrived (path MTU), or the network was cut. Set the same "
+    "MTU on all interfaces of the way (ip link set dev eth0 mtu 1400), or allow ICMP's 'fragmentation needed'"
+)
 _NEAR_SEND_BYTES = 1 << 19
 """Bytes in flight on the same machine, so that they stay in a cache."""
 _NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}

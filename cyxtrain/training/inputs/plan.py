@@ -380,7 +380,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     Raises:
         ConfigError: As `fit`; or the number of batches is unknown.
     """
-    runtime.join_if_nobody_has()
+    runtime.join_for_all()
     runtime.check_same_call("count_steps")
     config = parse_fit(*data, **keywords).config
     if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have

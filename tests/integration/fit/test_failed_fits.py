@@ -93,6 +93,94 @@ def fail_and_fit_again():
         return found, gradient.sum().item()
 
 
+def rows_of(*values):
+    return [torch.full((2,), float(value)) for value in values]
+
+
+def in_place(function, tensor, *arguments, **named):
+    function(tensor, *arguments, **named)
+    return tensor.tolist()
+
+
+def collective_calls():
+    """Every public collective by name, as a call of this rank, and what is right."""
+    rank, size = cx.get_rank(), cx.get_world_size()
+    own, zeros, ranks = rows_of(rank)[0], rows_of(*[0] * size), rows_of(*range(size))
+    lists = [row.tolist() for row in ranks]
+    is_first, is_last = rank == 0, rank == size - 1
+
+    def all_gather():
+        cx.all_gather(zeros, own)
+        return [row.tolist() for row in zeros]
+
+    def gather():
+        cx.gather(own, zeros if is_first else None)
+        return [row.tolist() for row in zeros] == lists or not is_first
+
+    def pass_a_message():
+        if is_first:
+            cx.send(torch.ones(2), size - 1)
+        return not is_last or cx.recv(torch.zeros(2), 0) == 0
+
+    return {
+        "barrier": (cx.barrier, None),
+        "all_reduce": (lambda: in_place(cx.all_reduce, own.clone()), [size * (size - 1) / 2] * 2),
+        "broadcast": (lambda: in_place(cx.broadcast, own.clone(), size - 1), lists[-1]),
+        "all_gather": (all_gather, lists),
+        "reduce_scatter": (lambda: in_place(cx.reduce_scatter, own.clone(), ranks), [float(size * rank)] * 2),
+        "scatter": (lambda: in_place(cx.scatter, torch.ones(2), ranks if is_first else None), lists[rank]),
+        "gather": (gather, True),
+        "reduce": (lambda: in_place(cx.reduce, own.clone(), op=cx.ReduceOp.MAX)[:is_first], [size - 1.0][:is_first]),
+        "send": (pass_a_message, True),
+        "all_gather_with_grad": (lambda: cx.all_gather_with_grad(own[None]).tolist(), lists),
+    }
+
+
+def training_calls(folder):
+    """Other calls that need all ranks."""
+    trainer, amp = make_trainer("nowhere"), cx.DistributedAMPTrainer(make_model(), loss_fn="cross_entropy")
+    trainer.save_checkpoint(f"{folder}/trainer")
+    amp.save_checkpoint(f"{folder}/amp")
+    return {
+        "DistributedDataParallel": (
+            lambda: type(cx.DistributedDataParallel(make_model())).__name__,
+            "DistributedDataParallel",
+        ),
+        "count_steps": (lambda: cx.count_steps(X, Y, epochs=1, effective_batch_size=6), (4, 4)),
+        "train_on_batch": (lambda: len(trainer.train_on_batch(X, Y)), 2),
+        "predict_on_batch": (lambda: len(trainer.predict_on_batch(X)), len(X)),
+        "predict": (lambda: len(trainer.predict(X)), len(X)),
+        "load_checkpoint": (lambda: trainer.load_checkpoint(f"{folder}/trainer"), None),
+        "training_step": (lambda: type(amp.training_step((X, Y))), float),
+        "load_checkpoint of AMP": (lambda: amp.load_checkpoint(f"{folder}/amp"), None),
+    }
+
+
+def fail_before_each(kind, *arguments):
+    with cx.init():
+        for name, (function, right) in kind(*arguments).items():
+            failed = outcome(fit, make_trainer("a callback"))
+            assert "broken in a callback" in str(failed), name
+            assert function() == right, name
+            cx.barrier()
+
+
+def fail_in_a_message():
+    with cx.init():
+        first, second = outcome(exchange), outcome(cx.barrier)
+        cx.barrier()
+        return first, second
+
+
+def exchange():
+    """The ranks disagree about the size of a message."""
+    if cx.get_rank() == 0:
+        cx.send(torch.ones(2), 1)
+        cx.recv(torch.ones(2), 1)
+    else:
+        cx.recv(torch.ones(3), 0)
+
+
 def come_back_without_the_last_rank():
     """The last rank fails, and makes no other call; the others wait for it until the deadline."""
     cx.init(cx.DistributedConfig(timeout_ms=800))
@@ -165,3 +253,18 @@ def test_group_that_pytorch_made_is_the_programs_to_make_anew():
         assert "broken in forward" in failed[1]
         assert refused[0] == "DistributedTrainingError"
         assert "To continue, make a new default process group on every rank." in refused[1]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_after_a_failed_fit_every_collective_begins_a_new_world(world_size):
+    values(run_ranks(world_size, fail_before_each, collective_calls, seconds=60))
+
+
+def test_after_a_failed_fit_every_other_call_of_all_ranks_does_too(tmp_path):
+    values(run_ranks(2, fail_before_each, training_calls, str(tmp_path), seconds=60))
+
+
+def test_a_failed_message_is_followed_by_a_new_world():
+    for first, second in values(run_ranks(2, fail_in_a_message)):
+        assert first[0] == "CollectiveMismatchError"
+        assert second is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -9,8 +12,10 @@ import torch
 from fitting import adam, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
+from worlds import child_environment
 
 import cyxtrain as cx
+from cyxtrain.world import consensus
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -54,6 +59,50 @@ def test_several_odd_ranks():
     for text, rank in run_world(5, check, {4: ["0.bias"], 2: ["0.bias", "2.bias"]}):
         assert text.startswith("ranks 2, 4 differ from most in 0.bias, 2.bias: ")
         assert rank is None
+
+
+def compute_with(types: list[str]) -> list[Any]:
+    """Returns warnings, and errors of replicas and of data that differ, if ranks have such CPUs."""
+    own = types[cx.get_rank()]
+    consensus.own_arithmetic = lambda: own  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        replicas = check({1: ["0.weight"]})
+    inputs, targets = make_rows(8 + cx.get_rank())
+    with pytest.raises(cx.ConfigError) as caught:
+        cx.DistributedTrainer(make_model(), "cross_entropy").fit(inputs[:8], targets[:8] * 0, epochs=1, verbose=False)
+    return [[str(each.message) for each in warned], replicas, str(caught.value)]
+
+
+def test_cpus_that_compute_differently_are_named_at_the_start_and_as_the_cause():
+    found = run_world(2, compute_with, ["AVX2 01234567", "DEFAULT 89abcdef"])
+    types = "rank 0: AVX2 01234567; rank 1: DEFAULT 89abcdef"
+    [[warned], no_warnings] = [warned for warned, _, _ in found]
+    assert warned.startswith(f"the ranks' CPUs compute differently ({types})")
+    assert no_warnings == []
+    for _, (replicas, _), data in found:
+        assert f"different CPUs ({types})" in replicas
+        assert "set ATEN_CPU_CAPABILITY=default on every rank" in replicas
+        assert "Their CPUs (DEFAULT 89abcdef and AVX2 01234567) compute differently" in data
+        assert "torch.manual_seed" not in data
+
+
+def test_cpus_of_different_types_that_compute_alike_are_named_with_replicas_that_differ_only():
+    for warned, (replicas, _), data in run_world(2, compute_with, ["AVX2 01234567", "AVX512 01234567"]):
+        assert warned == []
+        assert "different CPUs (rank 0: AVX2 01234567; rank 1: AVX512 01234567)" in replicas
+        assert "torch.manual_seed(0) before torch.randn" in data
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="PyTorch has no other kernels here")
+def test_kernels_of_other_cpus_compute_differently():
+    program = "from cyxtrain.world.consensus import own_arithmetic; print(own_arithmetic())"
+    command, env = [sys.executable, "-c", program], child_environment() | {"ATEN_CPU_CAPABILITY": "default"}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    assert found.startswith("DEFAULT ")
+    assert found[-8:] != consensus.own_arithmetic()[-8:]
+    assert consensus.differing_types([found] * 3) == ""
 
 
 def test_half_precision_and_frozen_parameters_are_compared_too():

@@ -104,7 +104,7 @@ class Relay:
 def test_a_handshake_that_is_relayed_is_refused_by_the_rank_that_was_not_meant():
     """Also where the table of addresses was forged, as one that knows the secret could."""
     store = dist.HashStore()
-    board = board_of(store, 2, SECRET.secret)
+    board = board_of(store, SECRET.secret)
     found: list[Any] = []
     rank_0 = threading.Thread(target=lambda: found.append(error_of(lambda: meet(store, 0, 2, 1.5, options=SECRET))))
     rank_0.start()
