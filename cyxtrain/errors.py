@@ -23,6 +23,7 @@ the user's program, and helpers for messages.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import re
 import traceback
@@ -35,6 +36,13 @@ from typing import Any, TypeVar
 # Together they fit into one message between ranks.
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
 _SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 200
+_REMEDIES: dict[Any, str] = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    getattr(errno, "WSAEMFILE", errno.EMFILE): "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "all processes of this machine together have too many files open",
+    errno.ENOMEM: "free memory on this machine",
+    errno.ENOBUFS: "free memory on this machine",
+}
 _ON_ALL_RANKS = "_cyxtrain_on_all_ranks"
 _before_raising: list[Callable[[], None]] = []
 """Called for each error of this package and each error on all ranks."""
@@ -281,6 +289,14 @@ def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number and what it counts, such as "1 rank", "1,200 ranks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def exhausted(error: BaseException) -> str:
+    """Return what this process has run out of and what to do about it; empty if the error is another one."""
+    remedy = _REMEDIES.get(getattr(error, "errno", None))
+    if remedy is None:
+        return ""
+    return f"{reason_of(error)}; {remedy}"
 
 
 def reason_of(error: BaseException) -> str:

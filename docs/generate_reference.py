@@ -121,6 +121,13 @@ ENVIRONMENT = (
         "File in which the launcher notes the ranks of this machine that have exited with code 0.",
     ),
     (
+        "CYXTRAIN_PORT",
+        "two integers",
+        "set by the launcher",
+        "",
+        "`MASTER_PORT`, and the port that the launcher holds for rank 0 in its place until rank 0 listens.",
+    ),
+    (
         "CYXTRAIN_BAR_COLUMNS",
         "integer",
         "set by the launcher",

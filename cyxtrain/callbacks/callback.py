@@ -28,7 +28,7 @@ from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_constructed, takes, unknown_name
-from cyxtrain.errors import ConfigError, brief, warn
+from cyxtrain.errors import ConfigError, brief, reason_of, warn
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
 
@@ -127,6 +127,9 @@ class Callback:
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
     stop_reason = ""
     """Why it stops the fit, for the line that rank 0 prints; "": its class name."""
+    writes_to = ""
+    """Name of the attribute with the path at which it writes a log. If it raises OSError then, training continues, with
+    one warning."""
     _saved: ClassVar[tuple[str, ...]] = ()
     """Names of attributes that are its state."""
     _is_constructed = True
@@ -270,6 +273,7 @@ class Callbacks:
         self._callbacks = list(callbacks)
         self.stop_reason = ""
         """Why the latest one to set `stop_training` did so; "": none has."""
+        self._unwritten: list[Callback] = []
         self._overriding = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in _HOOKS}
         self._validated = [each for each in self._callbacks if each.validates_own_weights]
         if len(self._validated) > 1:
@@ -354,16 +358,28 @@ class Callbacks:
         """Close each."""
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
-                stack.callback(callback.close)
+                stack.callback(self._writing, callback, callback.close)
 
     def _run(self, callback: Callback, hook: str, *arguments: Any) -> None:
         """Call a hook; note a request to stop, also Keras's: `self.model.stop_training = True`."""
         had_asked = callback.trainer.stop_training
-        getattr(callback, hook)(*arguments)
+        self._writing(callback, getattr(callback, hook), *arguments)
         if vars(callback.model).pop("stop_training", False):
             callback.trainer.stop_training = True
         if callback.trainer.stop_training and not had_asked:
             self.stop_reason = callback.stop_reason or f"{type(callback).__name__} set stop_training"
+
+    def _writing(self, callback: Callback, call: Callable[..., object], *arguments: Any) -> None:
+        """Call a method; warn once instead of raising if a log cannot be written."""
+        try:
+            call(*arguments)
+        except OSError as error:
+            if not callback.writes_to:
+                raise
+            if callback not in self._unwritten:
+                self._unwritten.append(callback)
+                path = os.fsdecode(error.filename or getattr(callback, callback.writes_to))
+                warn(f"{type(callback).__name__} cannot write {path}: {reason_of(error)}. Training continues.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by class name and, from the second of a class on, number."""
@@ -380,7 +396,7 @@ class Callbacks:
                     is_own = type(callback).__module__.startswith(f"{__package__}.")
                     if is_own and not same_kinds(state, callback.state_dict()):
                         raise TypeError(f"its state is {brief(state)}")
-                    callback.load_state_dict(state)
+                    self._writing(callback, callback.load_state_dict, state)
         if left and runtime.is_master():
             warn(
                 f"{source} has the state of {', '.join(left)}, but fit has no such callback: the run may continue "

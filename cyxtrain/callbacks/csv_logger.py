@@ -30,6 +30,7 @@ class CSVLogger(Callback):
     """
 
     runs_last = True
+    writes_to = "filename"
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         owner = "CSVLogger"

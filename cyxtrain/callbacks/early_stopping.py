@@ -11,6 +11,7 @@ from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_float
 from cyxtrain.checkpoint.format.names import load_plain_state, plain_state
 from cyxtrain.config.settings import require_boolean, require_integer
+from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import counted
 from cyxtrain.world import runtime
 
@@ -101,10 +102,10 @@ class EarlyStopping(Monitoring):
         speaks = bool(self.verbose) and runtime.is_master()
         if speaks and (self.stopped_epoch or self.stop_reason):
             best = f"best at {self._best_place}" if math.isfinite(self.best) else "never finite"
-            print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")
+            show(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")
         if self.best_weights is not None:
             if speaks:
-                print(f"restored the weights of {self._best_place}")
+                show(f"restored the weights of {self._best_place}")
             load_plain_state(self.trainer.trained, self.best_weights)
 
     @property

@@ -12,6 +12,7 @@ from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_float
 from cyxtrain.checkpoint.weights import save_weights
 from cyxtrain.config.settings import require, require_boolean, require_integer
+from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import ConfigError
 from cyxtrain.world import runtime
 
@@ -119,4 +120,4 @@ class ModelCheckpoint(Monitoring):
             with self._measured_weights() if self.save_best_only else contextlib.nullcontext():
                 save_weights(self.model, path)
         if self.verbose and runtime.is_master():
-            print(f"saved {path}")
+            show(f"saved {path}")

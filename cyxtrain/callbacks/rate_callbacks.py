@@ -9,6 +9,7 @@ from typing import Any
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_float
 from cyxtrain.config.settings import require, require_integer, takes
+from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import ConfigError
 from cyxtrain.optim.learning_rates import rates_of
 from cyxtrain.world import runtime
@@ -63,7 +64,7 @@ class LearningRateScheduler(_SettingRates):
                 )
         self.trainer.set_learning_rates(rates)
         if self.verbose and runtime.is_master():
-            print(f"epoch {epoch + 1}: the learning rate is {', '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}")
+            show(f"epoch {epoch + 1}: the learning rate is {', '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}")
 
 
 class ReduceLROnPlateau(_SettingRates, Monitoring):
@@ -138,7 +139,7 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         self.trainer.set_learning_rates(rates)
         if self.verbose and runtime.is_master():
             words = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
-            print(f"epoch {epoch + 1}: {self.monitor} has not improved, reducing the learning rate to {words}")
+            show(f"epoch {epoch + 1}: {self.monitor} has not improved, reducing the learning rate to {words}")
 
 
 class LearningRateMonitor(Callback):

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import io
 import os
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +59,7 @@ class TensorBoard(Callback):
     """
 
     runs_last = True
+    writes_to = "log_dir"
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class TensorBoard(Callback):
         self._writer: SummaryWriter | None = None
         self._validation: SummaryWriter | None = None
         self._norm: Tensor | None = None
+        self._previous_hook: Callable[[Any], object] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         require(
@@ -94,6 +98,8 @@ class TensorBoard(Callback):
             "TensorBoard(profile_batch=...) and fit(profile=...) both profile steps: choose one.",
         )
         if runtime.is_master():
+            self._previous_hook = threading.excepthook
+            threading.excepthook = self._on_thread_error
             self._writer = self._open("train")
             optimizers = {name: type(each).__name__ for name, each in self.trainer.optimizers.items()}
             settings = dataclasses.asdict(self.trainer.config) | optimizers
@@ -164,7 +170,14 @@ class TensorBoard(Callback):
         if self._norm is not None:
             self._writer.add_scalar("step/gradient norm", float(self._norm), step)
 
+    def _on_thread_error(self, arguments: Any) -> None:
+        """Print nothing if TensorBoard's thread cannot write: the next call raises the error."""
+        if self._previous_hook is not None and not type(arguments.thread).__module__.startswith("tensorboard."):
+            self._previous_hook(arguments)
+
     def close(self) -> None:
+        if threading.excepthook == self._on_thread_error and self._previous_hook is not None:
+            threading.excepthook = self._previous_hook
         if self._graph is not None:
             self._graph.close()
         if self._profiler is not None:

@@ -16,6 +16,8 @@
     CYXTRAIN_ATTEMPT              how often the launcher has restarted all ranks; default 0
     CYXTRAIN_TRACEBACK            full: errors that are printed in short (`uncaught.py`) are printed with all frames
     CYXTRAIN_EXITED               where the launcher notes the ranks of this machine that have exited with code 0
+    CYXTRAIN_PORT                 MASTER_PORT, which any program can take, and the port that the launcher holds for
+                                  rank 0 in its place: only a process of the same user can listen there
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
 
 torchrun sets these very names, and they take precedence over those of a scheduler (`schedulers.py`).
@@ -24,6 +26,7 @@ torchrun sets these very names, and they take precedence over those of a schedul
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -172,6 +175,12 @@ def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:
         return [int(rank) for rank in Path(path).read_text("ascii").split()]
     except OSError:  # the launcher was killed, or this system does not share the file
         return []
+
+
+def held_port(port: int, variables: Variables = ENVIRON) -> int | None:
+    """Return the port that the launcher holds for rank 0 in the place of its MASTER_PORT; None: it is another one."""
+    master, _, held = variables.get("CYXTRAIN_PORT", "").partition(" ")
+    return int(held) if master == str(port) and sys.platform == "linux" else None
 
 
 def bar_columns(variables: Variables = ENVIRON) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from cyxtrain.workers.machine import free_port, launch_environment
-from cyxtrain.workers.output import Terminal, is_mistake
+from cyxtrain.workers.output import LAST_SECONDS, Terminal, is_mistake
 from cyxtrain.workers.process import RankExit, RankSpec
 from cyxtrain.workers.supervisor import Outcome, Supervisor, stop_all_at_first_failure, would_recur
 
@@ -67,8 +69,9 @@ def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
             text += f"restart {attempt + 1} of {start.restarts}\n".encode()
         elif failed and attempt < start.restarts:
             text += b"no restart: the same error would occur again\n"
-        with contextlib.suppress(OSError):  # nobody reads our stderr any more
-            terminal.write_err(text)
+        last = threading.Thread(target=terminal.write_err, args=(text,), daemon=True)
+        last.start()
+        last.join(LAST_SECONDS)  # a terminal that cannot be opened again may block
         if not restarts:
             break
     if outcome.stopped_by is not None:
@@ -88,21 +91,20 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
 
     def note_exit(ended: RankExit) -> bool:
         if ended.code == 0:  # ranks that wait for it to join read this
-            exited.write(b"%d\n" % start.ranks[ended.index])
+            with contextlib.suppress(OSError), open(shared["CYXTRAIN_EXITED"], "a") as file:
+                file.write(f"{start.ranks[ended.index]}\n")
         return stop_all_at_first_failure(ended)
 
-    exited = tempfile.NamedTemporaryFile("wb", buffering=0, prefix="cyxtrain-")  # noqa: SIM115 - closed below
-    environment = {**environment, "CYXTRAIN_EXITED": exited.name}
-    with exited, free_port() if start.master_port is None else contextlib.nullcontext(start.master_port) as port:
+    with _prepared(start, environment) as shared:
         specs = [
             RankSpec(
                 label=f"rank {rank}",
                 command=start.command,
                 environment=launch_environment(
-                    {**environment, "CYXTRAIN_BAR_COLUMNS": str(0 if rank else columns)},
+                    {**shared, "CYXTRAIN_BAR_COLUMNS": str(0 if rank else columns)},
                     local_rank,
                     start.num_ranks,
-                    str(port),
+                    shared["MASTER_PORT"],
                     nnodes=start.nnodes,
                     node_rank=start.node_rank,
                     address=start.master_addr,
@@ -116,6 +118,23 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
         supervisor = Supervisor(specs, terminal, note_exit)
         with _stopping_on_signals(supervisor):
             return supervisor.run()
+
+
+@contextlib.contextmanager
+def _prepared(start: Start, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Hold the ports of a run and name the file for exits, which may be impossible to write; yield the environment."""
+    shared = {**environment, "MASTER_PORT": start.master_port or "", "CYXTRAIN_EXITED": ""}
+    with contextlib.ExitStack() as ports:
+        if start.master_port is None:
+            shared["MASTER_PORT"] = str(ports.enter_context(free_port(for_any_program=True)))
+            shared["CYXTRAIN_PORT"] = f"{shared['MASTER_PORT']} {ports.enter_context(free_port())}"
+        with contextlib.suppress(OSError):  # there may be no temporary folder
+            shared["CYXTRAIN_EXITED"] = os.path.join(tempfile.gettempdir(), f"cyxtrain-{secrets.token_hex(8)}")
+        try:
+            yield shared
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(shared["CYXTRAIN_EXITED"])
 
 
 @contextlib.contextmanager

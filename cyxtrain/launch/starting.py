@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+from cyxtrain.environment.standard_streams import STDERR
+from cyxtrain.errors import counted, exhausted, reason_of
 from cyxtrain.launch.first_process import run_as_first_process
 from cyxtrain.launch.local import Start, run_ranks
 from cyxtrain.workers.machine import cores_per_rank, ranks_by_cores
@@ -160,8 +162,12 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
     try:
         return run_ranks(start, environment)
     except OSError as error:
-        hint = "; give the script alone (train.py) to use this Python" if command[0].startswith("python") else ""
-        raise click.UsageError(f"cannot start {command[0]!r}: {error.strerror}{hint}") from error
+        if error.filename == command[0]:
+            hint = "; give the script alone (train.py) to use this Python" if command[0].startswith("python") else ""
+            raise click.UsageError(f"cannot start {command[0]!r}: {error.strerror}{hint}") from error
+        cause = exhausted(error) or f"{reason_of(error)}; `ulimit -a` shows the limits of this shell"
+        STDERR.write(f"cyxtrain launch: cannot start {counted(num_ranks, 'rank')}: {cause}\n")
+        return 1
 
 
 def _require(is_valid: bool, message: str) -> None:
@@ -221,7 +227,7 @@ def _num_ranks(options: Options, environment: Mapping[str, str]) -> tuple[int, d
         gpus = 0 if word == "cpu" else _count_gpus(environment)
         _require(word != "gpu" or gpus > 0, "PyTorch sees no CUDA GPU on this machine")
         number = gpus or ranks_by_cores(environment)
-        click.echo(f"cyxtrain launch: {number} ranks, one per {'GPU' if gpus else 'core'}; set it with -n", err=True)
+        STDERR.write(f"cyxtrain launch: {number} ranks, one per {'GPU' if gpus else 'core'}; set it with -n\n")
         return number, _nccl(environment) if gpus else {}
     is_valid = _is_number(word) and int(word) > 0
     _require(is_valid, f"the number of ranks must be a whole number of at least 1, got {word!r}")

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from cyxtrain.config.settings import require
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, reason_of, warn
 from cyxtrain.metrics.sums import predicted_classes
 from cyxtrain.metrics.whole_set import WholeSet
 
@@ -50,6 +50,7 @@ class ConfusionMatrix(WholeSet):
         self.__name__ = "confusion_matrix"
         self.path = None if path is None else Path(path)
         self.class_names = None if class_names is None else [str(name) for name in class_names]
+        self._has_warned = False
         self.matrix: Any = None
         self.figure: Any = None
         self.figures: dict[str, Any] = {}
@@ -79,9 +80,14 @@ class ConfusionMatrix(WholeSet):
         np.add.at(self.matrix, (classes[classes >= 0], predicted[classes >= 0]), 1)
         self.figure = self.figures[self._set] = _figure(self.matrix, names)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             own = re.sub(r"[^\w.-]", "_", f"_{self._set}") if self._set else ""
-            self.figure.savefig(self.path.with_stem(self.path.stem + own), dpi=120)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.figure.savefig(self.path.with_stem(self.path.stem + own), dpi=120)
+            except OSError as error:
+                if not self._has_warned:
+                    warn(f"ConfusionMatrix cannot write {self.path}: {reason_of(error)}. Training continues.")
+                self._has_warned = True
         return {}
 
 

@@ -241,18 +241,15 @@ class Pool:
 
     def _print(self, wrote: _Wrote) -> None:
         """Print output of workers; that of rank 0 without its label, as if this process had written it."""
-        stream = sys.stderr if wrote.to_stderr else sys.stdout
+        stream = standard_streams.STDERR if wrote.to_stderr else standard_streams.STDOUT
         for line in wrote.lines.splitlines(keepends=True):
             text = line.removeprefix(b"[rank 0] ")
             if text.endswith(self._mark):
                 self._marks += 1
                 text = text.removesuffix(self._mark)
                 text = b"" if re.fullmatch(rb"(\[rank \d+\] )?", text) else text + b"\n"
-            if stream is not None:
-                encoding = stream.encoding or "utf-8"
-                stream.write(text.decode(errors="replace").encode(encoding, "replace").decode(encoding))
-        if stream is not None:
-            stream.flush()
+            stream.write(text.decode(errors="replace"))
+        stream.flush()
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -302,6 +299,7 @@ class Pool:
 
 def _specs(ends: Sequence[Channel], variables: Mapping[str, str], port: str) -> list[RankSpec]:
     shared = {**variables, "CYXTRAIN_SECRET": variables.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
+    shared["CYXTRAIN_PORT"] = f"{port} {port}"
     specs, path = [], [place for place in sys.path if isinstance(place, str)]
     for rank, end in enumerate(ends):
         settings = json.dumps({"channel": end.fileno(), "path": path})

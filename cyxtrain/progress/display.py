@@ -11,11 +11,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from typing_extensions import override
 
 from cyxtrain.environment.process_env import bar_columns
+from cyxtrain.environment.standard_streams import STDOUT, show
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +158,7 @@ class PlainDisplay(LiveDisplay):
     @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
         for line in _lines(facts):
-            print(_wrapped(line, self._columns(), _INDENT), flush=True)
+            show(_wrapped(line, self._columns(), _INDENT))
 
     @override
     def draw(self, steps: int, text: str) -> None:
@@ -172,7 +173,7 @@ class PlainDisplay(LiveDisplay):
         self._print(_wrapped(whole, self._columns(), len(self._epoch) + 2).replace(_NO_BREAK, " "))
 
     def _print(self, lines: str) -> None:
-        print(lines, flush=True)
+        show(lines)
 
     @override
     def end_epoch(self, text: str) -> None:
@@ -233,13 +234,13 @@ class LauncherDisplay(PlainDisplay):
     def draw(self, steps: int, text: str) -> None:
         self._is_drawn = True
         bar = _encodable(self._bar(steps, text, self._bar_columns), sys.stdout.encoding)
-        print(f"{bar}\r", end="", flush=True)  # in one piece: workers of a loader may print too
+        show(f"{bar}\r", "")  # in one piece: workers of a loader may print too
 
     @override
     def close(self) -> None:
         if self._is_drawn:
             self._is_drawn = False
-            print(" \r", end="", flush=True)
+            show(" \r", "")
 
 
 class CellDisplay(LiveDisplay):
@@ -328,7 +329,7 @@ def make_display(shows: bool) -> Display:
         return LauncherDisplay(columns)
     from rich.console import Console  # takes a third of the time of `import cyxtrain`
 
-    console = Console()
+    console = Console(file=cast("IO[str]", STDOUT))
     if console.is_jupyter:
         from IPython import display, get_ipython  # installed where notebooks run
 

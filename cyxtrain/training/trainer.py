@@ -21,6 +21,7 @@ from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
+from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, brief, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
 from cyxtrain.metrics.loss import Loss, WeightedLosses
@@ -492,7 +493,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                 self._rows((X,), None, distributed=False, predicting=True)
         text = summary_of(self.model, outputs.shapes, depth)
         if shows:
-            print(text)
+            show(text)
         return text
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -59,15 +59,17 @@ def ranks_by_cores(environment: Mapping[str, str]) -> int:
 
 
 @contextlib.contextmanager
-def free_port() -> Iterator[int]:
+def free_port(*, for_any_program: bool = False) -> Iterator[int]:
     """Reserve a free TCP port.
 
-    On Linux it stays bound: only a process that asks for this number with SO_REUSEADDR, as rank 0's store does, can
-    listen there. On other systems another process may take it before rank 0 listens; the error then names the port.
+    On Linux it stays bound: only a process of this user that asks for this number with SO_REUSEPORT, as rank 0's store
+    does, can listen there; `for_any_program`: every process that asks for it with SO_REUSEADDR, as PyTorch's store
+    does. On other systems another process may take it before rank 0 listens; the error then names the port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         if sys.platform == "linux":
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            option = {True: socket.SO_REUSEADDR, False: socket.SO_REUSEPORT}[for_any_program]
+            holder.setsockopt(socket.SOL_SOCKET, option, 1)
         holder.bind(("", 0))
         port = int(holder.getsockname()[1])
         if sys.platform != "linux":

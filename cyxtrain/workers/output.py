@@ -1,6 +1,7 @@
 """Copy the output of many ranks to one terminal: whole lines, each with its rank, and the bar of rank 0 below them.
 
-Of errors in stderr a user's mistake is shown once, and no traceback of Ctrl-C.
+Of errors in stderr a user's mistake is shown once, and no traceback of Ctrl-C. Output that cannot be written is left
+out, with one warning: no rank waits for a terminal, pipe or disk.
 """
 
 from __future__ import annotations
@@ -8,21 +9,27 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Protocol
 
 from cyxtrain import errors
+from cyxtrain.environment.standard_streams import UNREAD_SECONDS, place_of
 from cyxtrain.environment.uncaught import HEADER
 
+LAST_SECONDS = 0.75
+"""How long each stream waits for a reader once all ranks have ended."""
 KEPT_LINES = 100
 """Lines at the end of a rank's stderr that are repeated after a failure."""
 REFRESH_SECONDS = 10.0
 """Seconds between two states of a progress bar that are printed."""
 _KEPT_BYTES = 8192  # of each kept line
+_NAP_SECONDS = 0.01
 _LINE_BYTES = 4 << 20  # longer lines are printed in pieces, so that memory stays bounded
 _READ_BYTES = 1 << 16
 _ERASE_LINE = b"\r\x1b[K"
@@ -55,46 +62,84 @@ class Terminal:
         self._err = err
         self.columns = columns
         self._bar = b""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._refused_at: dict[Stream, float] = {}  # of streams that nobody reads
+        self._warned: set[str] = set()
+        self.patience_seconds = UNREAD_SECONDS
+        """How long to wait for a reader before output is left out."""
         self.mistakes: dict[bytes, str] = {}
         """Mistakes that a rank has printed, with its label (see `ErrorFilter`)."""
 
     @classmethod
     def standard(cls) -> Terminal:
         """Return this process's stdout and stderr, unbuffered: a buffer would fail again at exit on a closed pipe."""
-        out = open(1, "wb", buffering=0, closefd=False)  # noqa: SIM115 - not ours to close
-        err = open(2, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        return cls(out, err, _columns)
+        return cls(_opened(1), _opened(2), _columns)
 
     def write_out(self, data: bytes) -> None:
-        """Write all of it to stdout; raise OSError if nobody reads."""
+        """Write to stdout."""
         self._write(self._out, data)
 
     def write_err(self, data: bytes) -> None:
-        """Write all of it to stderr; raise OSError if nobody reads."""
+        """Write to stderr."""
         self._write(self._err, data)
 
     def show_bar(self, bar: bytes) -> None:
         """Show a text below all lines, in place of the previous one; blank: none."""
         text = bar.decode(errors="replace").rstrip()[: self.columns()].encode()
         with self._lock:
-            erased, self._bar = _ERASE_LINE if self._bar else b"", text
-            _write_all(self._out, erased + text)
+            if self._bar:
+                self._send(self._out, _ERASE_LINE)
+            self._bar = text
+            self._send(self._out, text)
+
+    def append(self, path: Path, data: bytes) -> None:
+        """Append to the log of a rank."""
+        try:
+            with open(path, "ab") as file:
+                file.write(data)
+        except OSError as error:
+            self._warn(f"logs to {path.parent}", errors.reason_of(error))
 
     def _write(self, stream: Stream, data: bytes) -> None:
         with self._lock:
             if self._bar:
-                _write_all(self._out, _ERASE_LINE)
-            _write_all(stream, data)
-            _write_all(self._out, self._bar)
+                self._send(self._out, _ERASE_LINE)
+            self._send(stream, data)
+            self._send(self._out, self._bar)
+
+    def _send(self, stream: Stream, data: bytes) -> None:
+        cause = ""
+        try:
+            while data and not cause:
+                now = time.monotonic()
+                written = stream.write(data)
+                if written is not None:
+                    data = data[written:]
+                    self._refused_at.pop(stream, None)
+                elif now - self._refused_at.setdefault(stream, now) >= self.patience_seconds:
+                    cause = "nobody reads it"
+                else:
+                    time.sleep(_NAP_SECONDS)
+        except OSError as error:
+            cause = errors.reason_of(error)
+        if cause and stream is self._out:
+            self._warn(f"stdout{place_of(1)}", cause)
+
+    def _warn(self, what: str, cause: str) -> None:
+        with self._lock:
+            if what not in self._warned:
+                self._warned.add(what)
+                self.write_err(f"cyxtrain launch: cannot write {what}: {cause}; the ranks continue\n".encode())
 
 
-def _write_all(stream: Stream, data: bytes) -> None:
-    while data:
-        written = stream.write(data)
-        if written is None:  # a full terminal in non-blocking mode
-            time.sleep(0.01)
-        data = data[written or 0 :]
+def _opened(number: int) -> Stream:
+    """Return stdout or stderr; a pipe or terminal does not block, if the system opens it again."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: Windows has no such flags
+        mode = os.fstat(number).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
+            return open(os.open(f"/proc/self/fd/{number}", flags), "wb", buffering=0, closefd=False)
+    return open(number, "wb", buffering=0, closefd=False)
 
 
 def _columns() -> int:
@@ -207,7 +252,7 @@ class OutputReader:
         source: IO[bytes],
         label: str,
         write: Callable[[bytes], None],
-        log: Stream | None,
+        log: Callable[[bytes], None] | None,
         show_bar: Callable[[bytes], None] | None = None,
         errors: ErrorFilter | None = None,
     ) -> None:
@@ -223,32 +268,29 @@ class OutputReader:
         self._thread.start()
 
     def join(self, seconds: float) -> None:
-        """Wait so long for more output, and without limit for a slow terminal."""
+        """Wait so long for more output, and longer for a slow terminal."""
         self._thread.join(seconds)
-        while self._thread.is_alive() and self._is_writing:
-            self._thread.join(seconds)
+        if self._is_writing:
+            self._thread.join(UNREAD_SECONDS)
 
     def last_lines(self) -> bytes:
         """Return the last `KEPT_LINES` lines, without the label."""
         return b"".join(line + b"\n" for line in list(self._kept))
 
     def _read(self) -> None:
-        with self._source:  # if nobody reads our output, the rank gets a broken pipe, as if it were started alone
+        with self._source:
             assembler = LineAssembler(keeps_bar=self._show_bar is not None)
             show_bar = self._show_bar or (lambda bar: None)
-            try:
-                while data := self._data():
-                    if not self._prefix and self._errors is not None and not self._errors.hides_interrupts:
-                        self._write(data)
-                        continue
-                    lines = assembler.feed(data)
-                    show_bar(assembler.bar)
-                    self._show(lines)
-                show_bar(b"")
-                self._show(assembler.finish())
-                self._print([] if self._errors is None else self._errors.finish())
-            except OSError:
-                return
+            while data := self._data():
+                if not self._prefix and self._errors is not None and not self._errors.hides_interrupts:
+                    self._write(data)
+                    continue
+                lines = assembler.feed(data)
+                show_bar(assembler.bar)
+                self._show(lines)
+            show_bar(b"")
+            self._show(assembler.finish())
+            self._print([] if self._errors is None else self._errors.finish())
 
     def _data(self) -> bytes:
         try:
@@ -261,8 +303,7 @@ class OutputReader:
             return
         self._kept.extend(line[:_KEPT_BYTES] for line in lines)
         if self._log is not None:
-            with contextlib.suppress(OSError, ValueError):  # the disk is full, or a daemon writes after the end
-                self._log.write(b"".join(line + b"\n" for line in lines))
+            self._log(b"".join(line + b"\n" for line in lines))
         self._print(lines if self._errors is None else self._errors.feed(lines))
 
     def _print(self, lines: list[bytes]) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,7 +94,7 @@ class RankProcess:
         self._post = post
         self._was_signalled = False
         self._has_ended = False
-        self._log = None if spec.log is None else open(spec.log, "ab", buffering=0)  # noqa: SIM115 - _attend closes it
+        log = None if spec.log is None else partial(terminal.append, spec.log)
         self._process, copied = _spawn(spec)
         process = self._process
         guard.add(process.pid)
@@ -105,7 +106,7 @@ class RankProcess:
         )
         self._is_copied = spec.shares_terminal
         self._readers = [
-            OutputReader(source, "" if self._is_copied else spec.label, write, self._log, show, errors)
+            OutputReader(source, "" if self._is_copied else spec.label, write, log, show, errors)
             for source, write, show, errors in streams
             if source is not None
         ]
@@ -145,8 +146,6 @@ class RankProcess:
         self._guard.remove(self._process.pid)
         for reader in self._readers:
             reader.join(DRAIN_SECONDS)
-        if self._log is not None:
-            self._log.close()
         self._post(RankGone(self.index))
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cyxtrain import errors
+from cyxtrain.environment.standard_streams import UNREAD_SECONDS
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard
-from cyxtrain.workers.output import TRACEBACK, Terminal, is_mistake
+from cyxtrain.workers.output import LAST_SECONDS, TRACEBACK, Terminal, is_mistake
 from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProcess, RankSpec
 
 OWN_END_SECONDS = 2.0
@@ -98,6 +99,7 @@ class Supervisor:
         Raises OSError if a command cannot be started; ranks that had started are stopped.
         """
         stopped_at = math.inf
+        self._terminal.patience_seconds = UNREAD_SECONDS
         with self._guard as guard:
             try:
                 for index, spec in enumerate(self._specs):
@@ -137,6 +139,8 @@ class Supervisor:
                 self._alive.discard(event.index)
             else:
                 self._exits.append(event)
+                if len(self._exits) == len(self._specs):
+                    self._terminal.patience_seconds = LAST_SECONDS
                 self._stop_all |= self._policy(event)
 
     def _end_all(self) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions, complete_config
 from cyxtrain.environment import process_env, schedulers, torch_compat
 from cyxtrain.environment.cpu import cgroup_quota
-from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
+from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, exhausted, warn
 from cyxtrain.ring import (
     WORLD_GROUPS,
     Deadline,
@@ -62,7 +62,16 @@ class Joined:
 
 
 def join(config: DistributedConfig) -> Joined:
-    """Make the default torch process group."""
+    """Make the default torch process group; raise RendezvousError if this process cannot open more files, say."""
+    try:
+        return _join(config)
+    except OSError as error:
+        if not exhausted(error):
+            raise
+        raise RendezvousError(f"rank {config.rank} cannot join: {exhausted(error)}.", rank=config.rank) from None
+
+
+def _join(config: DistributedConfig) -> Joined:
     deadline = Deadline(config.timeout_ms / 1000)
     _warn_of_untested_torch(config.rank or 0)
     if config.backend is not None:
@@ -102,10 +111,11 @@ def open_world_store(config: DistributedConfig, secret: bytes | None, seconds: f
     prefix = process_env.agent_store_prefix(address, port)
     if prefix is not None:
         return dist.PrefixStore(prefix, reach_tcp_store(rank, address, port, world_size, seconds))
+    held = process_env.held_port(port)
     if rank == 0:
-        _store = serve_store(address, port, world_size, secret, seconds)
+        _store = serve_store(address, held or port, world_size, secret, seconds, is_held=held is not None)
     else:
-        _store = reach_store(rank, address, port, world_size, secret, seconds)
+        _store = reach_store(rank, address, held or port, world_size, secret, seconds)
     return _store
 
 

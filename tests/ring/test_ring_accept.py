@@ -325,12 +325,16 @@ def test_without_descriptors_it_waits_instead_of_spinning_and_then_takes_members
         assert house.turn(0.1) == 0  # although somebody waits at the listener
         house.door.expire(time.monotonic() + 0.5)
         assert house.watched == 0
+        assert house.door.failure is None  # files may become free
         house.door.expire(time.monotonic() + 1.1)
         assert house.turn(1.0) == 1
+        assert house.door.failure is not None
+        assert house.door.failure.errno == errno.EMFILE
     assert os.strerror(errno.EMFILE) in caplog.records[0].getMessage()
     house.door.expire(time.monotonic() + 3.0)
     shake(house, guest)
     assert list(house.members) == [CLAIM]
+    assert house.door.failure is None
 
 
 # --- the log --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import os
 import socket
 import sys
 from types import SimpleNamespace
@@ -11,8 +13,12 @@ import pytest
 import torch.distributed as dist
 from worlds import free_port
 
+from cyxtrain.config import DistributedConfig, complete_config
+from cyxtrain.environment import process_env
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous import listen, store
+from cyxtrain.workers import machine
+from cyxtrain.world import join
 
 
 class Network:
@@ -113,6 +119,48 @@ def test_an_interrupted_rank_0_gives_its_port_back(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             store.serve_store("127.0.0.1", port, 2, None, 1.0)
     socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux a port can be kept for who listens there later")
+def test_rank_0_listens_at_the_port_that_is_held_for_it_and_only_once():
+    with machine.free_port() as port:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", port))
+        served = store.serve_store("127.0.0.1", port, 2, None, 5.0, is_held=True)
+        member = store.reach_store(1, "127.0.0.1", port, 2, None, 5.0)
+        member.set("key", "value")
+        assert served.get("key") == b"value"
+        with pytest.raises(RendezvousError, match=f"port {port} is in use"):
+            store.serve_store("127.0.0.1", port, 2, None, 1.0, is_held=True)
+        member.close()
+        served.close()
+
+
+def test_the_port_that_is_held_belongs_to_one_master_port():
+    variables = {"CYXTRAIN_PORT": "29500 40001"}
+    is_linux = sys.platform == "linux"
+    assert process_env.held_port(29500, variables) == (40001 if is_linux else None)
+    assert process_env.held_port(29501, variables) is None
+    assert process_env.held_port(29500, {}) is None
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM])
+def test_a_rank_that_has_no_files_left_says_so_at_once(code, monkeypatch):
+    """Not that a firewall or another program is in the way."""
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    config = complete_config(DistributedConfig(rank=1, world_size=2, master_port=free_port(), timeout_ms=60_000))
+    with pytest.raises(
+        RendezvousError, match=rf"^rank 1 cannot join: {os.strerror(code)}; (raise|free) [^.]*\.$"
+    ) as caught:
+        join.join(config)
+    assert caught.value.rank == 1
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(RendezvousError, match=r"^rank 0 cannot join: "):
+        join.join(dataclasses.replace(config, rank=0))
 
 
 def test_a_rank_that_has_met_itself_goes_on_looking(monkeypatch):

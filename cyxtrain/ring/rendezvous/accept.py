@@ -6,7 +6,6 @@ An unauthenticated connection costs a descriptor, 4 KiB and five seconds at most
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import selectors
@@ -16,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cyxtrain.errors import exhausted
 from cyxtrain.ring.rendezvous.handshake import (
     MAX_BYTES,
     HandshakeError,
@@ -36,7 +36,6 @@ _ACCEPT_AT_ONCE = 32
 _PAUSE_SECONDS = 1.0
 """Pause after this process ran out of descriptors or memory."""
 _TOO_SLOW = "it did not authenticate in time"
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, vars(errno).get("WSAEMFILE")}
 
 
 class SparseLog:
@@ -99,6 +98,9 @@ class Acceptor:
         self._log = SparseLog(name)
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._reopens_at: float | None = None
+        self._paused_by: OSError | None = None
+        self.failure: OSError | None = None
+        """Why it could not take a connection twice in a row, a second apart."""
         self.unauthenticated: Counter[int] = Counter()
         """By rank, how many clients claimed to be it without knowing the secret."""
         self._listen()
@@ -146,10 +148,11 @@ class Acceptor:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _EXHAUSTED:
+                if exhausted(error):
                     self._pause(error)
                     return
                 continue  # the client has gone again
+            self.failure = self._paused_by = None
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._reject(self._oldest(), "too many others connected")
             sock.setblocking(False)
@@ -170,6 +173,8 @@ class Acceptor:
         for listener in self._listeners:
             self._selector.unregister(listener)
         self._reopens_at = time.monotonic() + _PAUSE_SECONDS
+        self.failure = self._paused_by
+        self._paused_by = error
         self._log.note(f"cannot take connections for now: {error.strerror}", time.monotonic())
 
     def _on_data(self, sock: socket.socket) -> None:

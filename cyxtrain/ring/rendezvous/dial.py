@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cyxtrain.errors import RendezvousError, reason_of
+from cyxtrain.errors import RendezvousError, exhausted, reason_of
 from cyxtrain.ring.rendezvous.handshake import (
     MAX_BYTES,
     HandshakeClient,
@@ -72,6 +72,8 @@ def dial(
                 rank=peer,
             ) from None
         except OSError as error:
+            if exhausted(error):
+                raise
             if unix and record.transport == "auto":
                 unix = False  # they share a kernel but not a network namespace: two containers, say
                 continue

@@ -122,7 +122,11 @@ class KeyValueServer:
         self._thread.start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """Return the answer to a request of this process."""
+        """Return the answer to a request of this process; raise OSError, once, if no other can connect."""
+        failure = self._acceptor.failure
+        if failure is not None:
+            self._acceptor.failure = None
+            raise failure
         return self.values.answer(request)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed import FileStore, Store, TCPStore
 
-from cyxtrain.errors import RendezvousError, reason_of
+from cyxtrain.errors import RendezvousError, exhausted, reason_of
 from cyxtrain.ring.rendezvous.handshake import place_of
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.store_client import root_of
@@ -54,6 +54,8 @@ def listen(rank: int, store: Store, transport: str) -> Listeners:
     try:
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except OSError as error:
+        if exhausted(error):
+            raise
         raise RendezvousError(
             f"rank {rank} cannot listen at {address} ({reason_of(error)}), where others would reach it.",
             rank=rank,
@@ -99,7 +101,9 @@ def own_address(store_host: str) -> str:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 own = str(probe.getsockname()[0])
-        except OSError:
+        except OSError as error:
+            if exhausted(error):
+                raise
             continue
         if own != "::1" and not own.startswith("127."):
             return own

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment.processes import State, state_of
-from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
+from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, exhausted, reported
 from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value, refuse_exited
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.wire.frames import FrameError, json_object
@@ -88,7 +88,7 @@ class Membership:
             raise
         except BaseException as error:  # Ctrl-C, say: the others must not wait
             # Only its name: the text of a foreign error may hold private data.
-            reason = f"rank {name} cannot join: {type(error).__name__}. Look at its output."
+            reason = f"rank {name} cannot join: {exhausted(error) or type(error).__name__}. Look at its output."
             self.report_failure(RendezvousError(reason, rank=name))
             raise
 

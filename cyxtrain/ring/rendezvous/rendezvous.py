@@ -242,8 +242,9 @@ class _Connector:
         """Poll once: serve connections, and raise the error if the rendezvous has failed."""
         self._acceptor.serve(seconds)
         self._membership.check()  # first: a rank that closes its connections has already reported why
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure or self._acceptor.failure
+        if failure is not None:
+            raise failure
         if self._membership.deadline.passed():
             raise self._missing()
 

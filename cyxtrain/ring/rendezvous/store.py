@@ -12,6 +12,7 @@ import ctypes
 import errno
 import functools
 import logging
+import os
 import socket
 import struct
 import time
@@ -19,7 +20,7 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
-from cyxtrain.errors import RendezvousError, reason_of
+from cyxtrain.errors import RendezvousError, exhausted, reason_of
 from cyxtrain.ring.rendezvous.dial import ClosedError, authenticate
 from cyxtrain.ring.rendezvous.handshake import HandshakeError, Hello, RefusedError, Role
 from cyxtrain.ring.rendezvous.key_values import Connection, KeyValueServer, KeyValueStore
@@ -42,14 +43,20 @@ _KEY = "pytorch/store"
 """Where rank 0 writes the address."""
 
 
-def serve_store(address: str, port: int, world_size: int, secret: bytes | None, seconds: float) -> KeyValueStore:
+def serve_store(
+    address: str, port: int, world_size: int, secret: bytes | None, seconds: float, *, is_held: bool = False
+) -> KeyValueStore:
     """Open the store of a run, as rank 0. Without a secret every process that speaks this protocol is accepted.
+
+    `is_held`: the launcher holds the port for this user.
 
     Raises RendezvousError if the port is in use, or the address leads elsewhere.
     """
     try:
-        listener = _listen(address, port)
+        listener = _listen(address, port, is_held=is_held)
     except OSError as error:
+        if exhausted(error):
+            raise
         if error.errno == errno.EADDRINUSE:
             message = (
                 f"rank 0 cannot wait for the others: port {port} is in use on this machine. "
@@ -164,14 +171,17 @@ def await_listener(address: str, port: int, seconds: float) -> str | None:
     return None
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def _listen(address: str, port: int, *, is_held: bool = False) -> socket.socket:
+    if is_held and await_listener(address, port, 0.0) is None:  # SO_REUSEPORT would let two listen
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    create = functools.partial(socket.create_server, backlog=1024, reuse_port=is_held)
     if address == "localhost" or address.startswith("127."):  # a run on one machine stays inside it
-        return socket.create_server(("127.0.0.1" if address == "localhost" else address, port), backlog=1024)
+        return create(("127.0.0.1" if address == "localhost" else address, port))
     if address == "::1":
-        return socket.create_server((address, port), family=socket.AF_INET6, backlog=1024)
+        return create((address, port), family=socket.AF_INET6)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=1024)
+        return create(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return create(("", port))
 
 
 def _connect(address: str, port: int, deadline: Deadline, world_size: int = 0) -> tuple[socket.socket | None, str]:
@@ -187,6 +197,8 @@ def _connect(address: str, port: int, deadline: Deadline, world_size: int = 0) -
             sock.close()
             cause = "connection refused"  # by chance the kernel chose that very port: we connected to ourselves
         except OSError as error:
+            if exhausted(error):
+                raise
             cause = _cause(error)
         refuse_exited(range(world_size), world_size)
         if deadline.passed():

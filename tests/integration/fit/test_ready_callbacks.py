@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import math
+import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -715,3 +718,43 @@ def test_callbacks_that_are_verbose_say_what_they_do_on_rank_0(tmp_path, capsys)
         "restored the weights of epoch 1",
     ]
     assert (tmp_path / "1.ckpt").exists()
+
+
+# --- files that cannot be written -------------------------------------------------------------------------------------
+
+
+def test_logs_that_cannot_be_written_are_one_warning_each_and_training_continues():
+    folder = "/dev/null/logs"
+    with one_process(), pytest.warns(UserWarning) as caught:  # noqa: PT030 - all of them are compared below
+        trainer = fit(CSVLogger(f"{folder}/log.csv"), TensorBoard(folder, update_freq=1))
+    found = [str(each.message) for each in caught]
+    assert trainer.epoch == FIT["epochs"]
+    assert [re.sub(r" /dev/null[^:\s]*", "", text) for text in sorted(found)] == [
+        f"{name} cannot write: Not a directory. Training continues." for name in ("CSVLogger", "TensorBoard")
+    ]
+
+
+def test_a_log_that_fails_in_the_middle_is_written_again(tmp_path, monkeypatch):
+    path = tmp_path / "log.csv"
+    replace = os.replace
+    answers = [OSError(errno.ENOSPC, "No space left on device")] * 2
+
+    def full(*arguments: Any) -> None:
+        if answers:
+            raise answers.pop()
+        replace(*arguments)
+
+    monkeypatch.setattr(os, "replace", full)
+    with one_process(), pytest.warns(UserWarning, match="No space left") as caught:
+        fit(CSVLogger(path))
+    assert len(caught) == 1
+    with path.open() as file:
+        assert [line[0] for line in csv.reader(file)] == ["epoch", "0", "1", "2"]
+
+
+def test_an_error_of_a_users_callback_is_no_log_that_fails():
+    def on_epoch_end(epoch: int, logs: Any = None) -> None:
+        raise FileNotFoundError("mine")
+
+    with one_process(), pytest.raises(FileNotFoundError, match="mine"):
+        fit(LambdaCallback(on_epoch_end=on_epoch_end))

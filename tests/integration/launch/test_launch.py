@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launching import (
+    LAUNCHER,
     QUICK_LAUNCH,
     SECONDS,
     environment,
@@ -23,6 +26,7 @@ from launching import (
     write_script,
 )
 
+from cyxtrain.launch import local
 from cyxtrain.workers import output
 from cyxtrain.workers.machine import launch_environment
 
@@ -77,6 +81,92 @@ def test_nobody_else_gets_the_port_until_the_ranks_have_ended(tmp_path: Path) ->
     assert done.stdout == b"True\n", done.stderr
     with socket.socket() as stranger:
         stranger.bind(("", int((tmp_path / "port").read_text())))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux a port can be kept for who listens there later")
+def test_nobody_can_steal_the_port_of_rank_0_before_it_listens(tmp_path: Path) -> None:
+    source = """
+        import socket
+        port = int(os.environ["CYXTRAIN_PORT"].split()[1])
+        if rank == 1:
+            users = [os.getuid(), 65534][: 2 if os.getuid() == 0 else 1]
+            places = [{"address": ("", port)}, {"address": ("127.0.0.1", port)}]
+            places.append({"address": ("", port), "family": socket.AF_INET6, "dualstack_ipv6": True})
+            for place in places[: 3 if socket.has_dualstack_ipv6() else 2]:
+                for number, user in enumerate(users):
+                    pid = os.fork()
+                    if not pid:
+                        os.setuid(user)
+                        try:
+                            socket.create_server(**place, reuse_port=number > 0).close()
+                        except OSError as error:
+                            os._exit(error.errno)
+                        os._exit(0)
+                    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            note("tried", "")
+        wait_for("tried")
+        if rank == 0:
+            listener = socket.create_server(("127.0.0.1", port), reuse_port=True)
+            note("listens", "")
+            print(listener.accept()[0].recv(1))
+        else:
+            wait_for("listens")
+            socket.create_connection(("127.0.0.1", port)).sendall(b"x")
+    """
+    done = run_script(tmp_path, 2, source)
+    *tries, last = done.stdout.splitlines()
+    assert {*tries} == {b"[rank 1] %d" % errno.EADDRINUSE}, done
+    assert last == b"[rank 0] b'x'"
+
+
+IN_A_CHILD = (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("before", "library"),
+    [
+        ((sys.executable,), "cyxtrain"),
+        (("bash", "-c", 'exec "$0" "$@"', sys.executable), "cyxtrain"),
+        ((*IN_A_CHILD, sys.executable), "cyxtrain"),  # which closes all files that it inherits
+        ((sys.executable,), "torch.distributed"),  # whose store binds MASTER_PORT itself
+    ],
+    ids=["python", "bash", "child", "plain"],
+)
+def test_programs_join_at_the_launchers_port(tmp_path: Path, before: tuple[str, ...], library: str) -> None:
+    source = f"""
+        import torch
+        import {library} as dist
+        dist.init_process_group({{"cyxtrain": "cpu"}}.get({library!r}, "gloo"))
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        print(int(ones))
+    """
+    words = [sys.executable, "-m", "cyxtrain.launch", "-n", "2", "--", *before, write_script(tmp_path, source)]
+    done = subprocess.run(words, env=environment(), capture_output=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [b"[rank 0] 2", b"[rank 1] 2"]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="how many files are needed differs")
+@pytest.mark.parametrize("few", ["0", "1", "01"])
+def test_ranks_name_a_limit_of_open_files(tmp_path: Path, few: str) -> None:
+    source = f"""
+        import resource
+        import cyxtrain as cx
+        if str(rank) in {few!r}:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+        cx.init(cx.DistributedConfig(timeout_ms=20_000))
+    """
+    words = [sys.executable, "-m", "cyxtrain.launch", "2", write_script(tmp_path, source)]
+    done = subprocess.run(words, env=environment(), capture_output=True, timeout=120, check=False)
+    told = re.findall(rb"rank (\d) cannot join: Too many open files; raise the limit", done.stderr)
+    assert done.returncode == 1
+    assert told
+    assert {rank.decode() for rank in told} <= {*few}, done.stderr
+    assert b"firewall" not in done.stderr
+    assert b"nother program" not in done.stderr
 
 
 def test_a_master_port_that_is_set_wins(tmp_path: Path) -> None:
@@ -234,15 +324,76 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
     assert sum(map(len, shown)) + len(assembler.finish()[0]) == 200 << 16
 
 
-def test_ranks_meet_a_broken_pipe_where_nobody_reads_any_more(tmp_path: Path) -> None:
-    with started(tmp_path, 2, "while True: print('much')") as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline().endswith(b"much\n")
-        launcher.stdout.close()
-        launcher.stdout = None
-        _, errors = launcher.communicate(timeout=SECONDS)
-        assert launcher.returncode == 1
-        assert errors.rstrip().split(b"\n")[-1].startswith(b"BrokenPipeError")
+@pytest.mark.parametrize("kind", ["reader is gone", "nobody reads", "full"])
+def test_ranks_continue_without_a_reader(tmp_path: Path, kind: str) -> None:
+    """They print more than a pipe holds; the launcher ends too."""
+    reader, writer = os.pipe()
+    if kind == "reader is gone":
+        os.close(reader)
+        reader = os.open(os.devnull, os.O_RDONLY)
+    if kind == "full":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    source = """
+        print("x" * 200_000, flush=True)
+        print("done", file=sys.stderr)
+    """
+    done = subprocess.run(
+        [*LAUNCHER, "2", write_script(tmp_path, source)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        timeout=SECONDS,
+        check=False,
+    )
+    os.close(reader)
+    os.close(writer)
+    lines = done.stderr.splitlines()
+    causes = {"reader is gone": "Broken pipe", "nobody reads": "nobody reads it", "full": "No space left on device"}
+    told = f"{causes[kind]}; the ranks continue".encode()
+    assert done.returncode == 0, done.stderr
+    assert [line.endswith(told) for line in lines].count(True) == 1, lines
+    assert {line for line in lines if b"done" in line} == {b"[rank 0] done", b"[rank 1] done"}
+
+
+def test_output_comes_back_with_its_reader_and_is_missed_once(tmp_path: Path) -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.taken = b""
+            self.answers: list[OSError | None] = []
+
+        def write(self, data: bytes) -> int | None:
+            answer = self.answers.pop(0) if self.answers else len(data)
+            if isinstance(answer, OSError):
+                raise answer
+            self.taken += data[: answer or 0]
+            return answer
+
+    out, err = Stream(), Stream()
+    terminal = output.Terminal(out, err)
+    terminal.patience_seconds = 0.0
+    out.answers = [None, None, OSError(errno.ENOSPC, "No space left on device")]
+    for line in (b"one\n", b"two\n", b"three\n", b"four\n"):
+        terminal.write_out(line)
+    assert out.taken == b"four\n"
+    assert err.taken.count(b"cannot write stdout") == err.taken.count(b"\n") == 1
+    for rank in range(2):
+        terminal.append(tmp_path / "missing" / f"rank{rank}.log", b"a line\n")
+    assert err.taken.endswith(
+        f"cannot write logs to {tmp_path}/missing: No such file or directory; the ranks continue\n".encode()
+    )
+    assert err.taken.count(b"\n") == 2
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", ""])
+def test_no_run_needs_a_temporary_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gettempdir() -> str:
+        if not folder:
+            raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+        return folder
+
+    monkeypatch.setattr(local.tempfile, "gettempdir", gettempdir)
+    assert local.run_ranks(local.Start((sys.executable, "-c", ""), 2), environment()) == 0
 
 
 # --- a world of one -----------------------------------------------------------------------------------------------
@@ -321,6 +472,14 @@ def test_a_command_line_that_cannot_be_used_is_refused_in_one_line(words: tuple[
     assert (done.returncode, done.stdout) == (2, b"")
     assert says in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how many files are needed differs")
+def test_a_limit_of_open_files_is_named_and_not_the_command(tmp_path: Path) -> None:
+    limited = f"ulimit -n 15; exec {shlex.join([*LAUNCHER, '3', write_script(tmp_path, '')])}"
+    done = subprocess.run(["sh", "-c", limited], env=environment(), capture_output=True, timeout=SECONDS, check=False)
+    cause = b"cannot start 3 ranks: Too many open files; raise the limit of open files (ulimit -n)\n"
+    assert (done.returncode, done.stderr) == (1, b"cyxtrain launch: " + cause)
 
 
 def test_a_missing_python_gets_a_hint() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from launching import environment
 from worlds import free_port
 
 import cyxtrain as cx
+from cyxtrain.environment import standard_streams
 from cyxtrain.notebook.pool import Pool
 
 ROOT = Path(__file__).parents[3]
@@ -128,3 +133,85 @@ def test_commands_do_their_work(words, absent, tmp_path):
     assert done.returncode == 0, done.stderr
     shown = b"test accuracy" if "fit" in words else b"the pair is well" if "launch" in words else b"nothing is broken"
     assert (shown in done.stdout) == (">&-" not in absent.split())
+
+
+class Stream(io.StringIO):
+    """A stdout that fails a few times."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self._errors = list(errors)
+
+    def write(self, text: str) -> int:
+        if self._errors:
+            raise self._errors.pop(0)
+        return super().write(text)
+
+
+def test_output_that_fails_is_one_warning_and_comes_back(monkeypatch):
+    stream = Stream(OSError(errno.EIO, "Input/output error"), OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.warns(UserWarning, match="takes no output: Input/output error"):
+        standard_streams.show("one")
+    with warnings.catch_warnings(action="error"):
+        standard_streams.show("two")
+        standard_streams.show("three")
+    assert stream.getvalue() == "three\n"
+
+
+def test_output_to_a_stream_that_the_program_has_closed_is_left_out(monkeypatch):
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.warns(UserWarning, match="closed file"):
+        standard_streams.show("text")
+    monkeypatch.setattr(sys, "stdout", None)
+    standard_streams.show("text")
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "b?hy ??"), ("cp1252", "b?hy ??"), ("utf-8", "běhy 训练")])
+def test_a_letter_that_the_console_lacks_becomes_a_question_mark(encoding, shown, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    standard_streams.show("běhy 训练", "")
+    assert stream.buffer.getvalue().decode(encoding) == shown
+
+
+PRINT = """
+import os, sys, types
+package = types.ModuleType("cyxtrain")
+package.__path__ = [sys.argv[1]]
+sys.modules["cyxtrain"] = package
+from cyxtrain.environment import standard_streams
+standard_streams.UNREAD_SECONDS = 0.1
+for line in range(3):
+    standard_streams.show("a line")
+    if sys.argv[2] != "unread":
+        print("the program's own", flush=True)
+print("done", file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [("full", "/dev/full) takes no output: No space left"), ("gone", "Broken pipe"), ("unread", "nobody reads it")],
+)
+def test_a_program_continues_without_its_stdout(kind, cause):
+    reader, writer = os.pipe()
+    if kind == "gone":
+        os.close(reader)
+    if kind == "unread":
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+    stdout = os.open("/dev/full", os.O_WRONLY) if kind == "full" else os.dup(writer)
+    words = [sys.executable, "-c", PRINT, str(ROOT / "cyxtrain"), kind]
+    done = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False)
+    for number in (stdout, writer, *([] if kind == "gone" else [reader])):
+        os.close(number)
+    assert (done.returncode, done.stderr.count(b"takes no output")) == (0, 1), done.stderr
+    assert cause.encode() in done.stderr
+    assert done.stderr.endswith(b"done\n")
