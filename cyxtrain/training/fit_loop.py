@@ -121,7 +121,6 @@ class FitLoop:
                     step.guard.abort()
                     raise
             self._logged.rows = 1
-            position.have_read(self._plan.feed.position)
             if self._plan.feed.is_over:
                 position.set(stopped=1)
             if self._plan.defers_verdicts:  # requests arrived with the last step
@@ -255,7 +254,7 @@ class FitLoop:
         where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._step = None
-        state.end_epoch()
+        state.end_epoch(plan.feed.position)
         self._record(step, measured, own, seconds, rows, is_validated=is_validated)
         if is_validated:
             self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)
