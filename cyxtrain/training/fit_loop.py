@@ -81,7 +81,7 @@ class FitLoop:
             ddp.use_reports()
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device)
-        self._updates = make_updates(state, plan, ddp)
+        self._updates = make_updates(state, plan, ddp, logged)
         self._exchange_signals = (self._updates or ddp).exchange_signals
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
