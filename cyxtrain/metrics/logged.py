@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.config.settings import names_checked, require, require_choice
+from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, brief, on_all_ranks
 from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.world import runtime
@@ -41,6 +42,7 @@ class LoggedNumbers:
         self._reduces: dict[str, str] = {}
         self._sums: dict[str, list[_Number]] = {}
         self._apart: LoggedNumbers | None = None
+        self._is_repeating = False
 
     @property
     def has_any(self) -> bool:
@@ -60,6 +62,16 @@ class LoggedNumbers:
             found = inner.larger_is_better.items()
             self.larger_is_better |= {each + name: better for each in prefixes for name, better in found}
 
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Ignore what is logged within: rows that count already, or no rows, go through the model once more."""
+        before = self._is_repeating
+        self._is_repeating = True
+        try:
+            yield
+        finally:
+            self._is_repeating = before
+
     def begin(self, rows: int, place: int) -> None:
         """Begin a step or a batch with so many rows."""
         self.rows, self.place = rows, place
@@ -73,6 +85,8 @@ class LoggedNumbers:
         self, name: str, value: Any, reduce: str = "mean", weight: Any = None, larger_is_better: bool | None = None
     ) -> None:
         """Add a number, as `DistributedTrainer.log`; an accelerator is not waited for."""
+        if self._is_repeating or _is_recomputing():
+            return
         if self._apart is not None:
             self._apart.add(name, value, reduce, weight, larger_is_better)
             return
@@ -122,6 +136,14 @@ class LoggedNumbers:
         before, reduce = self._sums.get(name), self._reduces[name]
         is_first = before is None or reduce == "last"
         self._sums[name] = sums if is_first else _joined("mean" if reduce == _ALIKE else reduce, before or [], sums)
+
+    def sums(self) -> dict[str, list[_Number]]:
+        """Return the sums so far, for `put_back`."""
+        return dict(self._sums)
+
+    def put_back(self, sums: Mapping[str, list[_Number]]) -> None:
+        """Forget what was added since `sums`: the step is skipped, and its loss does not count either."""
+        self._sums = dict(sums)
 
     def _check_name(self, name: Any, larger_is_better: bool | None) -> None:
         require(isinstance(name, str) and bool(name), f"log takes a name, got {brief(name)}.")
@@ -196,6 +218,7 @@ class NumberLogger:
         """Record a number of your own in the history of the running epoch, or of the running validation as "val_...".
 
         Call it in a step, a loss function or a callback's hook. The calls of all ranks count; a rank need not call it.
+        What runs again, as in gradient checkpointing, counts once, and what a skipped step has logged does not count.
         Ranks join the numbers once, at the end of the epoch or validation; an accelerator is not waited for.
 
         Args:
@@ -227,6 +250,11 @@ class NumberLogger:
             self._logged = before
 
 
+def _is_recomputing() -> bool:
+    """Return whether a backward runs a part of a forward again, with a graph; hooks of gradients have none."""
+    return torch.is_grad_enabled() and torch_compat.current_autograd_node() is not None
+
+
 def _as_number(name: str, what: str, value: Any) -> _Number:
     """Return a number of the host, or a copy of a number on an accelerator, which a later step may overwrite."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -254,7 +282,10 @@ def _joined(reduce: str, before: Sequence[_Number], new: Sequence[_Number]) -> l
         return [*(new if new[0] > before[0] else before)]
     if reduce in ("mean", "sum"):
         return [one + other for one, other in zip(before, new, strict=True)]
-    both = [each if isinstance(each, Tensor) else torch.tensor(each, device="cpu").double() for each in (*before, *new)]
+    both = [
+        each if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float64, device="cpu")
+        for each in (*before, *new)
+    ]
     found = (torch.maximum if reduce == "max" else torch.minimum)(*both)
     return [float(found) if found.is_cpu else found]
 

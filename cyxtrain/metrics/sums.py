@@ -53,7 +53,7 @@ class MetricSums:
         for name in self._loss.shown:
             part = loss.parts[name]
             numbers += (part.value.detach().double() * part.terms, part.weight)
-        value = loss.value.detach()
+        value = loss.value.detach().to(self._sums.device)
         if self._may_be_overwritten:
             value = own_copy(value)
             numbers = tuple(own_copy(each) if isinstance(each, Tensor) else each for each in numbers)

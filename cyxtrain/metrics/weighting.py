@@ -61,6 +61,11 @@ class BatchLoss:
         return bool(self.weight)
 
 
+def cleared(loss: Tensor) -> Tensor:
+    """Return 0 for a loss of weight 0. If that is 0 / 0, 0 has no graph: no factor would clear the gradients."""
+    return loss * 0.0 if bool(loss.isfinite()) else torch.zeros_like(loss.detach())
+
+
 def weighting_of(value: Any) -> Weighting:
     """Return how a loss is weighted that a function or a model returned."""
     if not isinstance(value, tuple):

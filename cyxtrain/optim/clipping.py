@@ -12,6 +12,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import torch_compat
 from cyxtrain.optim.optimizers import parameters_of
 from cyxtrain.parallel.finite import values_of
+from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 
 # changes the gradients of parameters in place; returns their norms before, if it computes them, by optimizer name ("":
 # of all)
@@ -32,16 +33,19 @@ def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.
         norms = {}
         for own, limit in limits.items():
             part = parameters_of(optimizers[own]) if own else parameters
-            values = [_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in part]
-            norms[own] = function(values, **{argument: limit})
+            values = [_used_rows(each) for each in part if each.grad is not None]
+            if values:
+                norms[own] = function(values, **{argument: limit})
         return {own: norm for own, norm in norms.items() if norm is not None}
 
     return clip
 
 
 def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the rows of a parameter in its sparse gradient; changing their `.grad` changes the gradient."""
+    """Return a parameter, or its rows in a sparse gradient; changing their `.grad` changes the gradient."""
     assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter
     parameter.grad = parameter.grad.coalesce()
     rows = nn.Parameter(parameter.detach()[parameter.grad.indices()[0]])
     rows.grad = parameter.grad.values()
@@ -91,6 +95,19 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | floa
         else:  # in 16 bits the factor itself would be rounded
             for gradient in gradients:
                 gradient.copy_(gradient.float() * factor.float())
+
+
+def fill_gradients(parameters: Sequence[nn.Parameter], model: nn.Module) -> None:
+    """Give a model's trained parameters gradients of 0 if none has any: nothing counts in the step, and it is taken.
+
+    A sparse gradient has no rows then, and stays None.
+    """
+    if any(each.grad is not None for each in parameters):
+        return
+    sparse = {id(each) for each in makes_sparse_gradients(model).values()}
+    for parameter in parameters:
+        if parameter.requires_grad and id(parameter) not in sparse:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def gradient_norm(model: nn.Module) -> Tensor | None:

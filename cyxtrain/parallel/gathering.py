@@ -114,6 +114,8 @@ def backward_alike(loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
     Each gather's backward is a collective: a rank without rows, whose loss is None, takes part in those that the others
     run, except for gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
     """
+    if loss is not None and not loss.requires_grad:
+        loss = None
     own = _depends_on(loss, kept)
     anyone = torch.tensor(own, dtype=torch.uint8, device="cpu")
     dist.all_reduce(anyone, dist.ReduceOp.MAX, group=runtime.cpu_group())
@@ -124,6 +126,14 @@ def backward_alike(loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
             [*([] if loss is None else [loss]), *others],
             [*([] if loss is None else [None]), *map(torch.zeros_like, others)],
         )
+
+
+def depending_on(loss: Tensor, kept: Sequence[GatherCall]) -> Tensor:
+    """Return a constant loss as one whose backward runs those of all gathers, for which other ranks wait."""
+    for call in kept:
+        if call.rows is not None and call.node is not None:
+            loss = loss + call.rows.sum() * 0.0
+    return loss
 
 
 def _depends_on(loss: Tensor | None, kept: Sequence[GatherCall]) -> list[bool]:

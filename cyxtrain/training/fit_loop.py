@@ -84,7 +84,7 @@ class FitLoop:
             ddp.use_reports()
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device)
-        self._updates = make_updates(state, plan, ddp)
+        self._updates = make_updates(state, plan, ddp, logged)
         self._exchange_signals = (self._updates or ddp).exchange_signals
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
@@ -124,7 +124,6 @@ class FitLoop:
                     step.guard.abort()
                     raise
             self._logged.rows = 1
-            position.have_read(self._plan.feed.position)
             if self._plan.feed.is_over:
                 position.set(stopped=1)
             if self._plan.defers_verdicts:  # requests arrived with the last step
@@ -259,7 +258,7 @@ class FitLoop:
         where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._step = None
-        state.end_epoch()
+        state.end_epoch(plan.feed.position)
         self._record(step, measured, own, seconds, rows, is_validated=is_validated)
         if is_validated:
             self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)

@@ -235,9 +235,10 @@ class TrainingState(_Fields):
         position.have_read(read)
         self._clear_rank_states()  # gathered for a checkpoint before this step
 
-    def end_epoch(self) -> None:
-        """Count a completed epoch."""
+    def end_epoch(self, read: tuple[int, int, int]) -> None:
+        """Count a completed epoch; `read`, as for `Position.have_read`: with its end, which resumed fits find again."""
         self.position.epoch += 1
+        self.position.have_read(read)
         self.position.samples = self.position.epoch_steps = 0
         for rates in self.rates.values():
             rates.end_epoch()

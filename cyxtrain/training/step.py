@@ -26,12 +26,20 @@ from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
-from cyxtrain.metrics.weighting import BatchLoss, Weighting
-from cyxtrain.optim.clipping import make_clip, multiply_gradients
+from cyxtrain.metrics.weighting import BatchLoss, Weighting, cleared
+from cyxtrain.optim.clipping import fill_gradients, make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import needs_closure
 from cyxtrain.optim.precision import Number, as_double, quotient, times
-from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
+from cyxtrain.parallel import (
+    DistributedDataParallel,
+    GatherCall,
+    backward_alike,
+    depending_on,
+    gather_no_rows,
+    gathering_alone,
+    gathers_kept,
+)
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
@@ -99,20 +107,22 @@ class TrainingStep:
             self._may_have_zero_weight = loss.may_have_zero_weight(is_accelerator=self._is_accelerator)
         self._kinds = [kind for _, kind, _ in loss.terms(loss.without_rows())]
         self._all_reduces_weights = loss.counts_terms and not self._normalizes_after_backward
-        self._never_zero_weight = not loss.weightings and not any(self._may_have_zero_weight)
 
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
         self.begin()
+        logged = self._logged.sums()
         if self._own_updates is not None:
             self._own_updates.begin(share, self.guard, self._multiplier)
         results = self._accumulate(share)
-        if self.finish(share, results) is not Verdict.SKIPPED:
-            for result in results:
-                self.totals.add(0, result.loss, result.answers)
-                self.totals.metrics.add(*result.measured)
-                if len(result.loss.parts) > len(self._loss.shown):
-                    self._logged.add_parts(result.loss.parts, self._loss.shown)
+        if self.finish(share, results) is Verdict.SKIPPED:
+            self._logged.put_back(logged)
+            return
+        for result in results:
+            self.totals.add(0, result.loss, result.answers)
+            self.totals.metrics.add(*result.measured)
+            if len(result.loss.parts) > len(self._loss.shown):
+                self._logged.add_parts(result.loss.parts, self._loss.shown)
 
     def begin(self) -> None:
         """Zero the gradients, and copy what a forward changes."""
@@ -128,7 +138,7 @@ class TrainingStep:
         `divisors`: what the sum of all ranks' terms of each loss is divided by; None: computed from this micro-batch.
         """
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
-            with self.clock.forward:
+            with self.clock.forward, gathers_kept() as kept:
                 if self._own_updates is None:
                     result = self._forward(batch)
                 else:
@@ -136,7 +146,7 @@ class TrainingStep:
             if self._has_updated:
                 return result
             with self.clock.backward:
-                self._backward(result.loss, self._divisors_of(result.loss, share, divisors), is_last=is_last)
+                self._backward(result.loss, self._divisors_of(result.loss, share, divisors), kept, is_last=is_last)
         return result
 
     def join_without_rows(self, share: Share, divisors: Divisors = None) -> None:
@@ -169,6 +179,7 @@ class TrainingStep:
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
+            fill_gradients(self._parameters, self._ddp.module)
             verdict, steps = self._decide(share, results)
             if steps:
                 if self._before_update is not None:
@@ -184,7 +195,7 @@ class TrainingStep:
 
     def _decide(self, share: Share, results: Sequence[Result]) -> tuple[Verdict, Sequence[Callable[[], object]]]:
         """Return the verdict, and the functions that step the optimizers, if they are to step."""
-        losses = [each.value for result in results for _, _, each in self._nonempty_losses(result.loss)]
+        losses = [each.value for result in results for _, _, each in self._loss.terms(result.loss)]
         recompute = partial(self._recompute_locally, share)
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
@@ -206,7 +217,8 @@ class TrainingStep:
     def _evaluate(self, share: Share) -> Tensor:
         """Return the loss of a share over all ranks, and set the gradients, once more."""
         self._zero()
-        self._divide_by_weight(self._accumulate(share), share)
+        with self._logged.repeating():
+            self._divide_by_weight(self._accumulate(share), share)
         self._ddp.is_finite()  # a line search may leave the finite
         return self._averaged_loss()
 
@@ -266,7 +278,8 @@ class TrainingStep:
                         results.append(self._forward(batch))
                     elif self._setup.without_rows is not None:
                         self._ddp.expect_rows(0)
-                        value = self._setup.without_rows(self._ddp.forward)
+                        with self._logged.repeating():
+                            value = self._setup.without_rows(self._ddp.forward)
                     else:
                         gather_no_rows(self._loss.gathers, self._device)
                 loss = self._loss.without_rows() if batch is None else results[-1].loss
@@ -283,11 +296,12 @@ class TrainingStep:
         losses = []
         without_rows = self._setup.without_rows
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
-        with apart, gathering_alone():
+        with apart, gathering_alone(), self._logged.repeating():
             for batch in share:
-                counted = self._nonempty_losses(self._forward(batch).loss)
-                for _, _, loss in counted:
-                    self._times_loss_scale(loss.value).backward(retain_graph=loss is not counted[-1][2])
+                terms = [each for _, _, each in self._loss.terms(self._forward(batch).loss)]
+                for loss in terms:
+                    if loss.value.requires_grad:
+                        self._times_loss_scale(loss.value).backward(retain_graph=loss is not terms[-1])
                     losses.append(loss.value.detach())
         return losses
 
@@ -305,42 +319,38 @@ class TrainingStep:
                 "DistributedAMPTrainer does not know what several losses count before a step is complete: use fit, or "
                 "return one loss as (sum, weight).",
             )
+        for (_, _, each), may_be_empty in zip(self._loss.terms(loss), self._may_have_zero_weight, strict=True):
+            if may_be_empty and not each.has_weight:
+                each.value = cleared(each.value)
         # Detached: several micro-batches together would keep their graphs.
         output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
         measured = (map_tree(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
         return Result(loss, correct_of(output, batch.answers, self._loss), measured)
 
-    def _nonempty_losses(self, loss: BatchLoss) -> list[tuple[int, float, BatchLoss]]:
-        """Return (number, factor, loss) of each term of a micro-batch's loss whose weight is not 0.
-
-        A mean over nothing, computed in the model, is 0 / 0: no factor would clear the NaN in its gradients.
-        """
-        if self._never_zero_weight:  # called twice in each step
-            return [(0, 1.0, loss)]
-        terms = [(number, factor, each) for number, (factor, _, each) in enumerate(self._loss.terms(loss))]
-        return [each for each in terms if not self._may_have_zero_weight[each[0]] or each[2].has_weight]
-
-    def _backward(self, loss: BatchLoss, divisors: Sequence[Number], *, is_last: bool) -> None:
+    def _backward(
+        self, loss: BatchLoss, divisors: Sequence[Number], kept: Sequence[GatherCall], *, is_last: bool
+    ) -> None:
         value = self._scaled_loss(loss, divisors)
+        if kept and all(each.value.is_leaf for _, _, each in self._loss.terms(loss)):
+            value = depending_on(value, kept)
         has_parts = self._own_updates is not None and bool(self._own_updates.parts)
-        if value is not None:
+        if value.requires_grad:
             with self._own_updates.suspended() if self._own_updates is not None else contextlib.nullcontext():
                 value.backward()
-        elif not is_last:
+        if not is_last:
             self._ddp.skip_backward()
-        if is_last and (value is None or has_parts):
+        elif has_parts or self._ddp.awaits_backward:  # the loss is a constant, such as 0 if there is no pair of rows
             self._ddp.backward_without_batch()
 
-    def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor | None:
-        """Return what to call `backward` on, scaled; None: its weight is 0."""
+    def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
+        """Return what to call `backward` on, scaled."""
         value: Tensor | None = None
-        for number, factor, each in self._nonempty_losses(loss):
+        for number, (factor, _, each) in enumerate(self._loss.terms(loss)):
             # Averaging divides by N, so multiply by N x this rank's fraction; exactly 1 for even batches.
             term = times(each.value, quotient(factor * each.terms * self._world_size, divisors[number]))
             value = term if value is None else value + term
-        if value is None:
-            return None
-        self._ddp.watch(value)
+        assert value is not None
+        self._ddp.watch(value.to(self._device))
         return self._times_loss_scale(value)
 
     def _times_loss_scale(self, loss: Tensor) -> Tensor:
@@ -383,7 +393,7 @@ class TrainingStep:
         `max_micro_batches` forwards, on no rows if it has fewer micro-batches.
         """
         weights: list[Number] = [0.0] * len(self._kinds)
-        with torch.no_grad(), generators_kept(self._device), gathering_alone():
+        with torch.no_grad(), generators_kept(self._device), gathering_alone(), self._logged.repeating():
             for batch in share:
                 loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
                 for number, (_, _, each) in enumerate(self._loss.terms(loss)):

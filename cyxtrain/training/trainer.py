@@ -317,7 +317,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
         self._begin("fit")
         plan = self._agreed_plan(arguments, keywords)
-        with ending_group_on_error():
+        with ending_group_on_error(), self._logging():
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:

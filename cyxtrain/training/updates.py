@@ -25,7 +25,9 @@ from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, on_all_ranks, shortened, warn
-from cyxtrain.optim.clipping import make_clip, multiply_gradients
+from cyxtrain.metrics.logged import LoggedNumbers
+from cyxtrain.metrics.weighting import cleared
+from cyxtrain.optim.clipping import fill_gradients, make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import ONLY, described_name, parameters_of
 from cyxtrain.optim.precision import Number, as_double, quotient, times
@@ -55,8 +57,10 @@ class Updates:
         norms: Of the gradients that the updates of the running step have clipped.
     """
 
-    def __init__(self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> None:
-        self._state, self._plan, self._ddp = state, plan, ddp
+    def __init__(
+        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
+    ) -> None:
+        self._state, self._plan, self._ddp, self._logged = state, plan, ddp, logged
         assert isinstance(plan.data.call, StepCall)
         self._call = plan.data.call
         self._names, self._device = [*state.rates], plan.data.placement.device
@@ -213,6 +217,7 @@ class Updates:
                 return value
             own = [] if self._own is None else [self._own]
             self._state.position.set(skipped=self._skipped)
+            fill_gradients(part.owned.trained, part.owned)
             try:
                 verdict = part.guard.verdict(self._share, own, partial(self._recompute_locally, part, own))
             except NonFiniteError:
@@ -228,7 +233,8 @@ class Updates:
                 if evaluate is None:
                     part.step()
                 else:
-                    part.optimizer.step(Closure(part.optimizer, evaluate, value))  # type: ignore[arg-type]
+                    again = Closure(part.optimizer, self._logged.repeating()(evaluate), value)
+                    part.optimizer.step(again)  # type: ignore[arg-type]
             part.owned.zero_grad()
         return value
 
@@ -249,6 +255,8 @@ class Updates:
         """
         ddp, world_size = part.ddp, runtime.get_world_size()
         value, weight = (None, None) if loss is None else checked_loss(loss)
+        if value is not None and weight is not None and not weight:
+            value = cleared(value)
         self._own = None if value is None else value.detach()
         has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
         ddp.forward_without_batch()
@@ -307,7 +315,7 @@ class Updates:
 
         without_rows = self._plan.data.without_rows
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
-        with apart, gathering_alone():
+        with apart, gathering_alone(), self._logged.repeating():
             for batch in self._share:
                 with contextlib.suppress(_ReachedError):
                     self._call.run_apart(batch, update)
@@ -320,9 +328,11 @@ class Updates:
         return totals.tolist() if device.type == "cpu" else totals.unbind()
 
 
-def make_updates(state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> Updates | None:
+def make_updates(
+    state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
+) -> Updates | None:
     """Return what the steps of the user's own may call; None: there are none."""
-    return Updates(state, plan, ddp) if isinstance(plan.data.call, StepCall) else None
+    return Updates(state, plan, ddp, logged) if isinstance(plan.data.call, StepCall) else None
 
 
 class _Owned(nn.Module):

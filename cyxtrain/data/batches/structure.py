@@ -73,7 +73,9 @@ def same_sequence(sequence: Any, parts: Iterable[Any]) -> Any:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Return a tensor unchanged, a number as a tensor on the CPU, whatever the default device is."""
+    """Return a tensor unchanged, a number as a tensor on the CPU, whatever the default device and dtype are."""
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 

@@ -218,7 +218,8 @@ class DryRun:
         if not value.requires_grad:
             raise ConfigError(
                 "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
-                "operations, without detach(), item() or argmax()."
+                "operations, without detach(), item() or argmax(). If the first batch has nothing to compare, such "
+                "as no pair of rows, return output.sum() * 0."
             )
         _warn_of_others(value, self._trained)
         try:

@@ -296,8 +296,7 @@ class StepCall(ModelCall):
         """Run a step within the running one, which keeps its numbers; `optimize` calls a function."""
         before, self.running.update = vars(self.running).copy(), update
         try:
-            with self._own.trainer._logging():
-                self(self._run, batch)
+            self(self._run, batch)
         finally:
             vars(self.running).update(before)
 

@@ -76,7 +76,8 @@ class BatchCalls(TrainerView, TrainerSteps):
         if self._batch_plan is None or self._batch_plan[0] != form:
             weights = {"sample_weight": sample_weight, "class_weight": class_weight}
             plan = self._agreed_plan((x, y, config), weights, has_all_rows=False)
-            self._batch_plan = form, with_batch_norm_checked(self._state, plan)
+            with self._logging():
+                self._batch_plan = form, with_batch_norm_checked(self._state, plan)
         plan = self._batch_plan[1]
         with ending_group_on_error(), memory_explained():
             ddp = self._wrapped(plan)
@@ -135,7 +136,7 @@ def _step(
         seed_generators(config.seed, 0, state.position.step, rank, device)
         put_into_training(state.model, *data.loss.modules)
         guard = FiniteGuard(ddp, state, device)
-        updates = make_updates(state, plan, ddp)
+        updates = make_updates(state, plan, ddp, logged)
         step = TrainingStep(ddp, state, data, guard, logged, updates)
         shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
         with contextlib.closing(shares), updates or contextlib.nullcontext():  # type: ignore[type-var]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from fitting import everywhere, make_model, make_rows, one_process, run_new_world, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cyxtrain as cx
 from cyxtrain.callbacks import (
@@ -371,3 +373,112 @@ def test_logs_of_a_batch_have_it_and_the_rate():
         Program(look).trainer.fit(*ROWS, clip_norm=1.0, **{**FIT, "epochs": 1})
     assert all(each["own loss"] == pytest.approx(each["loss"]) for each in seen)
     assert all(each["learning_rate"] == 0.1 and each["grad_norm"] > 0 for each in seen)
+
+
+# --- what runs twice counts once --------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts its rows in a layer; `reentrant`: how gradient checkpointing runs that again, None: not at all."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.last = make_model(), nn.Linear(3, 3)
+        self.reentrant = reentrant
+        self.trainer: Any = None
+
+    def layer(self, x: Tensor) -> Tensor:
+        self.trainer.log("rows", len(x), reduce="sum")
+        self.trainer.log("large", 2**24 + 1, reduce="max")
+        return self.first(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.last(self.layer(x))
+        x = x.requires_grad_(torch.is_grad_enabled())
+        return self.last(checkpoint(self.layer, x, use_reentrant=self.reentrant))
+
+
+class CountingTwo(Counting):
+    """Has two outputs."""
+
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        return {"a": output, "b": output[:, :1]}
+
+
+def counted(model: Counting, loss: Any = "cross_entropy", optimizer: Any = "sgd", **more: Any) -> Any:
+    step, targets = more.pop("train_step", None), more.pop("y", ROWS[1])
+    trainer = model.trainer = cx.DistributedTrainer(model, loss, optimizer, train_step=step)
+    history = trainer.fit(ROWS[0], targets, shuffle=False, **{**FIT, "epochs": 1, **more})
+    return history.metrics
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, max_iter=3)
+
+
+def row_sum(output: Tensor, target: Tensor) -> Any:
+    return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+def by_closure(trainer: Any, batch: Any) -> Any:
+    x, y = batch
+    trainer.log("own rows", len(x), reduce="sum")
+    trainer.optimize(lambda: nn.functional.cross_entropy(trainer.model(x), y))
+    return {"loss": torch.zeros(()), "time": 1_764_311_015.25}
+
+
+def second_is_nan(trainer: Any, batch: Any, *, optimizes: bool) -> Any:
+    x, y = batch
+    loss = nn.functional.cross_entropy(trainer.model(x), y)
+    trainer.log("own rows", len(x), reduce="sum")
+    loss = loss / (trainer.step != 1)
+    if optimizes:
+        trainer.optimize(loss)
+    return {"loss": loss, "time": 1_764_311_015.25}
+
+
+def what_runs_twice() -> list[Any]:
+    torch.manual_seed(0)
+    targets = {"a": ROWS[1], "b": torch.zeros(37, 1)}
+    return [
+        *(counted(Counting(reentrant)) for reentrant in (None, False, True)),
+        counted(Counting(False), precision="bf16"),
+        counted(Counting(False), optimizer=lbfgs, effective_batch_size=20),
+        counted(Counting(), None, lbfgs, train_step=by_closure),
+        counted(CountingTwo(True), {"a": row_sum, "b": "mse"}, y=targets, accumulation_steps=2),
+    ]
+
+
+def what_is_skipped() -> list[Any]:
+    hook = LambdaCallback(on_train_batch_end=lambda batch, logs: hook.trainer.log("steps", 1, reduce="last"))
+    steps = [functools.partial(second_is_nan, optimizes=optimizes) for optimizes in (False, True)]
+    settings = {"on_nonfinite": "skip", "callbacks": [hook]}
+    return [counted(Counting(), None, train_step=step, **settings) for step in steps]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_runs_twice_counts_once(world_size):
+    for found in everywhere(world_size, what_runs_twice)[0]:
+        assert (found["rows"], found["large"]) == ([37], [2**24 + 1])
+        assert found.get("own rows", [37]) == [37]
+        assert found.get("time", [1_764_311_015.25]) == [1_764_311_015.25]
+
+
+@pytest.mark.filterwarnings("ignore:.*The step is skipped")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_skipped_steps_numbers_count_as_little_as_its_loss(world_size):
+    for found in everywhere(world_size, what_is_skipped)[0]:
+        assert (found["rows"], found["own rows"], found["time"]) == ([29], [29], [1_764_311_015.25])
+        assert found["steps"] == [1], "a hook's numbers count"
+
+
+def test_hooks_of_gradients_count_and_a_look_at_batch_norm_does_not():
+    model = Counting(False)
+    model.last = nn.Sequential(nn.BatchNorm1d(3), model.last)
+    with one_process():
+        model.last[1].bias.register_hook(lambda _: model.trainer.log("hooks", 1, reduce="sum"))
+        assert counted(model, effective_batch_size=10)["hooks"] == [4]
+        with pytest.raises(cx.ConfigError, match="the last step of an epoch has 1 row"):
+            counted(model, effective_batch_size=9)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import flat, one_process, run_world, seeded
+from fitting import everywhere, flat, one_process, run_world, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -292,3 +292,136 @@ def test_a_loss_that_changes_its_form_is_refused():
 
     with one_process(), pytest.raises(cx.ConfigError, match=r"was \(sum, weight\) in the dry run, and is a mean"):
         cx.DistributedTrainer(Tagger(), sometimes).fit(words, labels, batch_size=8, verbose=False)
+
+
+# --- steps in which nothing counts ------------------------------------------------------------------------------------
+
+# Steps of 4 rows: in the second one nothing counts, in the third one the first row alone.
+FEW_ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)).double()
+FEW_LABELS = torch.tensor([0, 2, 0, 2, 1, 1, 1, 1, 0, 1, 1, 1, 2, 2, 0, 0])
+NOT_COUNTED = 1
+
+
+class Small(nn.Module):
+    def __init__(self, answer: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        with seeded():
+            self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        self.answer = answer
+
+    def forward(self, x: Tensor, labels: Any = None) -> Any:
+        output = self.layers(x)
+        return output if self.answer is None else self.answer(output, labels)
+
+
+def sum_of_counted(output: Tensor, labels: Tensor) -> Any:
+    total = functional.cross_entropy(output, labels, ignore_index=NOT_COUNTED, reduction="sum")
+    return total, (labels != NOT_COUNTED).sum()
+
+
+def mean_of_counted(output: Tensor, labels: Tensor) -> Any:
+    count = (labels != NOT_COUNTED).sum()
+    return functional.cross_entropy(output, labels, ignore_index=NOT_COUNTED) * count, count  # 0 / 0 of nothing
+
+
+def step_of(loss: Callable[..., Any], *, optimizes: bool) -> Any:
+    def train_step(trainer: cx.DistributedTrainer, batch: Any) -> Any:
+        found = loss(trainer.model(batch[0]), batch[1])
+        if optimizes:
+            trainer.optimize(found)
+        return {"loss": found}
+
+    return train_step
+
+
+Form = tuple[Callable[..., Any] | None, Any, Any]
+"""What the model returns, the loss_fn and the train_step."""
+FORMS: dict[str, Form] = {
+    "ignore_index": (None, nn.CrossEntropyLoss(ignore_index=NOT_COUNTED), None),
+    "class weights": (None, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0, 1]).double()), None),
+    "(sum, weight)": (None, sum_of_counted, None),
+    "(0 / 0, 0)": (None, mean_of_counted, None),
+    "a model's pair": (sum_of_counted, None, None),
+    "a model's 0 / 0": (lambda *given: {"loss": mean_of_counted(*given)}, None, None),
+    "several losses": (lambda *given: {"a": mean_of_counted(*given)}, None, None),
+    "a step": (None, None, step_of(mean_of_counted, optimizes=False)),
+    "optimize": (None, None, step_of(sum_of_counted, optimizes=True)),
+    "optimize of 0 / 0": (None, None, step_of(mean_of_counted, optimizes=True)),
+}
+
+
+def fit_few(form: Form, labels: Tensor, make: Any, **settings: Any) -> tuple[list[float], int, float]:
+    answer, loss, step = form
+    model = Small(answer)
+    optimizer = make(model.parameters())
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    trainer = cx.DistributedTrainer(model, loss, optimizer, scheduler=rates, train_step=step)
+    given = {"epochs": 1, "effective_batch_size": 4, "shuffle": False, "verbose": False}
+    trainer.fit(FEW_ROWS, labels, **given, **settings)
+    return flat(model.parameters()).tolist(), trainer.step, optimizer.param_groups[0]["lr"]
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.01, weight_decay=0.1)
+
+
+def fit_forms() -> list[dict[str, Any]]:
+    found = []
+    clipped = ({"clip_value": 0.1}, {"clip_norm": 0.5}, {"clip_adaptive": 0.1})
+    for make, settings in ((adamw, {}), *itertools.product([momentum], clipped)):
+        found.append({name: fit_few(form, FEW_LABELS, make, **settings) for name, form in FORMS.items()})
+    several = {name: form for name, form in FORMS.items() if "optimize" not in name}
+    found.append({name: fit_few(form, FEW_LABELS, momentum, accumulation_steps=2) for name, form in several.items()})
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_in_which_nothing_counts_is_taken_alike_in_every_form(world_size):
+    for forms in everywhere(world_size, fit_forms)[0]:
+        expected, steps, rate = forms["ignore_index"]
+        for name, (parameters, *others) in forms.items():
+            np.testing.assert_allclose(parameters, expected, rtol=1e-12, err_msg=name)
+            assert (name, others) == (name, [steps, rate])
+
+
+def of_pairs(nothing: str, *, gathers: bool = False) -> Callable[..., Any]:
+    """Returns a loss of the rows with a label, which is a constant in a batch without any."""
+    constants = {"a tensor": torch.zeros(()), "a number": 0.0, "a leaf": torch.zeros((), requires_grad=True)}
+
+    def loss(output: Tensor, labels: Tensor) -> Any:
+        others = cx.all_gather_with_grad(output) if gathers else output
+        found = labels != NOT_COUNTED
+        if not found.any():
+            return constants.get(nothing, others.sum() * 0)
+        return (output[found] @ others.T if gathers else output[found]).square().sum() / len(labels)
+
+    return loss
+
+
+def fit_constants() -> list[dict[str, Any]]:
+    found = []
+    for nothing, gathers in itertools.product(("a graph", "a tensor", "a number", "a leaf"), (False, True)):
+        loss = of_pairs(nothing, gathers=gathers)
+        own = step_of(loss, optimizes=False)
+        forms: dict[str, Form] = {"loss_fn": (None, loss, None)}
+        if nothing != "a number":  # a model and a step return tensors
+            forms |= {"model": (loss, None, None), "step": (None, None, own)}
+        more = {"accumulation_steps": 1 if gathers else 2}
+        fits = {name: fit_few(form, FEW_LABELS, momentum, **more) for name, form in forms.items()}
+        if not gathers and nothing != "a number":
+            fits["optimize"] = fit_few((None, None, step_of(loss, optimizes=True)), FEW_LABELS, momentum)
+        found.append(fits)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_is_a_constant_in_a_step_counts_as_zero(world_size):
+    found = everywhere(world_size, fit_constants)[0]
+    for expected, others in zip([*found[:2]] * 4, found, strict=True):
+        for name, (parameters, *more) in others.items():
+            np.testing.assert_allclose(parameters, expected["loss_fn"][0], rtol=1e-12, err_msg=name)
+            assert more == [*expected["loss_fn"][1:]]

@@ -138,6 +138,92 @@ def test_a_fit_resumed_after_the_last_step_of_an_epoch_continues_in_the_middle_o
         assert [fitted(path) for path in paths] == [whole] * 3
 
 
+HOOKS = ("on_train_batch_end", "on_test_begin", "on_test_end", "on_validation_end", "on_epoch_end")
+
+
+class SavesIn(cx.callbacks.Callback):
+    """Saves in each hook where an epoch ends; stops in `stops_in`, by a signal."""
+
+    def __init__(self, folder: str, step: int, stops_in: str = "") -> None:
+        self.folder, self.step, self.stops_in = folder, step, stops_in
+        for hook in HOOKS:
+            setattr(self, hook, functools.partial(self.save, hook))
+
+    def save(self, hook: str, *_: Any) -> None:
+        if self.trainer.step == self.step and hook == self.stops_in:
+            os.kill(os.getpid(), signal.SIGINT)
+        elif self.trainer.step == self.step and not self.stops_in:
+            self.trainer.save_checkpoint(f"{self.folder}/{hook}.ckpt")
+
+
+class Drawn(torch.utils.data.Sampler):
+    """Draws each epoch's order from a generator that continues."""
+
+    def __init__(self) -> None:
+        self.drawn = np.random.RandomState(5)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Any:
+        return iter(self.drawn.permutation(ROWS).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn.set_state(state["drawn"])
+
+
+def own_batches() -> Any:
+    """Each rank's own, and more on rank 0 than on others."""
+    inputs, targets = make_rows(ROWS, seed=cx.get_rank())
+    left = ROWS - 2 * BATCH * cx.get_rank()
+    return zip(inputs[:left].split(BATCH), targets[:left].split(BATCH), strict=True)
+
+
+def fit_of(kind: str, **more: Any) -> Any:
+    inputs, targets = make_rows(ROWS)
+    parts = list(zip(inputs.split(BATCH), targets.split(BATCH), strict=True))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), BATCH, sampler=Drawn())
+    stream, alike = functools.partial(iter, parts), {"sharded_data": False}
+    data, settings = {
+        "arrays": ((inputs, targets), {"batch_size": BATCH, "validate_every_n_steps": 1}),
+        "loader": ((loader,), {}),
+        "function": ((stream,), alike),
+        "steps": ((stream,), {**alike, "steps_per_epoch": len(parts) // cx.get_world_size()}),
+        "own": ((own_batches,), {"sharded_data": True, "max_steps": 2 * len(parts)}),
+    }[kind]
+    trainer = make_trainer(0)
+    trainer.fit(*data, **{"epochs": 2, "validation_data": make_rows(11, seed=1), "verbose": False, **settings, **more})
+    return trainer.step, fingerprint(trainer.model), trainer.history.history, trainer.history.validations
+
+
+def resumed_from_hooks(kind: str, folder: str) -> tuple[Any, dict[str, Any]]:
+    """Returns the outcome of a fit, and by hook that of a fit resumed from what the hook saved at an epoch's end."""
+    whole = fit_of(kind)
+    assert fit_of(kind, callbacks=[SavesIn(folder, whole[0] // 2)]) == whole
+    return whole, {hook: fit_of(kind, resume=f"{folder}/{hook}.ckpt") for hook in HOOKS}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", [by_night("arrays"), by_night("loader"), "function", by_night("steps"), "own"])
+def test_a_fit_resumed_from_wherever_an_epoch_ends_trains_no_step_twice(kind, world_size, tmp_path):
+    whole, resumed = everywhere(world_size, resumed_from_hooks, kind, str(tmp_path))[0]
+    for hook, found in resumed.items():
+        assert found == whole, hook
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX signal")
+def test_a_stream_stopped_in_the_validation_of_an_epoch_continues_with_the_next_one(tmp_path):
+    kept: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every_n_epochs": 1, "resume": "auto"}
+    with one_process():
+        whole = fit_of("function")
+        with pytest.raises(KeyboardInterrupt):
+            fit_of("function", **kept, callbacks=[SavesIn("", whole[0] // 2, stops_in="on_test_begin")])
+        assert fit_of("function", **kept) == whole
+
+
 def quiet_model() -> nn.Module:
     """Without anything random, and without batch norm: N ranks equal one."""
     with seeded():
