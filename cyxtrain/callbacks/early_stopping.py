@@ -9,7 +9,8 @@ import torch
 
 from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_float
-from cyxtrain.checkpoint.format.names import load_plain_state, plain_state
+from cyxtrain.checkpoint.format.names import plain_state
+from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.config.settings import require_boolean, require_integer
 from cyxtrain.errors import counted
 from cyxtrain.world import runtime
@@ -105,7 +106,7 @@ class EarlyStopping(Monitoring):
         if self.best_weights is not None:
             if speaks:
                 print(f"restored the weights of {self._best_place}")
-            load_plain_state(self.trainer.trained, self.best_weights)
+            load_model_state(self.trainer.trained, self.best_weights, f"the best weights of {self.monitor}")
 
     @property
     def _best_place(self) -> str:
