@@ -54,7 +54,8 @@ def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Load the result of `plain_state` into a model, compiled or not; buffers take the saved shape."""
     is_left = loads_itself(model)
     for name, (buffers, last) in resizable_buffers(model).items():
-        now, saved = buffers[last], state.get(name)
+        now = buffers[last]
+        saved = state.get(name)
         if not isinstance(saved, Tensor) or is_left(name):
             continue
         if now is None:

@@ -180,7 +180,7 @@ class SharedBuffers:
         if averaged and rows and not self._has_warned and dist.get_rank() == 0:
             self._has_warned = True
             shape = tuple(dict(zip(names(), buffers, strict=True))[averaged[0]].shape)
-            others = f", as did {shortened(averaged[1:])}" if averaged[1:] else ""
+            others = f", as did {shortened(averaged[1:])}" * bool(averaged[1:])
             warn(
                 f"the buffer {averaged[0]}, of shape {shape}, differs between ranks and became their mean{others}. If "
                 "it is a mean over samples, name it in its module's attribute averaged_buffers, a tuple; with "
