@@ -11,8 +11,10 @@ from torch import Tensor
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.monitored_value import require_float
+from cyxtrain.checkpoint.format.names import plain_name
 from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.environment import torch_compat
+from cyxtrain.parallel.consistency.buffer_kinds import MEAN, kinds_of_buffers
 
 
 class _Averaging(Callback):
@@ -28,30 +30,57 @@ class _Averaging(Callback):
         require_boolean(owner, "overwrites_at_end", overwrites_at_end)
         self.validates = self.validates_own_weights = validates
         self.overwrites_at_end = overwrites_at_end
-        self._average: list[Tensor] = []
-        self._own: list[Tensor] | None = None
+        self._average: dict[str, Tensor] = {}
+        self._followed: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] | None = None
 
-    def _present(self) -> list[Tensor]:
-        """Return what is averaged, as the model has it now."""
+    def _present(self) -> dict[str, Tensor]:
+        """Return what is averaged, as the model has it now, by name."""
         trained = self.trainer.trained
-        found = [*trained.parameters(), *(trained.buffers() if self._averages_buffers else ())]
-        return [each.data for each in found if each.is_floating_point() or each.is_complex()]
+        found: list[tuple[str, Tensor]] = [*trained.named_parameters()]
+        if self._averages_buffers:
+            kinds = kinds_of_buffers(trained)
+            found += [(name, each) for name, each in trained.named_buffers() if kinds.get(id(each)) == MEAN]
+        return {plain_name(name): each for name, each in found if each.is_floating_point() or each.is_complex()}
 
     def _wide(self) -> list[Tensor]:
-        """Return the same, 16 bits as float32: what a step adds to an average is lost in 16 bits."""
-        return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in self._present()]
+        """Return the same tensors, 16 bits as float32: what a step adds to an average is lost in 16 bits.
 
-    def _at_end(self) -> list[Tensor]:
+        The average has them, too, from now on: by object, because pruning renames a weight, or by name. What is new in
+        the model, or has another shape, begins with its present value.
+        """
+        present = self._present()
+        before = self._average
+        renamed = {id(each): before[name] for name, each in self._followed.items()}
+        self._average = {}
+        self._followed = present
+        wide = []
+        for name, each in present.items():
+            now = each.data.to(torch.promote_types(each.dtype, torch.float32))
+            average = renamed.get(id(each), before.get(name))
+            if average is None or average.shape != now.shape:
+                average = now.clone()
+            self._average[name] = average
+            wide.append(now)
+        return wide
+
+    def _move(self, weight: float) -> None:
+        wide = self._wide()
+        torch_compat.lerp_all([*self._average.values()], wide, weight)
+
+    def _at_end(self) -> dict[str, Tensor]:
         """Return what the model gets at the end of a fit."""
         return self._average
 
-    def _at_present(self) -> list[Tensor]:
+    def _at_present(self) -> dict[str, Tensor]:
         """Return what the model gets during a fit."""
         return self._average
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._average = [each.clone() for each in self._wide()]
+        self._average = {}
+        self._followed = {}
         self._own = None
+        self._wide()
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         if self.validates:
@@ -68,6 +97,7 @@ class _Averaging(Callback):
     def on_train_end(self, logs: Logs | None = None) -> None:
         # the best weights stay that were validated without the average
         if self.overwrites_at_end and (self.validates or not self.trainer.config.load_best):
+            self._wide()
             self._set(self._at_end())
 
     @contextlib.contextmanager
@@ -88,27 +118,35 @@ class _Averaging(Callback):
             self.on_test_end()
 
     def _swap_in(self) -> None:
+        self._wide()
         average = self._at_present()
-        self._own = [each.clone() for each in self._present()]
+        self._own = {name: each.data.clone() for name, each in self._present().items()}
         self._set(average)
 
-    def _set(self, values: list[Tensor]) -> None:
-        torch_compat.copy_all(self._present(), values)
+    def _set(self, values: dict[str, Tensor]) -> None:
+        present = self._present()
+        torch_compat.copy_all([each.data for each in present.values()], [values[name].data for name in present])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": list(self._average)}
+        if self._average:
+            self._wide()  # the model may have changed since the last step
+        return {"average": [*self._average.values()], "names": [*self._average]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for average, saved in zip(self._average, state["average"], strict=True):
-            average.copy_(saved)
+        self._wide()
+        saved = dict(zip(state.get("names", self._average), state["average"], strict=True))
+        for name, average in self._average.items():
+            if name in saved:
+                average.copy_(saved[name])
 
 
 class EMA(_Averaging):
     """Keep an exponential moving average: after each step, decay * average + (1 - decay) * parameters.
 
     Every rank keeps the same average; it is part of checkpoints. Buffers, such as running means, are not averaged.
-    16-bit parameters are averaged in float32; the parameters of a trainable loss are averaged too. Cost: a copy of the
-    parameters, read and written once per step.
+    16-bit parameters are averaged in float32; the parameters of a trainable loss are averaged too. It follows the model
+    if that changes: a new parameter begins with its present value. Cost: a copy of the parameters, read and written
+    once per step.
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992).
 
@@ -136,15 +174,16 @@ class EMA(_Averaging):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         weight = 1.0 - self.decay if self.trainer.step > self.start_step else 1.0
-        torch_compat.lerp_all(self._average, self._wide(), weight)
+        self._move(weight)
 
 
 class SWA(_Averaging):
     """Keep the mean of the weights at the ends of the last epochs: stochastic weight averaging.
 
     A high learning rate in these epochs, constant or cyclic, lets the weights differ. Every rank keeps the same mean;
-    it is part of checkpoints. Buffers of floats, such as the running means of batch norm, are averaged too. Cost: a
-    copy of weights and buffers, read and written once per epoch.
+    it is part of checkpoints. Running statistics, such as those of batch norm, are averaged too, and what a module's
+    `averaged_buffers` names; other buffers stay as they are. Cost: a copy of what is averaged, read and written once
+    per epoch.
 
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (2018).
 
@@ -169,22 +208,23 @@ class SWA(_Averaging):
         super().on_train_begin()
         self._count, self._counted_step = 0, -1
 
-    def _at_end(self) -> list[Tensor]:
+    def _at_end(self) -> dict[str, Tensor]:
         """Return the mean, or the weights if none count yet."""
         return self._average if self._count else self._present()
 
-    def _at_present(self) -> list[Tensor]:
+    def _at_present(self) -> dict[str, Tensor]:
         """Return the mean with the present weights: an epoch is validated before its end, where its weights count."""
         if self.trainer.step == self._counted_step or self.trainer.epoch < self.start_epoch:
             return self._at_end()
-        mean = [each.clone() for each in self._average]
-        torch_compat.lerp_all(mean, self._wide(), 1 / (self._count + 1))
+        wide = self._wide()
+        mean = {name: each.clone() for name, each in self._average.items()}
+        torch_compat.lerp_all([*mean.values()], wide, 1 / (self._count + 1))
         return mean
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch >= self.start_epoch:
             self._count, self._counted_step = self._count + 1, self.trainer.step
-            torch_compat.lerp_all(self._average, self._wide(), 1 / self._count)
+            self._move(1 / self._count)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "count": self._count, "step": self._counted_step}

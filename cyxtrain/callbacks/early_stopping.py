@@ -9,7 +9,8 @@ import torch
 
 from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_float
-from cyxtrain.checkpoint.format.names import load_plain_state, plain_state
+from cyxtrain.checkpoint.format.names import plain_state
+from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.config.settings import require_boolean, require_integer
 from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import counted
@@ -106,7 +107,7 @@ class EarlyStopping(Monitoring):
         if self.best_weights is not None:
             if speaks:
                 show(f"restored the weights of {self._best_place}")
-            load_plain_state(self.trainer.trained, self.best_weights)
+            load_model_state(self.trainer.trained, self.best_weights, f"the best weights of {self.monitor}")
 
     @property
     def _best_place(self) -> str:

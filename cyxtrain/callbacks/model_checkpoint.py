@@ -10,6 +10,7 @@ from typing import Any
 
 from cyxtrain.callbacks.callback import Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_float
+from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.weights import save_weights
 from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.environment.standard_streams import show
@@ -79,6 +80,12 @@ class ModelCheckpoint(Monitoring):
             super().set_params(params)
         else:
             self.params = params
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Refuse an optimizer that no checkpoint can hold."""
+        for optimizer in self.trainer.optimizers.values():
+            if not self.save_weights_only:
+                optimizer_state_by_name(optimizer, self.trainer.trained)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch."""

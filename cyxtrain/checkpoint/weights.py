@@ -16,7 +16,13 @@ from cyxtrain.checkpoint.checkpoint_file import unpack_checkpoint
 from cyxtrain.checkpoint.files import read_file, replacing
 from cyxtrain.checkpoint.format.archive import look_at_archive
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
-from cyxtrain.checkpoint.format.names import load_plain_state, plain_name, plain_state
+from cyxtrain.checkpoint.format.names import (
+    load_plain_state,
+    loads_itself,
+    plain_name,
+    plain_state,
+    resizable_buffers,
+)
 from cyxtrain.checkpoint.format.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
 from cyxtrain.config.settings import names_checked
 from cyxtrain.errors import CheckpointError, ConfigError, brief
@@ -97,7 +103,9 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
 def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return a state with all of the model's plain names, tied ones too, without loading it."""
     expected, given = plain_state(model), {plain_name(name): value for name, value in state.items()}
-    ties = tied_names({name: value for name, value in expected.items() if isinstance(value, torch.Tensor)})
+    is_left = loads_itself(model)
+    tensors = {name: each for name, each in expected.items() if isinstance(each, torch.Tensor) and not is_left(name)}
+    ties = tied_names(tensors)
     for name, kept in ties.items():
         # Other writers keep any one of the tied names.
         if kept not in given and name in given:
@@ -105,7 +113,12 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
     for name, kept in ties.items():
         if name not in given and kept in given:
             given[name] = given[kept]
-    differences = _differences(expected, given)
+    # What need not be as it is in the model: buffers that forward makes or replaces, and what a module loads itself.
+    places = resizable_buffers(model).items()
+    free = {name for name, (held, own) in places if name in given and (name in expected or held[own] is None)}
+    free |= {name for name in {**expected, **given} if is_left(name)}
+    fixed = [{name: each for name, each in state.items() if name not in free} for state in (expected, given)]
+    differences = _differences(*fixed)
     if differences:
         raise CheckpointError(f"Cannot load {source}: {differences}. Build the model as it was when it was saved.")
     return given

@@ -19,7 +19,9 @@ from cyxtrain.data.rng import begin_pass, generators_kept, generators_of
 from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
 from cyxtrain.errors import ConfigError
 
+# Rows are sorted by length within at most so many steps, and within at most a fifth of an epoch.
 _SORTED_STEPS = 50
+_SORTED_PARTS = 5
 
 
 class EpochOrder(NamedTuple):
@@ -68,7 +70,7 @@ class Order(ABC):
 class SeededOrder(Order):
     """Our own order: the rows as they are, or shuffled by (seed, epoch); then perhaps sorted by length."""
 
-    lengths: Indices | None = None  # by which each 50 steps are sorted, the longest rows first: they need most memory
+    lengths: Indices | None = None  # of the rows, if a step has rows of similar length
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self.size = size
@@ -88,10 +90,26 @@ class SeededOrder(Order):
             if self.lengths is not None:
                 if len(self.lengths) != self.size:
                     raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} rows.")
-                blocks = np.arange(self.size) // (_SORTED_STEPS * self.rows_per_step)
-                indices = indices[np.lexsort((-self.lengths[indices], blocks))]
+                indices = self._grouped(indices, self.lengths, epoch)
             self._cached = key, EpochOrder(indices)
         return self._cached[1]
+
+    def _grouped(self, indices: Indices, lengths: Indices, epoch: int) -> Indices:
+        """Return the order with rows of similar length in each step; rows that do not fill the last step stay there.
+
+        The steps are shuffled, if the rows are: from the longest to the shortest they would train on one kind of row
+        after the other. The longest one comes first all the same: it needs most memory.
+        """
+        steps = self.size // self.rows_per_step
+        sorted_steps = max(1, min(_SORTED_STEPS, steps // _SORTED_PARTS))
+        filled = indices[: steps * self.rows_per_step]
+        groups = np.arange(len(filled)) // (sorted_steps * self.rows_per_step)
+        filled = filled[np.lexsort((-lengths[filled], groups))].reshape(steps, self.rows_per_step)
+        if self.shuffle and steps:
+            filled = filled[global_order(steps, self.shuffle, self._seed, epoch)]
+            longest = int(lengths[filled[:, 0]].argmax())
+            filled[[0, longest]] = filled[[longest, 0]]
+        return np.concatenate([filled.reshape(-1), indices[steps * self.rows_per_step :]])
 
     @override
     def to_evaluate(self) -> EpochOrder:

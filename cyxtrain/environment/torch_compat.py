@@ -12,6 +12,7 @@ import math
 import pkgutil
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -60,6 +61,8 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module:_parameters", "refused: what reads it"),
     PrivateName("torch.nn.Module:_buffers", "refused: what reads it"),
     PrivateName("torch.nn.Module:_modules", "refused: what reads it"),
+    PrivateName("torch.nn.Module._load_from_state_dict", "a state of other names or shapes is refused"),
+    PrivateName("torch.nn.Module:_load_state_dict_pre_hooks", "a module whose hooks rename its state is not loaded"),
     PrivateName("torch.nn.Module._compiled_call_impl", "refused: compile=True"),
     PrivateName("torch._inductor.cudagraph_trees.MarkStepBox", "CUDA graphs in a custom loop need marks, too"),
     PrivateName("torch.nn.utils.parametrize._inject_new_class", "refused: a model with parametrizations in a notebook"),
@@ -260,6 +263,8 @@ LossModule: Any = nn.MSELoss.__base__
 """The base class of PyTorch's losses."""
 BatchNormModule: Any = nn.BatchNorm1d.__base__
 """The base class of PyTorch's batch norms."""
+NormModule: Any = BatchNormModule.__base__
+"""The base class of those with running statistics."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -277,6 +282,21 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dict of a module's direct children."""
     found: dict[str, nn.Module | None] = _attribute(module, "_modules", "cyxtrain")
+    return found
+
+
+def has_own_loading(module: nn.Module) -> bool:
+    """Return whether a module loads its state by rules that PyTorch's layers do not have."""
+    load = getattr(type(module), "_load_from_state_dict", None)
+    is_own = not getattr(load, "__module__", "torch.nn.modules.").startswith("torch.nn.modules.")
+    return is_own or bool(getattr(module, "_load_state_dict_pre_hooks", None))
+
+
+def with_versions(state: dict[str, Any], own: Any) -> Any:
+    """Return a state of modules as new as those of `own`, a `state_dict`; incomplete ones are of unknown versions."""
+    found: Any = OrderedDict(state)
+    old = {name.rpartition(".")[0] for name in own if name not in state}
+    found._metadata = {path: each for path, each in getattr(own, "_metadata", {}).items() if path not in old}
     return found
 
 

@@ -27,6 +27,7 @@ from cyxtrain.notebook.relay import Relay, display_here
 from cyxtrain.notebook.sharing import SharedFile, read, write
 from cyxtrain.notebook.state_transfer import AttributeDigests, parts_of
 from cyxtrain.progress.display import displays_by
+from cyxtrain.tensors.layouts import is_plain
 from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
 
@@ -127,6 +128,9 @@ def run_call(
         objects: dict[str, Any] = {}
         trainer, callbacks = read(trainer_path, {**dict.fromkeys(not_sent), **relays}, mapped=False, objects=objects)
         parts = parts_of(trainer, callbacks)
+        for buffer in trainer.trained.buffers():  # what was read cannot grow, as buffers of a quantisation do
+            if buffer.numel() <= 1 and is_plain(buffer):
+                buffer.data = buffer.data.clone()
         side_effects, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
         side_effects.enter()
         if method == FIT:

@@ -8,6 +8,7 @@ import math
 from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, CheckpointFolder, Found, look_into
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
+from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
@@ -57,6 +58,11 @@ class CheckpointManager:
         """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
         problem: Exception | None = None
         if self._writer is not None:
+            try:
+                for optimizer in self._state.optimizers.values():
+                    optimizer_state_by_name(optimizer, self._state.trained)
+            except CheckpointError as error:
+                problem = error
             try:
                 encode_tree(self._state.callbacks.state_dict(), "callbacks", {})
             except CheckpointError as error:

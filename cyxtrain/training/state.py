@@ -247,7 +247,10 @@ class TrainingState(_Fields):
     def keep_before_end(self) -> None:
         """Keep what the end of the running epoch changes; the model and the optimizer's state stay the same."""
         self.before_end = {}
-        found = self.to_checkpoint()
+        try:
+            found = self.to_checkpoint()
+        except CheckpointError:
+            return  # no checkpoint of this optimizer can be written
         del found.others["compression"]
         names = ("optimizer_groups", "others", "ranks", "position", "history")
         self.before_end = copy.deepcopy({name: getattr(found, name) for name in names})

@@ -33,10 +33,12 @@ def optimizer_state_by_name(
     The state is in the order of the model's parameters; its tensors are not copied and change with the next step.
     """
     saved = optimizer.state_dict()
-    unknown = sorted(set(saved) - {"state", "param_groups"})
-    if unknown:
+    usual = {"state", "param_groups"}
+    if set(saved) != usual:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {unknown} outside its state: it cannot be saved by name."
+            f"{type(optimizer).__name__} keeps {sorted(set(saved) - usual)} outside its state: it cannot be saved by "
+            "name. Keep it in optimizer.state[parameter], or train without checkpoints and save the weights with "
+            "cyxtrain.save_weights(model, path)."
         )
     name_groups = _group_names(optimizer, model)
     names = _names_by_index(saved["param_groups"], name_groups)
@@ -49,11 +51,16 @@ def optimizer_state_by_name(
             )
         state[names[index]] = dict(values)
     ordered = {name: state[name] for name, _ in plain_parameters(model) if name in state}
-    groups = [
-        {**_hyper_parameters(group), "params": list(group_names)}
-        for group, group_names in zip(saved["param_groups"], name_groups, strict=True)
-    ]
-    return ordered, groups
+    return ordered, _with_names(saved["param_groups"], name_groups)
+
+
+def groups_by_name(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with names instead of parameters, also if its state cannot be saved."""
+    return _with_names(optimizer.param_groups, _group_names(optimizer, model))
+
+
+def _with_names(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    return [{**_hyper_parameters(group), "params": [*own]} for group, own in zip(groups, names, strict=True)]
 
 
 def load_optimizer_state_by_name(

@@ -6,7 +6,7 @@ Ranks compare hashes first, and send only what differs: constant buffers, such a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,30 +15,36 @@ from torch import Tensor, nn
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import HostCopy, from_host
-from cyxtrain.errors import ConfigError, on_all_ranks, warn
+from cyxtrain.errors import ConfigError, on_all_ranks, shortened, warn
+from cyxtrain.parallel.consistency.buffer_kinds import MEAN, kinds_of_buffers
 from cyxtrain.tensors.fingerprint import batches, fingerprints
 from cyxtrain.tensors.layouts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
 from cyxtrain.world import runtime
 
 _MESSAGE_BYTES = 25 << 20
 _COMPARED_STEPS = 2  # before the second step everything differs that steps make differ
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_Kinds = Mapping[int, dist.ReduceOp.RedOpType | None]
 
 
 def share_tensors(
-    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], *, rows: int | None = None
-) -> list[int]:
+    tensors: Sequence[Tensor],
+    names: Callable[[], Sequence[str]],
+    *,
+    rows: int | None = None,
+    kinds: _Kinds | None = None,
+) -> dict[int, bool]:
     """Make tensors equal on all ranks, in place, unless they are equal already. All ranks call it.
 
     Without `rows`, all take rank 0's. With the rows that this rank has processed since the last call, floating-point
-    tensors become the mean over ranks, weighted by rows (rank 0's if no rank has any); others, and those with another
-    number of elements on some rank, such as a cache of the last batch, become rank 0's. Returns the numbers of those
-    that differed, on every rank. Raises ConfigError on every rank, with the name, if a tensor cannot be sent.
+    tensors become what `kinds` has, otherwise the mean over ranks, weighted by rows (rank 0's if no rank has any);
+    others, and those with another number of elements on some rank, such as a cache of the last batch, become rank 0's.
+    Returns the numbers of those that differed, and whether in their elements alone, on every rank. Raises ConfigError
+    on every rank, with the name, if a tensor cannot be sent.
 
     Cost: an all_gather of 16 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
     """
     if not tensors:
-        return []
+        return {}
     sizes = [tensor.numel() for tensor in tensors]
     own = torch.tensor([rows or 0, *fingerprints(tensors), *sizes], device="cpu")
     group = runtime.cpu_group()
@@ -49,7 +55,7 @@ def share_tensors(
     differing, resized = unequal.any(0).nonzero().flatten().tolist(), unequal[1].tolist()
     total = 0 if rows is None else int(found[:, 0].sum())
     plain = [tensors[number] for number in differing if is_plain(tensors[number]) and not resized[number]]
-    _share(plain, (rows or 0) / total if total else None)
+    _share(plain, (rows or 0) / total if total else None, kinds or {})
     others = [number for number in differing if not is_plain(tensors[number]) or resized[number]]
     for number in others:
         if parts_of(tensors[number]) is None:
@@ -60,22 +66,29 @@ def share_tensors(
             raise on_all_ranks(error)
     if others:
         _broadcast_parts([tensors[number] for number in others], group)
-    return differing
+    return {number: not resized[number] for number in differing}
 
 
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _share(tensors: Sequence[Tensor], share: Tensor | float | None) -> None:
-    """Set floating-point tensors to their mean, weighted by `share` (None: to rank 0's), others to rank 0's."""
-    averaged = [tensor for tensor in tensors if share is not None and _is_float(tensor)]
-    others = [tensor for tensor in tensors if share is None or not _is_float(tensor)]
+def _share(tensors: Sequence[Tensor], share: Tensor | float | None, kinds: _Kinds) -> None:
+    """Reduce floating-point tensors as in `kinds`, means weighted by `share` (None: none); others become rank 0's."""
+    alike: dict[dist.ReduceOp.RedOpType | None, list[Tensor]] = {}
+    for tensor in tensors:
+        is_reduced = share is not None and _is_float(tensor)
+        alike.setdefault(kinds.get(id(tensor), MEAN) if is_reduced else None, []).append(tensor)
     if share is not None:
-        for batch in _batches(averaged, lambda tensor: tensor.device):
+        for batch in _batches(alike.pop(MEAN, []), lambda tensor: tensor.device):
             _average(batch, share)
-    for batch in _batches(others, lambda tensor: (tensor.dtype, tensor.device)):
+    for batch in _batches(alike.pop(None, []), lambda tensor: (tensor.dtype, tensor.device)):
         _broadcast(batch)
+    for operation, found in alike.items():
+        for tensor in found:
+            reduced = tensor.detach().clone()
+            dist.all_reduce(reduced, operation, group=runtime.group_for(tensor.device))
+            write(tensor, reduced)
 
 
 def _average(tensors: Sequence[Tensor], share: Tensor | float) -> None:
@@ -143,8 +156,8 @@ class SharedBuffers:
     """The buffers of a module, made the same on all ranks before each step.
 
     On CPUs ranks compare them all, and send what differs. On an accelerator that would stop the host in each step: if
-    only the running statistics of batch norm have differed in the first steps, they alone are shared, uncompared. A
-    rank that changes another buffer signals it; the others read that one step later, and all compare from then on.
+    only running statistics, such as batch norm's, have differed in the first steps, they alone are shared, uncompared.
+    A rank that changes another buffer signals it; the others read that one step later, and all compare from then on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -152,24 +165,28 @@ class SharedBuffers:
         self._steps_to_compare = _COMPARED_STEPS
         self._compares = False
         self._noted: list[tuple[int, float]] = []
-        self._statistics: set[int] = set()
+        self._kinds: _Kinds = {}
         self._changes: HostCopy | None = None
         self._has_warned = False
 
     def share(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
-        """Compare all buffers, and make them equal, as `share_tensors`."""
-        differing = share_tensors(buffers, names, rows=rows)
+        """Compare all buffers, and make them equal, as `share_tensors`; warn once of means that may be wrong."""
         self._note(buffers)
+        differing = share_tensors(buffers, names, rows=rows, kinds=self._kinds)
         self._changes = None
-        others = [number for number in differing if id(buffers[number]) not in self._statistics]
-        self._compares |= bool(others)
-        sized = [number for number in others if _is_float(buffers[number]) and rows in buffers[number].shape]
-        if sized and rows > 1 and not self._has_warned and dist.get_rank() == 0:
+        self._compares |= not all(self._is_statistic(buffers[number]) for number in differing)
+        unknown = [number for number in differing if id(buffers[number]) not in self._kinds]
+        averaged = [names()[number] for number in unknown if differing[number] and _is_float(buffers[number])]
+        if averaged and rows and not self._has_warned and dist.get_rank() == 0:
             self._has_warned = True
+            shape = tuple(dict(zip(names(), buffers, strict=True))[averaged[0]].shape)
+            others = f", as did {shortened(averaged[1:])}" * bool(averaged[1:])
             warn(
-                f"the buffer {names()[sized[0]]}, of shape {tuple(buffers[sized[0]].shape)}, differs between ranks and "
-                f"became their mean, and this rank's batch has {rows} samples. If the buffer has one row per sample, "
-                "such as a carried hidden state, keep it in a plain attribute, which ranks do not average."
+                f"the buffer {averaged[0]}, of shape {shape}, differs between ranks and became their mean{others}. If "
+                "it is a mean over samples, name it in its module's attribute averaged_buffers, a tuple; with "
+                "averaged_buffers = (), ranks take rank 0's values. If it has one row per sample, such as a carried "
+                "hidden state, keep it in a plain attribute. If it keeps samples, such as a memory bank, write those "
+                "of all ranks to it: cx.all_gather_with_grad."
             )
 
     def share_before_step(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
@@ -188,17 +205,16 @@ class SharedBuffers:
         dist.all_reduce(joined)
         self._changes = HostCopy(joined)
         share = torch.where(joined[0] > 0, own[0] / joined[0], 1.0 if dist.get_rank() == 0 else 0.0)
-        _share([buffer for buffer in buffers if id(buffer) in self._statistics], share)
+        _share([*filter(self._is_statistic, buffers)], share, self._kinds)
+
+    def _is_statistic(self, buffer: Tensor) -> bool:
+        return self._kinds.get(id(buffer)) == MEAN
 
     def _note(self, buffers: Sequence[Tensor]) -> None:
-        """Note which buffers are running statistics, and the versions of all others."""
+        """Note the kinds of buffers, and the versions of those that are no running statistics."""
         if [id(buffer) for buffer in buffers] != [number for number, _ in self._noted]:
-            norms = (each for each in self._module.modules() if isinstance(each, torch_compat.BatchNormModule))
-            own = (torch_compat.own_buffers(norm) for norm in norms)
-            self._statistics = {id(each) for found in own for name, each in found.items() if name in _STATISTICS}
-        self._noted = [
-            (id(buffer), 0 if id(buffer) in self._statistics else torch_compat.version_of(buffer)) for buffer in buffers
-        ]
+            self._kinds = kinds_of_buffers(self._module)
+        self._noted = [(id(each), 0 if self._is_statistic(each) else torch_compat.version_of(each)) for each in buffers]
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
+from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.checkpoint.format.optimizer_state import groups_by_name
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.rows import sampled_hash
 from cyxtrain.metrics.loss import Loss
@@ -48,15 +49,17 @@ def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.M
     facts: dict[str, Any] = {"the optimizers": [*optimizers]}
     for own, optimizer in optimizers.items():
         what = f"the {described_name(own)}"
-        state, groups = optimizer_state_by_name(optimizer, model)
+        groups = groups_by_name(optimizer, model)
         facts[what] = type(optimizer).__name__
         for number, group in enumerate(groups):
             for name, value in group.items():
                 # Functions and the like have an address in their text, which differs.
                 plain = isinstance(value, (bool, int, float, str, tuple, list, Tensor, type(None)))
                 facts[f"{what}'s {name} (group {number})"] = str(value) if plain else type(value).__name__
-        for name, values in state.items():
-            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        for name, parameter in plain_parameters(model):
+            if parameter not in optimizer.state:
+                continue
+            tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
             facts[f"{what}'s state of {name}: hash of its values"] = _hash(tensors)
     return facts
 

@@ -20,7 +20,7 @@ from torch import nn
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
 from cyxtrain.checkpoint.format.names import plain_parameters
-from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
+from cyxtrain.checkpoint.format.optimizer_state import groups_by_name
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
 from cyxtrain.checkpoint.validation import check_content, taking_over
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
@@ -335,7 +335,7 @@ def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -
     """Return the settings that a checkpoint restores, part by part."""
     options, schedules = [], []
     for rates in state.rates.values():
-        _, groups = optimizer_state_by_name(rates.optimizer, state.trained)
+        groups = groups_by_name(rates.optimizer, state.trained)
         hidden = _NO_OPTIONS | rates.moved_options
         for group, rate in zip(groups, rates.program_rates(), strict=True):
             shown = {name: value for name, value in group.items() if name not in hidden}

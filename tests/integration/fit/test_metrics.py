@@ -76,6 +76,25 @@ def task(kind: str) -> tuple[nn.Module, Any, tuple[torch.Tensor, torch.Tensor], 
     return nn.Sequential(model, nn.Softplus()), nn.MSELoss(), (inputs, numbers), OF_NUMBERS
 
 
+SUMS_OF_FRACTIONS = [*OF_NUMBERS, "calibration_error", "confidence", "rights"]
+
+
+def test_metrics_that_count_or_rank_have_the_bits_of_one_process_and_others_its_rounding():
+    kinds = ("classes", "logits", "labels", "two numbers")
+    [alone] = everywhere(1, evaluated_kinds, kinds)
+    for world_size in (2, 3):
+        for found in everywhere(world_size, evaluated_kinds, kinds):
+            for name, value in found.items():
+                if name.split()[-1] in SUMS_OF_FRACTIONS:
+                    assert value == pytest.approx(alone[name], rel=1e-12, nan_ok=True), name
+                else:
+                    assert value == alone[name] or math.isnan(alone[name]), name
+
+
+def evaluated_kinds(kinds: tuple[str, ...]) -> dict[str, float]:
+    return {f"{kind} {name}": value for kind in kinds for name, value in evaluated(kind).items()}
+
+
 def by_scikit_learn(kind: str) -> dict[str, float]:
     model, _, (inputs, targets), _ = task(kind)
     with torch.no_grad():
