@@ -183,7 +183,7 @@ class Program:
         trainer = self.trainer
         optimizer: dict[str, Any] = {}
         for name, each in trainer.optimizers.items():
-            for number, values in enumerate(each.state_dict()["state"].values()):
+            for number, values in each.state_dict()["state"].items():
                 tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
                 optimizer |= {f"{name} {number} {key}": as_array(value) for key, value in tensors.items()}
             optimizer |= {f"{name} rate {number}": float(group["lr"]) for number, group in enumerate(each.param_groups)}
