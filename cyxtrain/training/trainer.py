@@ -180,7 +180,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             "_wrappers": [],
             "_fit": None,
             "_batch_plan": None,
-            "_state": replace(self._state, callbacks=Callbacks(), data=dict),
+            "_state": replace(self._state, callbacks=Callbacks(), data=dict, claim=contextlib.ExitStack()),
         }
 
     @property
@@ -293,11 +293,12 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", arguments, keywords)
         if history is not None:
             return history
-        plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
-        with self._fit_context(plan, ddp) as logged:
-            plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-            self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
-            stopped = self._fit.fit()
+        with self._state.claim:
+            plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
+            with self._fit_context(plan, ddp) as logged:
+                plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
+                self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
+                stopped = self._fit.fit()
         return self._finish(plan, stopped)
 
     def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:
