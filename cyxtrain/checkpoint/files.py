@@ -65,7 +65,7 @@ def _leave_locks() -> None:
             os.dup2(nothing.fileno(), file.fileno(), inheritable=False)
 
 
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_leave_locks)
 
 

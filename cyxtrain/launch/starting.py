@@ -13,7 +13,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from cyxtrain.environment.regular_files import local_path
-from cyxtrain.errors import ConfigError
 from cyxtrain.launch.first_process import run_as_first_process
 from cyxtrain.launch.local import Start, run_ranks
 from cyxtrain.workers.machine import cores_per_rank, ranks_by_cores
@@ -136,10 +135,7 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
     num_ranks, more = _num_ranks(options, environment)
     environment = {**environment, **more}
     if options.logs is not None:
-        try:
-            options = replace(options, logs=Path(local_path("--logs", options.logs)))
-        except ConfigError as error:
-            raise click.UsageError(str(error)) from error
+        options = replace(options, logs=Path(local_path("--logs", options.logs)))
     if options.master_addr:
         from cyxtrain.config.world import problem_of_address, without_brackets  # imports NumPy
 

@@ -276,7 +276,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             ReplicasDifferError: Ranks hold different parameters.
             DistributedTrainingError: Another rank failed, with its traceback.
         """
-        arguments = (X, y, *more)
         keywords = {
             "X_val": X_val,
             "y_val": y_val,
@@ -290,11 +289,11 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             "resume": resume,
             **settings,
         }
-        history: TrainingHistory | None = delegated(self, "fit", arguments, keywords)
+        history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
         with self._state.claim:
-            plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
+            plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
                 self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)

@@ -179,9 +179,7 @@ def _resume(
     check_same_fit(checkpoint, name, plan.config, {each: run[each] for each in _DATA}, plan.feed.effective_batch_size)
     given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=as_in_checkpoint(asked, checkpoint.config))
-    is_own = checkpoint.run.get("program", run["program"]) == run["program"]
-    is_new_run = plan.resume not in (None, AUTO) or (plan.resume == AUTO and not is_own) or "id" not in checkpoint.run
-    state.resume_from(checkpoint, source, plan.config, run, numerics, is_new_run=is_new_run)
+    state.resume_from(checkpoint, source, plan.config, run, numerics, is_new_run=_is_new_run(plan, checkpoint, run))
     with taking_over(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
         plan.feed.resume_from(state.position.effective_batch_size)
@@ -193,9 +191,7 @@ def _resume(
         plan = replace(plan, config=state.config)
     restored = describe_restored(given, restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
-    if plan.resume == AUTO and not is_own:
-        was = f"{name_of(checkpoint.run)}, a program with other settings"
-        header_lines.append(("run", f"{name} is of {was}; {name_of(state.run)} continues it"))
+    header_lines += _describe_run(plan, name, checkpoint.run, state.run)
     if header_lines and not plan.config.verbose and runtime.is_master():
         warn(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
     for rates in state.rates.values():
@@ -215,6 +211,19 @@ def _resume(
         warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
+
+
+def _is_new_run(plan: FitPlan, checkpoint: CheckpointState, run: Mapping[str, Any]) -> bool:
+    """Return whether a fit that continues a checkpoint becomes another run; `run` are facts of this fit's."""
+    is_own = plan.resume != AUTO or checkpoint.run.get("program", run["program"]) == run["program"]
+    return plan.resume not in (None, AUTO) or not is_own or "id" not in checkpoint.run
+
+
+def _describe_run(plan: FitPlan, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> HeaderLines:
+    """Return the header's line about a run of another program that this one continues."""
+    if plan.resume != AUTO or before.get("id", now["id"]) == now["id"]:
+        return []
+    return [("run", f"{name} is of {name_of(before)}, a program with other settings; {name_of(now)} continues it")]
 
 
 def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
