@@ -58,7 +58,7 @@ class CyxtrainError(RuntimeError):
     """
 
     def __init__(self, message: str, *, rank: int | None = None, during: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.rank = rank
         self.during = during
         prepare_to_raise()
@@ -261,7 +261,7 @@ def warn(message: str) -> None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
             level = depth + 1
         frame = frame.f_back
-    warnings.warn(message, stacklevel=min(level, depth))
+    warnings.warn(printable(message), stacklevel=min(level, depth))
 
 
 def shortened(names: Iterable[str]) -> str:

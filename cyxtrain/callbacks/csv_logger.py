@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
+from cyxtrain.checkpoint.files import replacing
 from cyxtrain.config.settings import require, require_boolean
-from cyxtrain.environment.regular_files import read_text, regular_opener
+from cyxtrain.environment.regular_files import local_path, read_text
 from cyxtrain.errors import ConfigError
 from cyxtrain.world import runtime
 
@@ -34,13 +35,14 @@ class CSVLogger(Callback):
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         owner = "CSVLogger"
-        require(isinstance(filename, (str, os.PathLike)), f"{owner}.filename must be a path, got {filename!r}.")
+        local_path(f"{owner}.filename", filename)
         is_valid = isinstance(separator, str) and len(separator) == 1
         require(is_valid, f"{owner}.separator must be one character, got {separator!r}.")
         require_boolean(owner, "append", append)
         self.filename = os.fspath(filename)
         self.separator = separator
         self.append = append
+        self._path = Path()
         self._existing: list[list[str]] = []
         self._lines: list[list[str]] = []
 
@@ -52,10 +54,11 @@ class CSVLogger(Callback):
         """
         if not runtime.is_master():
             return
-        Path(self.filename).parent.mkdir(parents=True, exist_ok=True)
+        self._path = Path(local_path("CSVLogger.filename", self.filename)).absolute()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._existing = []
         try:
-            text = io.StringIO(read_text(self.filename), newline="")
+            text = io.StringIO(read_text(self._path), newline="")
             self._existing = [line for line in csv.reader(text, delimiter=self.separator) if line]
         except FileNotFoundError:
             pass
@@ -102,10 +105,10 @@ class CSVLogger(Callback):
             self._lines = [[*header, *new_names], *lines]
         values = {name: value if isinstance(value, int) else float(value) for name, value in logs.items()}
         self._lines.append([str(epoch), *(repr(values[n]) if n in values else "" for n in self._lines[0][1:])])
-        new = f"{self.filename}.new"  # replaced at once, so that readers never see a part
-        with open(new, "w", newline="", encoding="utf-8", opener=regular_opener) as file:
-            csv.writer(file, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
-        os.replace(new, self.filename)
+        table = io.StringIO()
+        csv.writer(table, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
+        with replacing(self._path, "CSV file") as file:  # at once, so that readers never see a part
+            file.write(table.getvalue().encode())
 
     def state_dict(self) -> dict[str, Any]:
         return {"lines": len(self._lines)}

@@ -13,6 +13,7 @@ from cyxtrain.callbacks.monitored_value import Monitoring, require_float
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.weights import save_weights
 from cyxtrain.config.settings import require, require_boolean, require_integer
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import ConfigError
 from cyxtrain.world import runtime
@@ -56,7 +57,7 @@ class ModelCheckpoint(Monitoring):
     ) -> None:
         super().__init__(monitor, mode)
         owner = "ModelCheckpoint"
-        require(isinstance(filepath, (str, os.PathLike)), f"{owner}.filepath must be a path, got {filepath!r}.")
+        local_path(f"{owner}.filepath", filepath)
         require_boolean(owner, "save_best_only", save_best_only)
         require_boolean(owner, "save_weights_only", save_weights_only)
         if save_freq != "epoch":
@@ -69,6 +70,7 @@ class ModelCheckpoint(Monitoring):
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_weights_only = save_weights_only
+        self._folder = ""
         self.belongs_on_all_ranks = not save_weights_only
         self.save_freq = save_freq
         self.initial_value_threshold = initial_value_threshold
@@ -86,6 +88,7 @@ class ModelCheckpoint(Monitoring):
         for optimizer in self.trainer.optimizers.values():
             if not self.save_weights_only:
                 optimizer_state_by_name(optimizer, self.trainer.trained)
+        self._folder = os.getcwd()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch."""
@@ -119,7 +122,9 @@ class ModelCheckpoint(Monitoring):
                 f"ModelCheckpoint.filepath={self.filepath!r} has unknown names ({error!r}); available: "
                 f"{', '.join(known)}."
             ) from error
-        if runtime.is_master() and os.path.dirname(path):
+        shown = path
+        path = os.path.join(self._folder, local_path("ModelCheckpoint.filepath", path))
+        if runtime.is_master():
             os.makedirs(os.path.dirname(path), exist_ok=True)
         if not self.save_weights_only:
             self.trainer.save_checkpoint(path)
@@ -127,4 +132,4 @@ class ModelCheckpoint(Monitoring):
             with self._measured_weights() if self.save_best_only else contextlib.nullcontext():
                 save_weights(self.model, path)
         if self.verbose and runtime.is_master():
-            show(f"saved {path}")
+            show(f"saved {shown}")

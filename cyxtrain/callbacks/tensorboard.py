@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.data.rng import generators_kept
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import reason_of, warn
 from cyxtrain.metrics import ConfusionMatrix
 from cyxtrain.optim.clipping import gradient_norm
@@ -80,12 +81,13 @@ class TensorBoard(Callback):
         self.profile_batch = _steps_to_profile(profile_batch)
         self._graph: _GraphWriter | None = None
         self._profiler: torch.profiler.profile | None = None
-        require(isinstance(log_dir, (str, os.PathLike)), f"{owner}.log_dir must be a path, got {log_dir!r}.")
+        local_path(f"{owner}.log_dir", log_dir)
         if update_freq not in ("epoch", "batch"):
             require_integer(owner, "update_freq", update_freq, 1)
         self.log_dir = os.fspath(log_dir)
         self.update_freq = update_freq
         self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
+        self._folder = ""
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._validation: SummaryWriter | None = None
@@ -100,6 +102,7 @@ class TensorBoard(Callback):
         if runtime.is_master():
             self._previous_hook = threading.excepthook
             threading.excepthook = self._on_thread_error
+            self._folder = os.path.abspath(local_path("TensorBoard.log_dir", self.log_dir))
             self._writer = self._open("train")
             optimizers = {name: type(each).__name__ for name, each in self.trainer.optimizers.items()}
             settings = dataclasses.asdict(self.trainer.config) | optimizers
@@ -108,7 +111,7 @@ class TensorBoard(Callback):
             if self.write_graph:
                 self._graph = _GraphWriter(self.model)
             if self.profile_batch:
-                self._profiler = _profiler_of(*self.profile_batch, os.path.join(self.log_dir, "train"))
+                self._profiler = _profiler_of(*self.profile_batch, os.path.join(self._folder, "train"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the checkpoint: later points are hidden."""
@@ -190,7 +193,7 @@ class TensorBoard(Callback):
     def _open(self, name: str) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # importing it takes a second
 
-        return SummaryWriter(os.path.join(self.log_dir, name), purge_step=self._purge_step)
+        return SummaryWriter(os.path.join(self._folder, name), purge_step=self._purge_step)
 
 
 def _write_weights(writer: SummaryWriter, model: nn.Module, step: int, *, images: bool) -> None:

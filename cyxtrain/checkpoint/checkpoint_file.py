@@ -36,8 +36,8 @@ FORMAT_VERSION = 2
 
 _MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
 _CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
-# the largest `state.json`, so that looking into a file needs little memory
 STATE_LIMIT_BYTES = 1 << 28
+_RUN = ("id", "started", "launched", "trainer", "program", "origin")
 
 
 def library_versions() -> dict[str, str]:
@@ -99,13 +99,18 @@ def write_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> No
 
     Cost: one write of all bytes; tensors on the CPU are not copied.
     """
-    write_records(path, records_of(state))
+    write_records(path, records_of(state), summary_of(state))
 
 
-def write_records(path: str | os.PathLike[str], entries: Mapping[str, list[Buffer]]) -> None:
-    """Write the result of `records_of` as `write_checkpoint` does."""
+def write_records(path: str | os.PathLike[str], entries: Mapping[str, list[Buffer]], summary: object) -> None:
+    """Write the results of `records_of` and `summary_of` as `write_checkpoint` does."""
     with replacing(path, "checkpoint") as file:
-        write_archive(file, FORMAT, FORMAT_VERSION, entries)
+        write_archive(file, FORMAT, FORMAT_VERSION, entries, summary)
+
+
+def summary_of(state: CheckpointState) -> dict[str, dict[str, Any]]:
+    """Return what decides between the checkpoints of a folder, for the manifest: the position and the run."""
+    return {"position": state.position, "run": {name: state.run[name] for name in _RUN if name in state.run}}
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:

@@ -7,12 +7,13 @@ import errno
 import os
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from cyxtrain.environment.regular_files import open_regular, read_rest
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.environment.regular_files import local_path, open_regular, read_rest
+from cyxtrain.errors import CheckpointError
 
 if sys.platform != "win32":
     import fcntl
@@ -38,8 +39,8 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
     A temporary file in the same folder is written and synchronized, then renamed, then the folder is synchronized:
     after the block the new content survives a power cut, and before it the old content does.
     """
-    target = _checked(path, what)
-    with _temporary_file(target, f"{what} {target}") as (file, temporary):
+    target = Path(local_path(f"the path of a {what}", path))
+    with temporary_file(target, f"{what} {target}") as (file, temporary):
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -50,12 +51,26 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
 
 def try_folder(folder: Path, name: str, what: str) -> None:
     """Create a folder, and a file in it that is removed again."""
-    with _temporary_file(folder / name, f"{what} to {folder}"):
+    with temporary_file(folder / name, f"{what} to {folder}"):
         pass
 
 
+_locked: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+
+
+def _leave_locks() -> None:
+    """Let go of the parent's locks in a forked process, which may outlive it, as workers of a loader do."""
+    for file in [each for each in _locked if not each.closed]:
+        with open(os.devnull, "r+b") as nothing:
+            os.dup2(nothing.fileno(), file.fileno(), inheritable=False)
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_leave_locks)
+
+
 @contextlib.contextmanager
-def _temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
+def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
     """Open a locked file beside `target`, which is removed afterwards unless the block renames it."""
     # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
@@ -63,6 +78,7 @@ def _temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
         _make_folder(target.parent)
         with open(temporary, "x+b") as file:
             _lock(file)
+            _locked.add(file)
             yield file, temporary
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
@@ -72,25 +88,24 @@ def _temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
             temporary.unlink()
 
 
-def _checked(path: Any, what: str) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise ConfigError(f"the path of a {what} must be a text or a Path, got {path!r}.")
-    return Path(path)
-
-
 def is_being_written(path: str | os.PathLike[str]) -> bool:
     """Return whether a temporary file has a writer, or cannot be deleted."""
+    return is_locked(path) is not False
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool | None:
+    """Return whether a process has a temporary file open; None: it cannot be known."""
     try:
         with open_regular(path) as file:
-            return not _lock(file)
+            return {True: False, False: True}.get(_lock(file, shared=True))  # type: ignore[arg-type]
     except OSError:
-        return True
+        return None
 
 
 def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
     """Return the content of a regular file, read once and completely (a mapped file would crash on a bad disk)."""
     try:
-        with open_regular(_checked(path, what)) as file:
+        with open_regular(local_path(f"the path of a {what}", path)) as file:
             if look is not None:
                 look(file)
                 file.seek(0)
@@ -101,16 +116,16 @@ def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO]
         raise CheckpointError(f"Cannot read {what} {path}: {error.strerror or error}. Use another file.") from error
 
 
-def _lock(file: BinaryIO) -> bool:
-    """Lock a file while it is open; return whether no other process has locked it."""
+def _lock(file: BinaryIO, *, shared: bool = False) -> bool | None:
+    """Lock a file while it is open; return whether no other process has locked it, None if there are no locks."""
     if sys.platform == "win32":
         return True  # open files cannot be deleted there
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_EX, fcntl.LOCK_SH)[shared])
     except BlockingIOError:
         return False
     except OSError:
-        pass  # a file system without locks
+        return None
     return True
 
 

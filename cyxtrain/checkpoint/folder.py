@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import platform
 import re
 import shutil
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cyxtrain.checkpoint.checkpoint_file import STATE, STATE_LIMIT_BYTES
-from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
-from cyxtrain.checkpoint.format.archive import read_record
+from cyxtrain.checkpoint.checkpoint_file import STATE
+from cyxtrain.checkpoint.files import (
+    TEMPORARY_SUFFIX,
+    is_being_written,
+    is_locked,
+    replacing,
+    temporary_file,
+    try_folder,
+)
+from cyxtrain.checkpoint.format.archive import MANIFEST, blaming, read_summary
 from cyxtrain.checkpoint.format.encoding import decode_tree
 from cyxtrain.checkpoint.validation import is_position, is_run
-from cyxtrain.environment.regular_files import open_regular
+from cyxtrain.environment.regular_files import local_path, open_regular, read_text
+from cyxtrain.errors import CheckpointError, brief
 
 SUFFIX = ".ckpt"
 BEST = "best"
+ID_CHARACTERS = 8
+"""Of a run's id, in the names of files and in messages."""
+_CLAIM = "run-"
+_LIMIT_BYTES = 1 << 20
+"""Of what is read of a file to look into it."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint in a folder, as far as its JSON tells; without position and run if it is corrupt."""
+    """A checkpoint in a folder, as far as its manifest tells; without position and run if it is corrupt."""
 
     path: Path
     position: dict[str, Any]
     run: dict[str, Any]
+    problem: str = field(default="", compare=False)
+    """Why it is corrupt."""
 
     @property
     def fits(self) -> int | None:
         """Which call of `fit` of its trainer made it, from 1; None if unknown."""
         return self.position.get("fits")
+
+    @property
+    def origin(self) -> str | None:
+        """The id of the first run of its training."""
+        return self.run.get("origin", self.run.get("id"))
 
     @property
     def order(self) -> tuple[float, int, int]:
@@ -42,12 +64,13 @@ class Found:
 
 
 class CheckpointFolder:
-    """The checkpoints that one rank writes to a folder."""
+    """The checkpoints that one rank writes to a folder; a run that shares it with another has a suffix in names."""
 
-    def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
-        self.path = Path(path)
-        self._suffix = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
-        self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST}){re.escape(self._suffix)}")
+    def __init__(self, path: str | os.PathLike[str], rank: int | None = None, suffix: str = "") -> None:
+        self.path = Path(local_path("checkpoint_dir", path))
+        own = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
+        self._suffix = suffix + own
+        self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST})(-[0-9a-f]{{8}})?{re.escape(own)}")
 
     def file(self, name: str) -> Path:
         """Return the file of a checkpoint, such as "epoch-0003"."""
@@ -58,13 +81,43 @@ class CheckpointFolder:
         try_folder(self.path, self.file(BEST).name, "checkpoints")
 
     def newest_first(self) -> list[Found]:
-        """Return the checkpoints, corrupt ones first, then the newest. Cost: reading the JSON of each."""
+        """Return the checkpoints, corrupt ones first, then the newest. Cost: reading the manifest of each."""
         with contextlib.suppress(OSError):
             found = [look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
             return sorted(
-                found, key=lambda one: (not one.position, one.order, one.path != self.file(BEST)), reverse=True
+                found, key=lambda one: (not one.position, one.order, not one.path.name.startswith(BEST)), reverse=True
             )
         return []
+
+    def best(self, run: object) -> Found | None:
+        """Return the best checkpoint of a run."""
+        there = self.newest_first()
+        return next((one for one in there if one.path.name.startswith(BEST) and one.run.get("id") == run), None)
+
+    def claim(self, run: Mapping[str, Any], claim: contextlib.ExitStack) -> bool:
+        """Tell other processes that a run writes here, until `claim` is closed; return False if one continues it."""
+        claim.close()
+        with contextlib.suppress(CheckpointError):  # `check` reports it
+            target = self.path / f"{_CLAIM}{run.get('id')}{SUFFIX}"
+            file, own = claim.enter_context(temporary_file(target, f"checkpoints to {self.path}"))
+            file.write(f"{name_of(run)} in process {os.getpid()} on {platform.node()}".encode())
+            file.flush()
+            if any(path != own for path in self._claims(run.get("id"))):
+                claim.close()
+                return False
+        return True
+
+    def live_runs(self) -> dict[str, str]:
+        """Return the names of the runs whose processes write here, by id; none on file systems without locks."""
+        found = {}
+        for path in self._claims("*"):
+            with contextlib.suppress(OSError, ValueError):
+                run = path.name.removeprefix(f".{_CLAIM}").partition(".")[0]
+                found[run] = brief(read_text(path, _LIMIT_BYTES))
+        return found
+
+    def _claims(self, run: object) -> list[Path]:
+        return [path for path in self.path.glob(f".{_CLAIM}{run}{SUFFIX}.*{TEMPORARY_SUFFIX}") if is_locked(path)]
 
     def prune(self, run: object, keep_last: int, newest: Path) -> int:
         """Delete all but the newest of a run and the best one; return how many were deleted.
@@ -72,9 +125,8 @@ class CheckpointFolder:
         The file `newest`, which may not exist yet, stays in any case.
         """
         deleted = 0
-        kept = (newest, self.file(BEST))
         own = [one for one in self.newest_first() if one.position and one.run.get("id") == run]
-        for one in [one for one in own if one.path not in kept][keep_last - 1 :]:
+        for one in [one for one in own if one.path != newest and not one.path.name.startswith(BEST)][keep_last - 1 :]:
             with contextlib.suppress(OSError):
                 one.path.unlink()
                 deleted += 1
@@ -100,12 +152,20 @@ class CheckpointFolder:
                     path.unlink()
 
 
+def name_of(run: Mapping[str, Any]) -> str:
+    """Return a run's name for messages: the beginning of its id, and when it began."""
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.get("started", 0)))
+    return f"run {str(run.get('id'))[:ID_CHARACTERS]} (begun {began})"
+
+
 def look_into(path: Path) -> Found:
-    """Return what the JSON of a checkpoint says, if its checksum is right; tensors are not read."""
+    """Return the position and the run of a checkpoint, by its manifest; an older one's are in its state.json."""
     try:
-        with open_regular(path) as file:
-            values = json.loads(read_record(file, STATE, STATE_LIMIT_BYTES))
-        position, run = decode_tree(values["position"]), decode_tree(values["run"])
-        return Found(path, position, run) if is_position(position) and is_run(run) else Found(path, {}, {})
-    except Exception:  # loading it reports the error
-        return Found(path, {}, {})
+        with blaming(str(path), MANIFEST), open_regular(path) as file:
+            values = read_summary(file, STATE, _LIMIT_BYTES)
+            found = Found(path, *(decode_tree(values[name]) for name in ("position", "run")))
+            if not (is_position(found.position) and is_run(found.run)):
+                raise ValueError("the position or the run in it is invalid")
+    except (CheckpointError, MemoryError) as error:
+        return Found(path, {}, {}, str(error))
+    return found

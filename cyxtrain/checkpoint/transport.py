@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.validation import check_content
-from cyxtrain.errors import CheckpointError
+from cyxtrain.errors import CheckpointError, CyxtrainError
 from cyxtrain.world import runtime
 
 
@@ -25,7 +25,7 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
         try:
             data, name = read()
         except Exception as error:  # the other ranks wait
-            problem = str(error) if isinstance(error, CheckpointError) else f"Cannot read a checkpoint: {error!r}."
+            problem = str(error) if isinstance(error, CyxtrainError) else f"Cannot read a checkpoint: {error!r}."
     name, problem = runtime.gather_texts(f"{name}\0{problem}")[0].split("\0", 1)
     if problem:
         raise CheckpointError(problem)

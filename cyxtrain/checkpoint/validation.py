@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ _Check = Callable[[Any], bool]
 _MAX_COUNT = 10**12
 _MAX_COUNTS = {"samples": 10**15, "batches": 10**15, "order": 1 << 64}
 _MAX_RANKS = 10**6
+_MAX_SECONDS = 10**11  # thousands of years since 1970, which `time.localtime` takes
 
 
 def check_content(state: CheckpointState, source: str) -> None:
@@ -55,7 +57,12 @@ def is_position(value: Any) -> bool:
 
 def is_run(value: Any) -> bool:
     """Return whether a value may be the run that a checkpoint is of."""
-    return _has(id=_TEXT, started=_is_finite, launched=_TEXT, trainer=_is_count, data=_TEXT, validation=_TEXT)(value)
+    return _has(
+        **dict.fromkeys(("launched", "data", "validation", "program", "origin"), _TEXT),
+        id=lambda name: re.fullmatch(r"\w{1,64}", name) is not None,  # a part of file names
+        started=lambda seconds: _is_finite(seconds) and 0 <= seconds < _MAX_SECONDS,
+        trainer=_is_count,
+    )(value)
 
 
 def is_loss_scale(value: Any) -> bool:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState, records_of, write_records
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, records_of, summary_of, write_records
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.environment import accelerator
 from cyxtrain.errors import CheckpointError
@@ -47,18 +47,21 @@ class Writer:
             futures.wait([self._writing])  # it reads the copies; `wait` returns its error
         self._devices.clear()
         entries = records_of(state, self._copy)
+        summary = summary_of(state)
         copied = [accelerator.done_on(device) for device in self._devices]
+
+        path = self.folder.file(name)
 
         def write() -> None:
             for event in copied:
                 event.synchronize()
             try:
-                write_records(self.folder.file(name), entries)
+                write_records(path, entries, summary)
             except CheckpointError as error:
                 full = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
                 if not full or not make_room():
                     raise
-                write_records(self.folder.file(name), entries)
+                write_records(path, entries, summary)
             afterwards()
 
         self._writing = self._pool.submit(write)

@@ -18,6 +18,7 @@ from cyxtrain.config.settings import (
     require_integer,
     settings,
 )
+from cyxtrain.environment.regular_files import local_path
 
 _COUNTS = (
     *("seed", "log_every_n_batches", "log_every_n_steps", "validate_every_n_steps", "keep_last"),
@@ -277,6 +278,7 @@ class DistributedTrainingConfig:
             require_integer(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
         right = bool(self.profile.strip()) if isinstance(self.profile, str) else isinstance(self.profile, bool)
         require(right, f"{owner}.profile must be True, False or a folder, got {self.profile!r}.")
+        local_path(f"{owner}.profile", str(self.profile))
         if self.sharded_data is not None:
             require_boolean(owner, "sharded_data", self.sharded_data)
         asked = self.num_processes
@@ -364,10 +366,8 @@ class DistributedTrainingConfig:
         idle = self.load_best and best is None
         require(not idle, f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.')
         require_choice(owner, "on_save_error", self.on_save_error, ("warn", "raise"))
-        if isinstance(self.checkpoint_dir, os.PathLike):
-            self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
-        named = isinstance(self.checkpoint_dir, str) and bool(self.checkpoint_dir.strip())
-        require(named, f"{owner}.checkpoint_dir must be the path of a folder, got {self.checkpoint_dir!r}.")
+        local_path(f"{owner}.checkpoint_dir", self.checkpoint_dir)
+        self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
 
 
 @settings

@@ -1,19 +1,25 @@
-"""Open files that a user or a folder names: regular files only, without ever blocking."""
+"""Paths that a user gives, and files that a user or a folder names: regular files only, without ever blocking."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import re
 import stat
 import types
+import urllib.parse
 from typing import Any, BinaryIO
+
+from cyxtrain.errors import ConfigError, brief
 
 TEXT_LIMIT_BYTES = 1 << 28
 """Longer than any text that a person or this package writes."""
 _LAST_RECORDS_BYTES = 1 << 17
 """More than the end records of a zip with the longest comment."""
 
+_URL = re.compile(r"(?s)([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)")
+"""Also one that `pathlib.Path` has normalized, to a single slash; a drive of Windows has one letter."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -24,6 +30,27 @@ _KINDS = {
 # Windows has none of them. They open a pipe without waiting for a writer, never make a terminal the controlling one,
 # and keep the file from child processes.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY"))
+
+
+def local_path(argument: str, path: Any) -> str:
+    """Return a path that a user gives: "~" is the home folder, and "file:///x" is "/x".
+
+    All paths of the public interface pass through here. Raises ConfigError, with the name of the argument, for other
+    URLs and for what is not a path.
+    """
+    is_path = isinstance(path, (str, os.PathLike)) and bool(str(path).strip())
+    if not is_path or "\0" in str(path):
+        raise ConfigError(f"{argument} must be a path, got {brief(repr(path))}.")
+    url = _URL.fullmatch(str(path))
+    if url is None:
+        return os.path.expanduser(os.fsdecode(path))
+    scheme, slashes, rest = url.groups()
+    if scheme.lower() == "file" and len(slashes) != 2:  # two precede the name of a machine
+        return "/" + urllib.parse.unquote(rest)
+    raise ConfigError(
+        f"{argument} is {brief(str(path))}, a URL: only files and folders of this machine are supported. Give a path, "
+        "such as the one where the store is mounted."
+    )
 
 
 def regular_opener(path: str, flags: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from cyxtrain.config.settings import make, unknown_name
 from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.datasets import load_digits
-from cyxtrain.environment.regular_files import at_a_glance, memory_bytes, open_regular
+from cyxtrain.environment.regular_files import at_a_glance, local_path, memory_bytes, open_regular
 from cyxtrain.errors import ConfigError, brief
 from cyxtrain.experiment.by_name import Names, section_of
 
@@ -48,7 +48,7 @@ def digits(targets: bool = True) -> dict[str, Any]:
 def npz(path: str) -> dict[str, Any]:
     """Return the arrays of an .npz file, by Keras's names: x_train, y_train, x_val, y_val, x_test, y_test."""
     try:
-        with open_regular(path) as file:
+        with open_regular(local_path("data.path", path)) as file:
             arrays = _read_arrays(file, str(path))
     except FileNotFoundError:
         raise ConfigError(f"data.path: there is no file {brief(str(path))} (now in {Path.cwd()}).") from None

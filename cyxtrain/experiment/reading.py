@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
+from omegaconf.errors import OmegaConfBaseException
 
-from cyxtrain.environment.regular_files import read_text
+from cyxtrain.environment.regular_files import local_path, read_text
 from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section, with_names, words_of
 
@@ -26,6 +27,12 @@ _WHOLE_NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9_]+(:[0-5]?[0-9]
 _INTEGER = "tag:yaml.org,2002:int"
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one is not always built
 _VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
+_SECRET = re.compile(".*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL).*|(.*_)?(API|ACCESS|PRIVATE)?(KEY|TOKEN)S?")
+_REFERENCE = re.compile(r"(?<!\\)(\\\\)*\$\{(([^{}$:]{1,200})\})?")
+_MOST_REFERENCES = 256
+"""In one value; OmegaConf's parser is slow."""
+_COST_OF_VALUE = 256
+"""What a value counts besides its characters: memory, and the time to replace a reference to it."""
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
 _Answer = TypeVar("_Answer")
@@ -42,7 +49,8 @@ def read_file(
     `readers` are the files of which it is a base, the first one first; `known` holds the settings of files that have
     been read, and gets this one's; `asked` names the file that refers to it, for errors.
     """
-    file, known = Path(path), {} if known is None else known
+    file = Path(local_path(f"{asked}the path of a YAML file", path))
+    known = {} if known is None else known
     values = _parsed(file, asked)
     here = Path(os.path.realpath(file))
     chain = (*readers, here)
@@ -60,7 +68,8 @@ def read_file(
         check_section(str(file), section, _BASE)
     found: Values = {}
     for base in bases:
-        found = _over(str(file), found, read_file(file.parent / base, chain, known, f"{file}: {_BASE}: "))
+        path = file.parent / local_path(f"{file}: {_BASE}", base)
+        found = _over(str(file), found, read_file(path, chain, known, f"{file}: {_BASE}: "))
     known[here] = _over(str(file), found, with_names(values))
     return known[here]
 
@@ -82,9 +91,59 @@ def merged(values: Values, overrides: Overrides) -> Values:
 
 def resolved(values: Values, variables: Mapping[str, str], source: str) -> Values:
     """Return settings with variables of the environment and references to other settings replaced."""
+    if sum(len(variables.get(name, "")) for name, _ in _VARIABLE.findall(repr(values))) > _LONGEST_BYTES:
+        raise ConfigError(f"{source}: the settings are too large: they repeat variables of the environment too often.")
     found = _replaced(values, variables, source, "")
+    _library(source, lambda: _check_references(found, source))
     made = _library(source, lambda: OmegaConf.create(found))
     return _library(source, lambda: _container(made, resolve=True))
+
+
+def _check_references(values: Values, source: str) -> None:
+    """Raise a ConfigError if references to settings are not of our form, or make the settings too large."""
+    sizes: dict[tuple[Any, ...], int] = {}
+
+    def size(path: tuple[Any, ...]) -> int:
+        """Return the characters of a value after the references in it are replaced, and some for the value itself."""
+        if path not in sizes:
+            sizes[path] = 0  # for a reference to itself, which OmegaConf reports
+            value = _value_at(values, path)
+            characters = isinstance(value, str) and len(value)
+            sizes[path] = _COST_OF_VALUE + characters + sum(map(size, _parts_of(value, path, source)))
+        if sizes[path] > _LONGEST_BYTES:
+            raise ConfigError(f"{source}: the settings are too large: references such as ${{a.b}} repeat too much.")
+        return sizes[path]
+
+    size(())
+
+
+def _parts_of(value: Any, path: tuple[Any, ...], source: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of the values in a section or list, or of those to which a text refers."""
+    if isinstance(value, Mapping):
+        yield from ((*path, name) for name in value)
+    if isinstance(value, list):
+        yield from ((*path, number) for number in range(len(value)))
+    if not isinstance(value, str):
+        return
+    for _, found, name in _REFERENCE.findall(value):
+        if not found:
+            raise ConfigError(
+                f"{source}: {brief('.'.join(map(str, path)))} is {brief(value)}. Environment variables are in "
+                "capitals, such as ${DATA_DIR:./data}; settings have dots, such as ${training.seed}."
+            )
+        own = name.lstrip(".")
+        yield (*path[: len(own) - len(name)], *filter(None, re.split(r"[.\[\]]", own)))
+
+
+def _value_at(value: Any, path: tuple[Any, ...]) -> Any:
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        for name in path:
+            index = name
+            if isinstance(value, list):
+                index = int(name)
+            value = value[index]
+        return value
+    return None
 
 
 def literal(value: Any) -> Any:
@@ -99,7 +158,7 @@ def literal(value: Any) -> Any:
 
 def to_yaml(values: Values) -> str:
     """Return settings as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(values))
+    return OmegaConf.to_yaml(OmegaConf.create(literal(values)))
 
 
 def _parsed(file: Path, asked: str) -> Values:
@@ -128,13 +187,28 @@ def _parsed_override(source: str, override: str) -> Values:
 
 
 def _check_text(source: str, text: str) -> None:
-    """Raise a ConfigError for YAML that is nested too deep for its parser, and for very long integers."""
-    depth = 0
+    """Raise a ConfigError for YAML that is nested too deep for its parser, too large, and for very long integers."""
+    total = 0
+    sizes: dict[str | None, int] = {}
+    opened: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, _PARSER):
         line = source if event.start_mark is None else f"{source}, line {event.start_mark.line + 1}"
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, total))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            sizes[anchor] = total - before
+        elif isinstance(event, yaml.AliasEvent):
+            total += sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = _COST_OF_VALUE * (1 + 4 * event.value.count("${")) + len(event.value)
+            if event.value.count("${") > _MOST_REFERENCES:
+                raise ConfigError(f"{line}: a value has more than {_MOST_REFERENCES} references such as ${{a.b}}.")
+            total += sizes[event.anchor]
+        if len(opened) > _DEEPEST:
             raise ConfigError(f"{line}: settings are nested more than {_DEEPEST} deep.")
+        if total > _LONGEST_BYTES:
+            raise ConfigError(f"{line}: there are too many settings, or aliases (*) repeat them too often.")
         if not isinstance(event, yaml.ScalarEvent) or len(event.value) <= _LONGEST_NUMBER:
             continue
         if event.tag == _INTEGER or (event.implicit[0] and _WHOLE_NUMBER.fullmatch(event.value)):
@@ -182,6 +256,11 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
 
     def replacement(match: re.Match[str]) -> str:
         variable, default = match.groups()
+        if _SECRET.fullmatch(variable):
+            raise ConfigError(
+                f"{source}: {brief(name)} is {brief(value)}: settings are printed and kept in checkpoints, which must "
+                f"not have a secret. Read {brief(variable, 50)} in your own code, from os.environ."
+            )
         text = variables.get(variable) or default
         if text is None:
             raise ConfigError(
@@ -223,11 +302,6 @@ def _library(source: str, call: Callable[[], _Answer], text: str = "") -> _Answe
         problem = brief(str(error.problem or error.context))
         hint = _hint(problem, text, 0 if mark is None else mark.line)
         raise ConfigError(f"{source}{line}: this is not valid YAML: {problem}{hint}.") from error
-    except UnsupportedInterpolationType as error:
-        raise ConfigError(
-            f"{source}: {_first_line(error)}. Environment variables are in capitals, such as "
-            "${DATA_DIR:./data}; settings have dots, such as ${training.seed}."
-        ) from error
     except OmegaConfBaseException as error:
         where = f" (in {brief(error.full_key)})" if error.full_key else ""
         raise ConfigError(f"{source}: {_first_line(error)}{where}.") from error

@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from cyxtrain.environment import uncaught
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.launch.starting import files_of, launch
 
@@ -126,6 +127,7 @@ def evaluate(checkpoint: Path, overrides: tuple[str, ...], config: str | None) -
     from cyxtrain.checkpoint.folder import CheckpointFolder
     from cyxtrain.experiment import Experiment
 
+    checkpoint = Path(local_path("CHECKPOINT", checkpoint))
     if checkpoint.is_dir():
         found = [each.path for each in CheckpointFolder(checkpoint).newest_first() if each.position]
         if not found:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.environment.standard_streams import STDERR
 from cyxtrain.errors import counted, exhausted, reason_of
 from cyxtrain.launch.first_process import run_as_first_process
@@ -135,6 +136,8 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
     options = _with_kubernetes(replace(given, num_ranks=number), environment)
     num_ranks, more = _num_ranks(options, environment)
     environment = {**environment, **more}
+    if options.logs is not None:
+        options = replace(options, logs=Path(local_path("--logs", options.logs)))
     if options.master_addr:
         from cyxtrain.config.world import problem_of_address, without_brackets  # imports NumPy
 

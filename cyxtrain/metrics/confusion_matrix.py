@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from cyxtrain.config.settings import require
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import ConfigError, reason_of, warn
 from cyxtrain.metrics.sums import predicted_classes
 from cyxtrain.metrics.whole_set import WholeSet
@@ -48,7 +49,7 @@ class ConfusionMatrix(WholeSet):
         has_matplotlib = importlib.util.find_spec("matplotlib") is not None
         require(has_matplotlib, "ConfusionMatrix needs matplotlib: pip install 'cyxtrain[plot]'.")
         self.__name__ = "confusion_matrix"
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(local_path("ConfusionMatrix.path", path)).absolute()
         self.class_names = None if class_names is None else [str(name) for name in class_names]
         self._has_warned = False
         self.matrix: Any = None

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from cyxtrain.environment.process_env import bar_columns
 from cyxtrain.environment.standard_streams import STDOUT, show
+from cyxtrain.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -339,7 +340,7 @@ def make_display(shows: bool) -> Display:
 
 
 def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"{name:<{_INDENT}}{description}" for name, description in facts]
+    return [printable(f"{name:<{_INDENT}}{description}") for name, description in facts]
 
 
 def _wrapped(text: str, columns: int, indent: int) -> str:
@@ -361,7 +362,7 @@ def _wrapped(text: str, columns: int, indent: int) -> str:
 def numbers(measured: Mapping[str, float]) -> str:
     """Return measured numbers as text, without those of single classes and those that are NaN, losses excepted."""
     shown = {name: value for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)}
-    return "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if "_class_" not in name)
+    return "  ".join(f"{printable(name)} {value:.4f}" for name, value in shown.items() if "_class_" not in name)
 
 
 def around_validation(before: str, validated: Mapping[str, float], sets: Sequence[str], after: str = "") -> str:

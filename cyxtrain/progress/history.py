@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cyxtrain.config.settings import names_checked, unknown_name
-from cyxtrain.environment.regular_files import read_text
-from cyxtrain.errors import ConfigError, brief, counted
+from cyxtrain.environment.regular_files import local_path, read_text
+from cyxtrain.errors import ConfigError, brief, counted, printable
 from cyxtrain.progress.history_views import history_as_html, plot_history
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class TrainingHistory:
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         where = "the text" if is_text else brief(str(source))
         try:
-            values = json.loads(str(source) if is_text else read_text(source))
+            values = json.loads(str(source) if is_text else read_text(local_path("from_json.source", source)))
         except OSError as error:
             raise ConfigError(
                 f"cannot read {where}: {error.strerror or error}. Pass the output of to_json()."
@@ -196,7 +196,7 @@ class TrainingHistory:
         text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         if gap:
             text.insert(1 + _FIRST_ROWS, "...".rjust(widths[0]))
-        return "\n".join([*(text if rows else []), self._summary()])
+        return printable("\n".join([*(text if rows else []), self._summary()]))
 
     def _summary(self) -> str:
         epochs = counted(len(self._epoch_numbers()), "epoch")
@@ -245,7 +245,7 @@ def _number(name: str, value: object) -> float:
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
         # newline="": the same bytes on every system.
-        with open(path, "w", encoding="utf-8", newline="") as file:
+        with open(local_path("the path of a history", path), "w", encoding="utf-8", newline="") as file:
             file.write(text)
     return text
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def plot_history(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], 
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     if path is not None:
-        figure.savefig(os.fspath(path), dpi=120)
+        figure.savefig(local_path("the path of a plot", path), dpi=120)
     return figure
 
 

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from cyxtrain.checkpoint.files import replacing
 from cyxtrain.environment import accelerator
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import warn
 from cyxtrain.world import runtime
 
@@ -105,7 +107,8 @@ class Profile:
     """The profile of a fit's steps, as a context manager: each rank writes a trace, rank 0 the table steps.txt."""
 
     def __init__(self, asked: bool | str, device: torch.device) -> None:
-        self._folder = Path(asked if isinstance(asked, str) else _FOLDER) if asked else None
+        folder = Path(local_path("fit.profile", asked if isinstance(asked, str) else _FOLDER))
+        self._folder = folder.absolute() if asked else None
         self._seconds: list[dict[str, float]] = []
         self._steps = 0
         self._profiler: torch.profiler.profile | None = None
@@ -148,16 +151,18 @@ class Profile:
             found.append((f"rank {rank}", "  ".join(f"{1000 * parts[name] / self._steps:>13.3f}" for name in PARTS)))
         if runtime.is_master():
             with self._warning():
-                self._folder.mkdir(parents=True, exist_ok=True)
                 text = "".join(f"{what:<11}{how}\n" for what, how in found)
-                (self._folder / "steps.txt").write_text(text, encoding="utf-8")
+                with replacing(self._folder / "steps.txt", "profile") as file:
+                    file.write(text.encode())
         return [*found, ("traces", f"{self._folder / 'rank-*.pt.trace.json'}: see https://ui.perfetto.dev")]
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
         assert self._folder is not None
         with self._warning():
             self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(self._folder / f"rank-{runtime.get_rank()}.pt.trace.json"))
+            trace = self._folder / f"rank-{runtime.get_rank()}.pt.trace.json"
+            trace.unlink(missing_ok=True)  # a link is not followed
+            profiler.export_chrome_trace(str(trace))
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -107,8 +108,10 @@ class TrainingState(_Fields):
         trainer: Number of the trainer in its program, from 1.
         rates: The learning rates of each optimizer, which it has as `optimizer`, by the optimizer's name. The
             optimizers are of the parameters of the model, and of its loss.
-        run: Identifies this run: "id"; "started" (seconds since 1970); the "launched" command and the "trainer" in it;
-            digests of the "data" and of the "validation" data, or "". The same on every rank.
+        run: Identifies this run: "id"; "started" (seconds since 1970, and after all runs in its folder); the "launched"
+            command and the "trainer" in it; digests of the "program", of the "data" and of the "validation" data, or
+            ""; "origin": the first run of this training. The same on every rank.
+        claim: Tells other processes that this run writes to its folder; closed after each fit.
         ranks: Per-rank state in the middle of an epoch; empty unless gathered for a checkpoint.
         compression: Error feedback of gradient compression, of all ranks; empty unless gathered for a checkpoint.
         stop_training: Whether a callback on this rank asks to end the fit.
@@ -144,6 +147,7 @@ class TrainingState(_Fields):
     loss: Loss | None = None
     stop_reason: str = ""
     before_end: dict[str, Any] = field(default_factory=dict)
+    claim: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -171,7 +175,7 @@ class TrainingState(_Fields):
     def begin_fit(
         self,
         config: DistributedTrainingConfig,
-        data: Mapping[str, str],
+        run: Mapping[str, Any],
         effective_batch_size: int,
         lengths: Sequence[tuple[int, int | None, int | None]],
         initial_epoch: int | None,
@@ -179,8 +183,8 @@ class TrainingState(_Fields):
     ) -> None:
         """Begin a fit at the current position. All ranks call it.
 
-        `data` are digests, as in `run`; `lengths`, for each optimizer, the steps of the warm-up, of the fit and of its
-        schedule (`LearningRates.begin`).
+        `run` are its facts, except those that name it; `lengths`, for each optimizer, the steps of the warm-up, of the
+        fit and of its schedule (`LearningRates.begin`).
         """
         position = self.position
         if initial_epoch is not None:
@@ -199,14 +203,14 @@ class TrainingState(_Fields):
         for rates, steps in zip(self.rates.values(), lengths, strict=True):
             rates.interval = config.scheduler_interval or "step"
             rates.begin(scaling_of(config, effective), *steps)
-        self._begin_run(data)
+        self._begin_run(run)
 
     def resume_from(
         self,
         state: CheckpointState,
         source: str,
         config: DistributedTrainingConfig,
-        data: Mapping[str, str],
+        run: Mapping[str, Any],
         numerics: dict[str, Any],
         *,
         is_new_run: bool,
@@ -223,7 +227,7 @@ class TrainingState(_Fields):
         for rates in self.rates.values():
             rates.interval = config.scheduler_interval or "step"
         if is_new_run:
-            self._begin_run(data)
+            self._begin_run(run)
             self.complete_fits = max(0, self.position.fits - 1)
 
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
@@ -255,13 +259,15 @@ class TrainingState(_Fields):
         names = ("optimizer_groups", "others", "ranks", "position", "history")
         self.before_end = copy.deepcopy({name: getattr(found, name) for name in names})
 
-    def _begin_run(self, data: Mapping[str, str]) -> None:
+    def _begin_run(self, run: Mapping[str, Any]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
-        own = f"{secrets.token_hex(8)} {time.time()}"
-        name, started = runtime.gather_texts(own)[0].split()
+        text = f"{secrets.token_hex(8)} {max(time.time(), run['started'])}"
+        name, started = runtime.gather_texts(text)[0].split()
         launched, _ = process_env.launched_run()
         self.runs.add(name)
-        self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, **data}
+        origin = self.run.get("origin", self.run.get("id", name))
+        own = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, "origin": origin}
+        self.run = {**run, **own}
 
     def _clear_rank_states(self) -> None:
         self.ranks, self.compression = [], {}

@@ -182,7 +182,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             "_wrappers": [],
             "_fit": None,
             "_batch_plan": None,
-            "_state": replace(self._state, callbacks=Callbacks(), data=dict),
+            "_state": replace(self._state, callbacks=Callbacks(), data=dict, claim=contextlib.ExitStack()),
         }
 
     @property
@@ -278,7 +278,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             ReplicasDifferError: Ranks hold different parameters.
             DistributedTrainingError: Another rank failed, with its traceback.
         """
-        arguments = (X, y, *more)
         keywords = {
             "X_val": X_val,
             "y_val": y_val,
@@ -292,14 +291,15 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             "resume": resume,
             **settings,
         }
-        history: TrainingHistory | None = delegated(self, "fit", arguments, keywords)
+        history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
-        plan, ddp, checkpoint, header_lines = self._plan_fit(arguments, keywords)
-        with self._fit_context(plan, ddp) as logged:
-            plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-            self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
-            stopped = self._fit.fit()
+        with self._state.claim:
+            plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
+            with self._fit_context(plan, ddp) as logged:
+                plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
+                self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
+                stopped = self._fit.fit()
         return self._finish(plan, stopped)
 
     def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> TrainingHistory:

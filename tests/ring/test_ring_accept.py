@@ -352,3 +352,11 @@ def test_strangers_are_told_of_once_a_second_with_how_many_they_were(caplog):
     assert all(line.endswith(" since the last such line)") for line in lines[1:])
     assert 1 + sum(int(line.split("(")[1].split()[0]) for line in lines[1:]) == 99
     assert {(record.name, record.levelno) for record in caplog.records} == {("cyxtrain.ring", logging.WARNING)}
+
+
+def test_a_stranger_writes_no_line_and_no_escape_into_the_log(caplog):
+    SparseLog("rank 3").note("it connected to \x1b]0;owned\x07\x1b[2J\nrank 1 has failed: \u202e" + "x" * 5000, 100)
+    message = caplog.records[0].getMessage()
+    assert message.startswith("rank 3 it connected to ]0;owned [2J rank 1 has failed: x")
+    assert message.isprintable()
+    assert len(message) < 500

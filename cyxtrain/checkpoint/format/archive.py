@@ -17,7 +17,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -55,8 +55,13 @@ def blaming(name: str, entry: str) -> Iterator[None]:
         ) from error
 
 
-def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str, Sequence[Buffer]]) -> None:
-    """Write an archive to an empty file that is open for reading and writing; equal entries give equal bytes."""
+def write_archive(
+    file: BinaryIO, form: str, version: int, entries: Mapping[str, Sequence[Buffer]], summary: object = None
+) -> None:
+    """Write an archive to an empty file that is open for reading and writing; equal entries give equal bytes.
+
+    `summary` is what `read_summary` returns, a small JSON value.
+    """
     listed: dict[str, dict[str, object]] = {}
     spans = []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -64,7 +69,8 @@ def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str,
             start, end, digest = _add(file, archive, name, parts)
             spans.append((start, end))
             listed[name] = {"size_bytes": end - start, "xxh3_128": digest}
-        manifest = json.dumps({"format": form, "version": version, "entries": listed}, separators=(",", ":"))
+        described = {"format": form, "version": version, "entries": listed, "summary": summary}
+        manifest = json.dumps(described, separators=(",", ":"))
         spans.append(_add(file, archive, MANIFEST, [manifest.encode("ascii")])[:2])
         archive.comment = b" " * _COMMENT_BYTES
 
@@ -84,14 +90,12 @@ def look_at_archive(file: BinaryIO, name: str) -> None:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
 
 
-def read_record(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
-    """Return the verified content of one entry; of the others only the sizes are compared."""
+def read_summary(file: BinaryIO, older: str, limit_bytes: int) -> dict[str, Any]:
+    """Return the summary in the manifest, or else an entry, of JSON; zip's checksum is right, and it is not long."""
     with zipfile.ZipFile(at_a_glance(file, limit_bytes)) as archive:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
-        listed = json.loads(archive.read(MANIFEST))["entries"][entry]
-        content = archive.read(entry)
-    _check(memoryview(content), listed)
-    return content
+        summary: dict[str, Any] | None = json.loads(archive.read(MANIFEST)).get("summary")
+        return summary or json.loads(archive.read(older))
 
 
 def read_archive(data: bytes, name: str, form: str, version: int, names: Sequence[str]) -> dict[str, memoryview]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cyxtrain.errors import exhausted
+from cyxtrain.errors import brief, exhausted
 from cyxtrain.ring.rendezvous.handshake import (
     MAX_BYTES,
     HandshakeError,
@@ -33,6 +33,7 @@ _MAX_STRANGERS = 256
 _MAX_COUNTED = 1024
 """Ranks for which failed proofs are counted: a client can name any of 2^32."""
 _ACCEPT_AT_ONCE = 32
+_LOGGED_CHARACTERS = 400
 _PAUSE_SECONDS = 1.0
 """Pause after this process ran out of descriptors or memory."""
 _TOO_SLOW = "it did not authenticate in time"
@@ -50,7 +51,7 @@ class SparseLog:
     def note(self, text: str, now: float) -> None:
         """Write a line now, or count it for the next one."""
         self._count += 1
-        self._last = text
+        self._last = brief(text, _LOGGED_CHARACTERS)
         self.flush(now)
 
     def flush(self, now: float) -> None:

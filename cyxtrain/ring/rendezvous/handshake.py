@@ -26,7 +26,7 @@ import secrets
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cyxtrain.errors import printable
+from cyxtrain.errors import brief
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
 
 _MAGIC = b"CYXT"
@@ -140,7 +140,7 @@ class HandshakeClient:
         refused = _field(facts, "refused", str)
         _check(facts, _proof(self._key, "listener", self._transcript, refused))
         if refused:
-            raise RefusedError(printable(refused))
+            raise RefusedError(brief(refused, _MESSAGE_MAX_BYTES))
 
 
 class HandshakeServer:

@@ -15,6 +15,7 @@ from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer, unknown_name
 from cyxtrain.data.sources.open import yields_batches
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import ConfigError, brief, counted
 
 
@@ -233,7 +234,7 @@ def _path(resume: Any) -> str | None:
         raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.{hint}')
     if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
-    return None if resume is None else os.fspath(resume)
+    return None if resume is None else local_path("fit.resume", resume)
 
 
 def _validation(validation: Any, settings: DistributedTrainingConfig, groups: Any) -> dict[str, tuple[Any, Any, Any]]:

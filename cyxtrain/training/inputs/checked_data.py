@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator
+from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import brief
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
@@ -245,8 +245,8 @@ def check_rows(
     require_integer(call, "batch_size", batch_size, 1)
     checked_callbacks(callbacks)
     require(verbose in (0, 1, 2, "auto"), f"{call}.verbose must be 0, 1, 2 or 'auto', got {brief(verbose)}.")
-    is_path = output_dir is None or (isinstance(output_dir, (str, os.PathLike)) and os.fspath(output_dir) != "")
-    require(is_path, f"predict.output_dir must be the path of a folder, got {brief(output_dir)}.")
+    if output_dir is not None:
+        local_path("predict.output_dir", output_dir)
     require(output_dir is None or source.is_shared, f"output_dir needs rows that all ranks share, {_OWN_ROWS}")
     if steps is not None:
         require_integer(call, "steps", steps, 1)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.config.settings import names_checked
 from cyxtrain.data.batches.structure import example_of, fields_of, form_of, leaves, same_sequence, with_parts
-from cyxtrain.environment.regular_files import read_text
+from cyxtrain.environment.regular_files import local_path, read_text
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
 from cyxtrain.tensors.fingerprint import fingerprint
@@ -72,7 +72,7 @@ class Predictions:
     """Rows of a model's output, in a folder; see `open_predictions`."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).absolute()
+        self.folder = Path(local_path("open_predictions.folder", folder)).absolute()
         index = read_index(self.folder)
         self.is_complete: bool = index["complete"]
         self._example, self._is_numpy, self._pad_value = example_of(index["output"]), index["numpy"], index["pad_value"]
@@ -217,7 +217,8 @@ class ShardFolder:
     def __init__(
         self, path: str | os.PathLike[str], model: nn.Module, rows: CheckedData, output: Any, *, distributed: bool
     ) -> None:
-        self.path, self._distributed = Path(path).absolute(), distributed
+        self.path = Path(local_path("predict.output_dir", path)).absolute()
+        self._distributed = distributed
         self._names, self._rows = [name for name, _ in leaves(output)], rows
         state: dict[str, Any] = {}
         self._on_writer(lambda: state.update(self._begin(_facts(model, rows), output)))

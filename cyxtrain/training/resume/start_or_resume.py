@@ -6,7 +6,9 @@ taken.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
-from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
+from cyxtrain.checkpoint.folder import CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.checkpoint.format.optimizer_state import groups_by_name
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
@@ -86,13 +89,13 @@ def restore_rank(
         raise CheckpointError(f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}.") from error
 
 
-def find_checkpoint(plan: FitPlan, state: TrainingState) -> Checkpoint | None:
+def find_checkpoint(plan: FitPlan, state: TrainingState, program: str) -> Checkpoint | None:
     """Return the checkpoint to continue from, on every rank; None: there is none, or `resume` is not set.
 
     A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
     it was complete: the program then sees the model between two calls as it was. If the launcher has restarted the
     ranks, the newest checkpoint of this launch takes precedence over `resume`. Raises CheckpointError on every rank if
-    the named one does not exist or is corrupt.
+    the named one does not exist or is corrupt. `program`: as `_program_of` returns it.
     """
     launched, _ = process_env.launched_run()  # rank 0's, which reads
     folder, resume, initial_epoch = _folder_of(plan.config), plan.resume, plan.initial_epoch
@@ -100,13 +103,13 @@ def find_checkpoint(plan: FitPlan, state: TrainingState) -> Checkpoint | None:
         # A fit that resumes from a path is that checkpoint's call of fit.
         named = None if resume is None else look_into(Path(resume)).position
         call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
-        found = read_on_all(lambda: _newest_of_call(folder, call, (launched, state.trainer)))
+        found = read_on_all(lambda: _newest_of_call(folder, call, program, state.claim, (launched, state.trainer)))
         if found is not None:
             return found
     if resume is None:
         return None
     if resume == AUTO:
-        return read_on_all(lambda: _newest_of_call(folder, state.next_fit(initial_epoch)))
+        return read_on_all(lambda: _newest_of_call(folder, state.next_fit(initial_epoch), program, state.claim))
     return read_file_on_all(resume)
 
 
@@ -120,15 +123,38 @@ def start_or_resume(
 ) -> tuple[FitPlan, Checkpoint | None, HeaderLines]:
     """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header."""
     try:
-        found = find_checkpoint(plan, state)
-        return _begin(state, plan, numerics) if found is None else _resume(state, plan, numerics, found)
+        digests = plan.digests()
+        program = runtime.gather_texts(_program_of(state, plan.config, digests))[0]
+        found = find_checkpoint(plan, state, program)
+        run = {**digests, "program": program, "started": _after_all(plan.config)}
+        return _begin(state, plan, numerics, run) if found is None else _resume(state, plan, numerics, run, found)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
         runtime.gather_texts("")  # all ranks have read it when the first one leaves
         raise
 
 
-def _begin(state: TrainingState, plan: FitPlan, numerics: dict[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
+def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests: Mapping[str, str]) -> str:
+    """Return a digest by which a program recognizes its own checkpoints: of model, optimizers and samples."""
+    by_world = ("batch_size", "effective_batch_size")
+    same = [getattr(config, name) for name in _SAME_FIELDS if name not in by_world]
+    shapes = [(name, [*each.shape]) for name, each in plain_parameters(state.trained)]
+    kinds = [type(each).__name__ for each in state.optimizers.values()]
+    options = restored_settings(state, config)["optimizer"]
+    return xxhash.xxh3_64_hexdigest(json.dumps([same, digests, shapes, kinds, options], default=repr).encode())
+
+
+def _after_all(config: DistributedTrainingConfig) -> float:
+    """Return the earliest time at which a run may begin to be newer than all others, whose clocks may be ahead."""
+    started = [0.0]
+    if config.makes_checkpoints and runtime.is_master():
+        started += [found.run.get("started", 0.0) for found in _folder_of(config).newest_first()]
+    return math.nextafter(max(started), math.inf)
+
+
+def _begin(
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any], run: Mapping[str, Any]
+) -> tuple[FitPlan, None, HeaderLines]:
     plan = with_batch_norm_checked(state, plan)
     for rates in state.rates.values():
         scheduled = plan.scheduled(rates)
@@ -141,19 +167,19 @@ def _begin(state: TrainingState, plan: FitPlan, numerics: dict[str, Any]) -> tup
         )
     lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
     effective = plan.feed.effective_batch_size
-    state.begin_fit(plan.config, plan.digests(), effective, lengths, plan.initial_epoch, numerics)
+    state.begin_fit(plan.config, run, effective, lengths, plan.initial_epoch, numerics)
     return plan, None, _describe_start(plan, state)
 
 
 def _resume(
-    state: TrainingState, plan: FitPlan, numerics: dict[str, Any], found: Checkpoint
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any], run: Mapping[str, Any], found: Checkpoint
 ) -> tuple[FitPlan, Checkpoint, HeaderLines]:
-    name, source, data = found[1], f"checkpoint {found[1]}", plan.digests()
+    name, source = found[1], f"checkpoint {found[1]}"
     checkpoint = _reopened(found[0], source, plan)
-    check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
+    check_same_fit(checkpoint, name, plan.config, {each: run[each] for each in _DATA}, plan.feed.effective_batch_size)
     given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=as_in_checkpoint(asked, checkpoint.config))
-    state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=plan.resume not in (None, AUTO))
+    state.resume_from(checkpoint, source, plan.config, run, numerics, is_new_run=_is_new_run(plan, checkpoint, run))
     with taking_over(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
         plan.feed.resume_from(state.position.effective_batch_size)
@@ -165,6 +191,7 @@ def _resume(
         plan = replace(plan, config=state.config)
     restored = describe_restored(given, restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
+    header_lines += _describe_run(plan, name, checkpoint.run, state.run)
     if header_lines and not plan.config.verbose and runtime.is_master():
         warn(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
     for rates in state.rates.values():
@@ -184,6 +211,19 @@ def _resume(
         warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
+
+
+def _is_new_run(plan: FitPlan, checkpoint: CheckpointState, run: Mapping[str, Any]) -> bool:
+    """Return whether a fit that continues a checkpoint becomes another run; `run` are facts of this fit's."""
+    is_own = plan.resume != AUTO or checkpoint.run.get("program", run["program"]) == run["program"]
+    return plan.resume not in (None, AUTO) or not is_own or "id" not in checkpoint.run
+
+
+def _describe_run(plan: FitPlan, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> HeaderLines:
+    """Return the header's line about a run of another program that this one continues."""
+    if plan.resume != AUTO or before.get("id", now["id"]) == now["id"]:
+        return []
+    return [("run", f"{name} is of {name_of(before)}, a program with other settings; {name_of(now)} continues it")]
 
 
 def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
@@ -238,22 +278,16 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
 
 
 def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
-    """Return the header's lines where a fit begins; warn if its checkpoints would mix with others."""
+    """Return the header's lines where a fit begins."""
     config = plan.config
     if not runtime.is_master():
         return []
     if plan.resume is None and not config.makes_checkpoints:
         is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
         return [("keeps", "no checkpoint: checkpoint_dir is set, but checkpoint_every_n_epochs is not")] * is_named
-    there = _folder_of(config).newest_first()
-    others = [found for found in there if found.position and found.run.get("id") not in state.runs]
-    if others and config.makes_checkpoints:
-        warn(
-            f"{config.checkpoint_dir} holds {counted(len(others), 'checkpoint')} of another training: those with the "
-            "names of new ones will be replaced. Use another folder for each training (checkpoint_dir)."
-        )
     if plan.resume is None:
         return []
+    there = _folder_of(config).newest_first()
     found = f"{counted(len(there), 'checkpoint')} in {config.checkpoint_dir}, none intact of this call of fit"
     what = f"{found} (number {state.position.fits})" if there else f"no checkpoint in {config.checkpoint_dir}"
     keeps = "" if config.makes_checkpoints else "; checkpoints are off"
@@ -261,7 +295,11 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]
 
 
 def _newest_of_call(
-    folder: CheckpointFolder, call: tuple[Any, Any], launched: tuple[str, int] | None = None
+    folder: CheckpointFolder,
+    call: tuple[Any, Any],
+    program: str,
+    claim: contextlib.ExitStack,
+    launched: tuple[str, int] | None = None,
 ) -> tuple[bytes, str]:
     """Return (bytes, path) of the newest intact checkpoint of this call of `fit`; "": there is none.
 
@@ -269,18 +307,25 @@ def _newest_of_call(
     trained differently since.
 
     `call` is its number, from 1, and the epochs before it; `launched` the command and the trainer in it that must have
-    written it, None: any.
+    written it, None: any. Those of the same `program` come first, and those of runs that are alive never.
+    `claim` tells other processes that the run is continued here.
     """
+    candidates, live = list[Found](), folder.live_runs()
     for found in folder.newest_first():
         own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == launched
-        if found.run and not own:
+        if found.run and (not own or found.run.get("id") in live):
             continue
         if found.fits is not None and call[0] is not None and found.fits < call[0]:
             break
         same_beginning = call[0] == 1 or found.position.get("first_epoch") == call[1]
         if found.position and not (found.fits == call[0] and same_beginning):
-            continue  # a corrupt one is read, for its warning
+            continue
+        candidates.append(found)
+    own_runs = {each.origin for each in candidates if each.run.get("program", program) == program}
+    for found in sorted(candidates, key=lambda each: each.origin not in own_runs):
         try:
+            if found.problem:
+                raise CheckpointError(found.problem)
             data = checkpoint_bytes(found.path)
             checkpoint = unpack_checkpoint(data, str(found.path))
             check_content(checkpoint, f"checkpoint {found.path}")
@@ -288,7 +333,8 @@ def _newest_of_call(
         except CheckpointError as error:
             warn(f"{error} It is skipped.")
             continue
-        return data, str(found.path)
+        if folder.claim(checkpoint.run, claim):
+            return data, str(found.path)
     return b"", ""
 
 

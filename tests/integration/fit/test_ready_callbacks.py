@@ -165,6 +165,17 @@ def log_into(path: str, **more: Any) -> dict[str, list[float]]:
     return fit(CSVLogger(path, append=append), validation_data=VALID, validation_freq=2, **more).history.history
 
 
+def test_a_csv_log_and_a_profile_never_write_through_a_link(tmp_path):
+    (tmp_path / "precious.txt").write_text("precious")
+    links = [tmp_path / name for name in ("log.csv", "log.csv.new", "steps.txt", "rank-0.pt.trace.json")]
+    for link in links:
+        link.symlink_to("precious.txt")
+    with one_process():
+        log_into(str(tmp_path / "log.csv"), profile=str(tmp_path), epochs=4)
+    assert (tmp_path / "precious.txt").read_text() == "precious"
+    assert [link.name for link in links if link.is_symlink()] == ["log.csv.new"]
+
+
 def test_a_line_per_epoch_is_written_by_rank_0_and_resumed(tmp_path):
     path = tmp_path / "logs" / "here.csv"
     [history, _] = run_world(2, log_all, str(path), str(tmp_path / "kept"))

@@ -9,9 +9,17 @@ import pytest
 import torch
 from checkpoints import pack_checkpoint
 
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint, write_checkpoint
-from cyxtrain.checkpoint.files import is_being_written, replacing
+from cyxtrain.checkpoint.checkpoint_file import (
+    FORMAT,
+    FORMAT_VERSION,
+    CheckpointState,
+    read_checkpoint,
+    records_of,
+    write_checkpoint,
+)
+from cyxtrain.checkpoint.files import is_being_written, is_locked, replacing, temporary_file
 from cyxtrain.checkpoint.folder import CheckpointFolder, Found, look_into
+from cyxtrain.checkpoint.format.archive import write_archive
 from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.errors import CheckpointError, ConfigError
 
@@ -133,7 +141,7 @@ def test_a_copy_of_a_strided_tensor_is_made_once_and_kept(tmp_path):
 
 def test_a_path_that_is_none_is_refused(tmp_path):
     for path in ("", None, 7):
-        with pytest.raises(ConfigError, match="the path of a checkpoint must be a text or a Path"):
+        with pytest.raises(ConfigError, match="the path of a checkpoint must be a path"):
             write_checkpoint(path, state())
 
 
@@ -171,4 +179,50 @@ def test_what_looks_like_a_checkpoint_and_is_none_says_nothing_of_itself(tmp_pat
         with zipfile.ZipFile(path, "w", kind) as archive:
             for name, content in entries.items():
                 archive.writestr(name, content + (change if name == "state.json" else b""))
-        assert look_into(path) == Found(path, {}, {})
+        assert look_into(path) == Found(path, {} if kind == zipfile.ZIP_DEFLATED else {"epoch": 1}, {})
+        with pytest.raises(CheckpointError, match="is corrupt or is not a checkpoint"):
+            read_checkpoint(path)
+
+
+def test_a_look_reads_the_manifest_alone_and_never_much(tmp_path):
+    path = tmp_path / "epoch-0001.ckpt"
+    write_checkpoint(path, state(position={"epoch": 1}, run={"id": "a1"}))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"world_size":2', b'"world_size":7'))
+    assert look_into(path).position == {"epoch": 1}  # its state.json is corrupt, and was not read
+    older = records_of(state())
+    for nested, known in ((1000, {"epoch": 1}), (1_000_000, {})):  # a file of an older version, without a summary
+        older["state.json"] = [b'{"position":{"epoch":1},"run":{},"metadata":[' + b"[]," * nested + b"[]]}"]
+        with path.open("w+b") as file:
+            write_archive(file, FORMAT, FORMAT_VERSION, older)
+        assert look_into(path).position == known
+    assert "at most 1,048,576 are allowed" in look_into(path).problem
+
+
+@pytest.mark.parametrize("run", [{"id": "../../a"}, {"id": 3}, {"started": 1e300}, {"started": -1}])
+def test_a_run_that_cannot_be_is_that_of_no_checkpoint(tmp_path, run):
+    write_checkpoint(tmp_path / "epoch-0001.ckpt", state(position={"epoch": 1}, run=run))
+    found = look_into(tmp_path / "epoch-0001.ckpt")
+    assert (found.position, found.run) == ({}, {})
+    assert "is corrupt or is not a checkpoint" in found.problem
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_keep_the_locks_of_its_parent(tmp_path):
+    (read, write), (ready, begun) = os.pipe(), os.pipe()
+    with temporary_file(tmp_path / "run", "file") as (file, path):
+        child = os.fork()
+        if child == 0:
+            os.write(begun, b"x")
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            os.read(ready, 1)
+            assert is_locked(path)
+            file.close()  # as the kernel does when the parent is killed
+            assert is_locked(path) is False
+        finally:
+            os.write(write, b"x")
+            os.waitpid(child, 0)
+            for each in (read, write, ready, begun):
+                os.close(each)

@@ -462,9 +462,9 @@ def test_a_safetensors_file_whose_header_is_too_long_is_not_read(tmp_path):
         ("data: {a: '${.b}', b: 'x${.a}'}", r"Recursive .*in data\.a"),
         ("data: &a [*a]", "recursive aliases"),
         (f"_base_: {'a' * 5000}.yaml", "_base_: cannot read .*: File name too long"),
-        ('_base_: "a\\0b"', "_base_: cannot read .*: no file can have this name"),
+        ('_base_: "a\\0b"', r"_base_ must be a path, got .a\\x00b"),
         (f"_base_: {{a: {'x' * 100_000}}}", r"_base_ must be a file, or a list of files, got \{'a': 'x+\.\.\."),
-        (f"data: {{a: '{'${' * 300}'}}", "no viable alternative"),
+        (f"data: {{a: '{'${' * 300}'}}", r"line 1: a value has more than 256 references"),
         (f"data: {{a: '${{{'A' * 5000}}}'}}", "the environment has no A+"),
         ("training: {epochs: !!int abc}", "a value cannot be read: invalid literal"),
         ("training: {epochs: !!bool abc}", "a value cannot be read: 'abc'"),
@@ -478,6 +478,48 @@ def test_what_no_config_has_is_one_line_with_shortened_values(tmp_path, text, sa
     with pytest.raises(cx.ConfigError, match=says) as caught:
         cx.Config.from_file(tmp_path / "mine.yaml")
     one_line(caught, "mine.yaml")
+
+
+DOUBLED = ("'${.a%d}${.a%d}'", "['${data.a%d}', '${data.a%d}']", "['${data.a%d[-1]}${data.a%d[-1]}']")
+REPEATED = ("&a%d [*a%d, *a%d]", "&a%d {p: *a%d, q: *a%d}")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *(
+            ("".join(f"  a{n}: {each % (n + 1, n + 1)}\n" for n in range(40)) + "  a40: ['']\n", "references .* repeat")
+            for each in DOUBLED
+        ),
+        *(
+            ("  a0: &a0 [x]\n" + "".join(f"  a{n}: {each % (n, n - 1, n - 1)}\n" for n in range(1, 40)), "aliases")
+            for each in REPEATED
+        ),
+        (f"  a: [{'a, ' * 100_000}a]", "line 2: there are too many settings"),
+        (f"  a: '{'${' * 500_000}'", "line 2: a value has more than 256 references"),
+        ("  a: '${oc.env:HOME}'", r"data\.a is \$\{oc\.env:HOME\}\. Environment variables are in capitals"),
+        ("  a: '${b${c}}'", "token recognition error"),
+        ("  a: '${CYXTRAIN_SECRET}'", r"data\.a is .*: settings are printed and kept in checkpoints, which must not"),
+        ("  a: 'x-${HF_TOKEN:none}'", "Read HF_TOKEN in your own code"),
+        ('  "\\e[2J": ${x}', "Interpolation key 'x' not found"),
+        ('"\\e]0;owned\\a\\e[2J\\u202e": 1', r"has no section '\?]0;owned\?\?\[2J\?'"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_short_file_takes_no_memory_and_no_secret(tmp_path, monkeypatch, text, says):
+    monkeypatch.setenv("CYXTRAIN_SECRET", "topsecret")
+    (tmp_path / "mine.yaml").write_text(f"data:\n{text}")
+    with pytest.raises(cx.ConfigError, match=says) as caught:
+        cx.Config.from_file(tmp_path / "mine.yaml")
+    one_line(caught, "mine.yaml")
+    assert str(caught.value).isprintable()
+    assert "topsecret" not in str(caught.value)
+
+
+def test_names_of_a_history_are_shown_without_control_characters():
+    history = cx.TrainingHistory(train_losses=[1.0], metrics={"\x1b[2J": [1.0]})
+    assert "?[2J" in repr(history)
+    assert "\x1b" not in repr(history)
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, f"{'[' * 300}{']' * 300}"], ids=["digits", "nesting"])

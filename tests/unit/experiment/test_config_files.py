@@ -117,6 +117,19 @@ def test_what_is_resolved_stays_as_it_is(files):
         assert cx.Config({"data": {"path": text}}).with_overrides([]).data.path == text
 
 
+@pytest.mark.parametrize("text", ["cost_${HOME}", "cost_${5", r"a\${b}\\${C}", "$${A}", "${", "plain"])
+def test_what_to_yaml_writes_reads_back_as_it_was(tmp_path, text):
+    (tmp_path / "own.yaml").write_text(cx.Config({"data": {"name": "npz", "path": text}}).to_yaml())
+    assert cx.Config.from_file(tmp_path / "own.yaml").data.path == text
+
+
+def test_references_resolve_from_the_top_and_from_their_section(tmp_path):
+    text = "data: {name: npz, x: &x {p: [1, 2]}, y: *x, z: '${data.y.p[1]}-${.x.p.0}', w: '${.y}'}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    found = cx.Config.from_file(tmp_path / "own.yaml").data
+    assert (found.z, found.w.to_dict()) == ("2-1", {"p": [1, 2]})
+
+
 def test_a_setting_can_be_assigned_also_in_a_section(files):
     config = cx.Config.from_file("own.yaml")
     config.training.epochs = 8
