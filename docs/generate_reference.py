@@ -93,6 +93,13 @@ ENVIRONMENT = (
         "Silence after which a rank on another machine is declared dead.",
     ),
     (
+        "CYXTRAIN_GRACE_SECONDS",
+        "number above 0",
+        "25",
+        "seconds",
+        "How long a [stop](resuming.md#stopping) may take before what is left is killed; `--grace` of the launcher.",
+    ),
+    (
         "CYXTRAIN_RUN",
         "text",
         "set by the launcher",

@@ -19,6 +19,8 @@ if sys.platform != "win32":
     import fcntl
 
 TEMPORARY_SUFFIX = ".cyxtrain-tmp"
+_unfinished: set[Path] = set()
+"""Temporary files that this process is writing."""
 
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or choose another folder.",
@@ -74,6 +76,7 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
     """Open a locked file beside `target`, which is removed afterwards unless the block renames it."""
     # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    _unfinished.add(temporary)
     try:
         _make_folder(target.parent)
         with open(temporary, "x+b") as file:
@@ -84,6 +87,14 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
         remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
         raise CheckpointError(f"Cannot write {what}: {error.strerror or error}. {remedy}") from error
     finally:  # also after a KeyboardInterrupt
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        _unfinished.discard(temporary)
+
+
+def remove_unfinished() -> None:
+    """Remove temporary files that will not be completed, because this process ends at once."""
+    for temporary in list(_unfinished):
         with contextlib.suppress(OSError):
             temporary.unlink()
 

@@ -32,6 +32,10 @@ class Place(NamedTuple):
     order: int = 0  # of a user's sampler, a digest; of a stream, 1 if each rank has its own data; otherwise 0
 
 
+class DataInterruptedError(Exception):
+    """A rank's data cannot continue, because their workers have died in a stop; all ranks raise it at one step."""
+
+
 class Feed(ABC):
     """The steps of each epoch, as one rank sees them."""
 

@@ -15,6 +15,7 @@
     CYXTRAIN_RUN                  name of the launcher's run: after a restart, training resumes from its checkpoints
     CYXTRAIN_ATTEMPT              how often the launcher has restarted all ranks; default 0
     CYXTRAIN_TRACEBACK            full: errors that are printed in short (`uncaught.py`) are printed with all frames
+    CYXTRAIN_GRACE_SECONDS        seconds between a request to stop and the end of all processes; default 25
     CYXTRAIN_EXITED               where the launcher notes the ranks of this machine that have exited with code 0
     CYXTRAIN_PORT                 MASTER_PORT, which any program can take, and the port that the launcher holds for
                                   rank 0 in its place: only a process of the same user can listen there
@@ -25,6 +26,7 @@ torchrun sets these very names, and they take precedence over those of a schedul
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -39,6 +41,9 @@ ENVIRON: Variables = os.environ
 WORKER_CHANNEL = "CYXTRAIN_WORKER"
 """How a worker of a notebook reaches the notebook."""
 SECRET = "CYXTRAIN_SECRET"
+GRACE = "CYXTRAIN_GRACE_SECONDS"
+GRACE_SECONDS = 25.0
+"""The default: Kubernetes and Slurm kill after 30 seconds."""
 _IDENTITY = ("RANK", "WORLD_SIZE")
 _LAUNCHED = ("LOCAL_RANK", "MASTER_ADDR")
 """Not set for a process that runs alone."""
@@ -59,6 +64,18 @@ def number(name: str, variables: Variables = ENVIRON) -> int | None:
         return int(value) if value else None
     except ValueError:
         raise ConfigError(f"{name}={value!r} in the environment is not a whole number.") from None
+
+
+def grace_seconds(variables: Variables = ENVIRON) -> float:
+    """Return how many seconds after a request to stop nothing is left."""
+    value = variables.get(GRACE)
+    try:
+        seconds = float(value or GRACE_SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise ConfigError(f"{GRACE}={value!r} in the environment must be a number of seconds above 0.")
+    return seconds
 
 
 def one_of(name: str, choices: tuple[str, ...], variables: Variables = ENVIRON) -> str:
@@ -164,6 +181,11 @@ def launched_run(variables: Variables = ENVIRON) -> tuple[str, int]:
     """Return (name of the launcher's run, how often it has restarted all ranks); ("", 0) without a launcher."""
     run = variables.get("CYXTRAIN_RUN", "")
     return run, (number("CYXTRAIN_ATTEMPT", variables) or 0) if run else 0
+
+
+def passes_signals_on(variables: Variables = ENVIRON) -> bool:
+    """Return whether a launcher started this process that sends it the signals that it has received."""
+    return bool(variables.get("CYXTRAIN_RUN") or variables.get("TORCHELASTIC_RUN_ID"))
 
 
 def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:

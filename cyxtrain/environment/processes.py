@@ -76,6 +76,16 @@ def state_of(process: Process, asking: Process) -> State | None:
     return State.STOPPED if status == psutil.STATUS_STOPPED else State.ALIVE
 
 
+def has_native_handler(number: int) -> bool:
+    """Return whether this process handles a signal, perhaps outside of Python, such as `faulthandler.register`."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        return False
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (number - 1) & 1)
+
+
 def _is_hidden(pid: int) -> bool:
     """Return whether a process exists that /proc does not show: some systems hide those of other users."""
     if sys.platform != "linux":

@@ -35,6 +35,13 @@ class PrivateName(NamedTuple):
     seen: tuple[str, str] = (TESTED_VERSIONS[0], TESTED_VERSIONS[-1])
 
 
+_SIGNALLING = "torch.utils.data._utils.signal_handling"
+WORKER_LOOP = "torch.utils.data._utils.worker._worker_loop"
+SET_WORKER_HANDLERS = f"{_SIGNALLING}._set_worker_signal_handlers"
+SET_WORKER_PIDS = f"{_SIGNALLING}._set_worker_pids"
+REMOVE_WORKER_PIDS = f"{_SIGNALLING}._remove_worker_pids"
+CHECK_WORKERS = f"{_SIGNALLING}._error_if_any_worker_fails"
+_WORKERS = "a signal to all processes ends the workers of DataLoaders, and the rank with them"
 _HOOKS = "on accelerators the host waits for each step's gradients to be checked"
 _LOOP = "the tensors are gone through one by one"
 PRIVATE_NAMES = (
@@ -68,6 +75,8 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.utils.parametrize._inject_new_class", "refused: a model with parametrizations in a notebook"),
     PrivateName("torch.nn.utils.parametrize._inject_property", "refused: a model with parametrizations in a notebook"),
     PrivateName("torch.utils.data.DataLoader:_iterator", "nothing: there is no iterator to take from a copy"),
+    *(PrivateName(name, _WORKERS) for name in (WORKER_LOOP, SET_WORKER_HANDLERS, SET_WORKER_PIDS)),
+    *(PrivateName(name, _WORKERS) for name in (REMOVE_WORKER_PIDS, CHECK_WORKERS)),
     PrivateName("torch.optim.lr_scheduler.SequentialLR:_schedulers", "the lengths of its parts are not looked at"),
     PrivateName("torch.optim.lr_scheduler.SequentialLR:_milestones", "its length is not looked at"),
     PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch.compiler.disable does the same, slower"),
@@ -104,6 +113,22 @@ def find(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
         return None
+
+
+@contextlib.contextmanager
+def replaced(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a function of a module within by what `make` makes of it; without effect if PyTorch has none."""
+    module, _, attribute = name.rpartition(".")
+    place = find(module)
+    original = find(name)
+    if original is None:
+        yield
+        return
+    setattr(place, attribute, make(original))
+    try:
+        yield
+    finally:
+        setattr(place, attribute, original)
 
 
 def require(name: str, what: str) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from cyxtrain.environment import process_env
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import LAST_SECONDS, Terminal, is_mistake
 from cyxtrain.workers.process import RankExit, RankSpec
@@ -35,6 +36,8 @@ class Start:
     """Of the rendezvous; None: a free one."""
     restarts: int = 0
     """How often all ranks are restarted after a failure."""
+    grace: float | None = None
+    """Seconds between a request to stop and SIGKILL; None: the environment says."""
     logs: Path | None = None
     """Folder for a copy of each rank's output."""
 
@@ -59,6 +62,8 @@ class Start:
 def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
     """Run the ranks of this machine, which inherit `environment`; return the launcher's exit code."""
     environment = {**environment, "CYXTRAIN_RUN": secrets.token_hex(8)}
+    if start.grace is not None:
+        environment[process_env.GRACE] = f"{start.grace:g}"
     terminal = Terminal.standard()
     for attempt in range(start.restarts + 1):
         outcome = _run_once(start, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)
@@ -115,7 +120,7 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
             )
             for local_rank, rank in enumerate(start.ranks)
         ]
-        supervisor = Supervisor(specs, terminal, note_exit)
+        supervisor = Supervisor(specs, terminal, note_exit, process_env.grace_seconds(environment))
         with _stopping_on_signals(supervisor):
             return supervisor.run()
 
@@ -139,7 +144,7 @@ def _prepared(start: Start, environment: Mapping[str, str]) -> Iterator[dict[str
 
 @contextlib.contextmanager
 def _stopping_on_signals(supervisor: Supervisor) -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP stop the ranks; restore the handlers afterwards."""
+    """Let Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop the ranks; restore the handlers afterwards."""
 
     def request_stop(number: int, _: FrameType | None) -> None:
         supervisor.request_stop(signal.Signals(number))
@@ -147,8 +152,9 @@ def _stopping_on_signals(supervisor: Supervisor) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if sys.platform == "win32":
         numbers.append(signal.SIGBREAK)
-    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-        numbers.append(signal.SIGHUP)
+    else:  # nohup ignores SIGHUP
+        more = (signal.SIGHUP, signal.SIGUSR1)
+        numbers += [number for number in more if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, request_stop) for number in numbers}
     try:
         yield

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+from cyxtrain.environment import process_env
 from cyxtrain.environment.regular_files import local_path
 from cyxtrain.environment.standard_streams import STDERR
 from cyxtrain.errors import counted, exhausted, reason_of
@@ -42,8 +43,9 @@ cores) and CYXTRAIN_SECRET (on one machine a random one for this run).
 
 With several ranks each line of output starts with its rank, and stdin is empty; in a terminal, the progress bar of rank
 0 stays below. A single rank uses the terminal itself. If a rank exits with code 0 without joining, the run ends.
-Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks; they have 5 seconds to exit. A second Ctrl-C kills them.
-SIGTERM or SIGINT to one rank is a stop, not a failure: fit agrees on a step, and all ranks exit there.
+Ctrl-C, SIGTERM and SIGHUP stop all ranks; they have --grace seconds to exit, 25 by default, and after the first failure
+5. A second Ctrl-C kills them. SIGUSR1 is passed on to the ranks. Any of these signals to one rank is a stop, not a
+failure: fit agrees on a step, and all ranks exit there.
 
 With --restarts N the launcher restarts all ranks after a failure, up to N times, and fit resumes from the newest
 checkpoint of this command, or starts from scratch if there is none. It does not restart after a stop, nor after an
@@ -66,6 +68,7 @@ class Options:
     master_addr: str | None = None
     master_port: str | None = None
     restarts: int = 0
+    grace: float | None = None
     logs: Path | None = None
     config: str | None = None
 
@@ -116,6 +119,12 @@ class NumberFirst(click.Command):
     default=0,
     help="Restart all ranks up to N times after a failure.",
 )
+@click.option(
+    "--grace",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds between a request to stop and the kill.  [default: CYXTRAIN_GRACE_SECONDS, or 25]",
+)
 @click.option("--logs", metavar="DIR", type=click.Path(path_type=Path), help="Also write each rank's output to a file.")
 @click.option(
     "--config",
@@ -157,7 +166,9 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
         port is None or (port.isascii() and port.isdecimal() and 0 < int(port) < 65536),
         f"--master-port must be a number from 1 to 65535, got {port!r}",
     )
-    start = Start(command, num_ranks, nnodes, node_rank, master_addr, port, options.restarts, options.logs)
+    start = Start(
+        command, num_ranks, nnodes, node_rank, master_addr, port, options.restarts, options.grace, options.logs
+    )
     try:
         start.create_logs()
     except OSError as error:
@@ -305,6 +316,8 @@ def _become_torchrun(
         *([f"--log-dir={options.logs}", "--tee=3"] if options.logs is not None else []),
         "--no-python",
     ]
+    if options.grace is not None:
+        environment = {**environment, process_env.GRACE: f"{options.grace:g}"}
     variables = {
         # A new store for each round: the agents' store still has the keys of the previous round.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

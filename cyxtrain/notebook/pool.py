@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from cyxtrain.environment import process_env, standard_streams
 from cyxtrain.errors import PeerLostError, RendezvousError
 from cyxtrain.notebook.worker import NAME, Answer, Channel, Job, Ready, Release, Report, Signal
+from cyxtrain.training.stopping import stopping_signals
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
@@ -166,8 +167,7 @@ class Pool:
     def close(self) -> None:
         """End all workers; when it returns, nothing of them is left."""
         self._is_closed = True
-        self._supervisor.request_stop(signal.SIGTERM)
-        self._supervisor.request_stop(signal.SIGTERM)  # the second one kills: nothing is worth waiting for
+        self._supervisor.request_stop(signal.SIGKILL)  # nothing is worth waiting for
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -182,7 +182,8 @@ class Pool:
 
     def _wait_for_answers(self, apply: Callable[[Any], None], on_signal: Callable[[int], bool]) -> JobAnswers:
         answers = JobAnswers()
-        received, deadline, starts_until = 0, math.inf, time.monotonic() + START_SECONDS
+        received: set[int] = set()
+        deadline, starts_until = math.inf, time.monotonic() + START_SECONDS
         while len(answers.by_rank) + len(answers.ended) < self.num_processes and time.monotonic() < deadline:
             self._check_start(starts_until)
             event = self._next()
@@ -198,12 +199,16 @@ class Pool:
                 else:
                     self._ready.add(rank)
             elif isinstance(event, Signal) and event.number in self._signals:  # otherwise it was for an earlier call
-                received += 1
                 self._signals.remove(event.number)
-                if received == 1 and on_signal(event.number):
+                if event.number in received and event.number != signal.SIGINT:
+                    continue  # only Ctrl-C is pressed twice
+                if event.number not in received and on_signal(event.number):
                     self._send(event)
+                elif event.number == signal.SIGINT:
+                    raise KeyboardInterrupt
                 else:
-                    raise KeyboardInterrupt if event.number == signal.SIGINT else SystemExit(128 + event.number)
+                    raise SystemExit(128 + event.number)
+                received.add(event.number)
             elif isinstance(event, RankExit):
                 answers.ended.append(event)
                 answers.can_continue = False
@@ -253,12 +258,10 @@ class Pool:
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Pass Ctrl-C and SIGTERM to `run` alone; in a notebook only Ctrl-C: its SIGTERM means the end."""
-        numbers = [signal.SIGINT] if runtime.is_interactive() else [signal.SIGINT, signal.SIGTERM]
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []  # only the main thread may set handlers
-        before = {number: signal.getsignal(number) for number in numbers}
-        replaced = {number: old for number, old in before.items() if old not in (None, signal.SIG_IGN)}
+        """Pass signals that stop a fit to `run` alone; in a notebook only Ctrl-C: its SIGTERM means the end."""
+        replaced = stopping_signals()
+        if runtime.is_interactive():
+            replaced = {number: old for number, old in replaced.items() if number == signal.SIGINT}
 
         def post(number: int, _: FrameType | None) -> None:
             self._signals.append(number)
@@ -273,8 +276,8 @@ class Pool:
                 signal.signal(number, handler)
             late = list(self._signals)
             self._signals.clear()
-            for each in late:  # too late for the job: raise it now
-                signal.raise_signal(each)
+        for each in late:  # too late for the job: raise it now, unless an error is in flight
+            signal.raise_signal(each)
 
     def _supervise(self) -> None:
         try:

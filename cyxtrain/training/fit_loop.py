@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from cyxtrain.checkpoint.format.optimizer_state import drop_groups
 from cyxtrain.data.batches.batch import Share
+from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
@@ -37,7 +38,14 @@ from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
-from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, place_in_words, stop_if_requested
+from cyxtrain.training.stopping import (
+    StoppedError,
+    StopRequest,
+    StopSignals,
+    explain_stop,
+    place_in_words,
+    stop_if_requested,
+)
 from cyxtrain.training.trained import warn_of_params_without_optimizer
 from cyxtrain.training.updates import make_updates
 from cyxtrain.world import runtime
@@ -88,21 +96,25 @@ class FitLoop:
         self._exchange_signals = (self._updates or ddp).exchange_signals
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
-    def fit(self) -> StopRequest | None:
+    def fit(self) -> StoppedError | None:
         """Train to the last epoch, or until a rank asks to stop; return why it stopped."""
-        stopped = None
+        stopped: StoppedError | None = None
         with self._resources():
             self._begin()
             try:
                 while not self._plan.is_over(self._state.position):
                     self._train_one_epoch()
             except StoppedError as error:
-                stopped = error.request
-                self._requests.clear()
+                stopped = error.with_traceback(None)  # its frames would keep the data's workers
+                self._requests.begin_stop(stopped)
                 self._ddp.sync_buffers()
             self._manager.finish(None if self._step is None else self._step.totals)
             best = self._manager.load_best() if stopped is None else ""
-            if stopped is None:
+            if stopped is not None:  # before another signal ends the process
+                self._plan.display.close()
+                explained = explain_stop(stopped, self._state.position, self._plan.config)
+                self._plan.display.header([("stopped", explained)])
+            else:
                 self._logged.is_closed = True
                 self._callbacks.call("on_train_end", self._logs())
         self._plan.display.header([*([("best", best)] if best else []), *self._profile.facts()])
@@ -120,6 +132,10 @@ class FitLoop:
                             break
                     step.guard.wait_for_verdict()
                     self._keep_before_end(step)
+                except DataInterruptedError:
+                    step.guard.wait_for_verdict()
+                    stop_if_requested(self._requests.agree()[0])
+                    raise
                 except BaseException:
                     step.guard.abort()
                     raise
@@ -310,7 +326,9 @@ class FitLoop:
         with self._logged.apart([*self._plan.validation]) as logged:
             self._together(self._callbacks.call, "on_test_begin", {})
             for name, rows in self._plan.validation.items():
-                found = evaluate_rows(model, rows, self._callbacks, display, logged, should_stop=should_stop)
+                found: dict[str, float] | None = None
+                with contextlib.suppress(DataInterruptedError):
+                    found = evaluate_rows(model, rows, self._callbacks, display, logged, should_stop=should_stop)
                 received, stopping_rank = self._requests.agree(flagged=found is None)
                 if stopping_rank is not None:
                     self._callbacks.call("on_test_end", {})

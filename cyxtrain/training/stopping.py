@@ -17,12 +17,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cyxtrain.checkpoint.files import remove_unfinished
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import on_all_ranks
+from cyxtrain.environment import loader_workers, process_env
+from cyxtrain.environment.processes import has_native_handler
+from cyxtrain.errors import BLAMING_ANOTHER, on_all_ranks
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
@@ -32,7 +36,7 @@ class StopRequest(enum.IntEnum):
     """What a rank can request, by its index among the signals."""
 
     TERMINATE = 0
-    """SIGTERM: end the program."""
+    """SIGTERM, SIGHUP or SIGUSR1: end the program."""
     INTERRUPT = 1
     """SIGINT, that is Ctrl-C: stop at the user's request."""
     FINISH = 2
@@ -45,19 +49,29 @@ class StopRequest(enum.IntEnum):
 
 assert len(StopRequest) == NUM_SIGNALS
 REASONS = {
-    StopRequest.TERMINATE: "terminated by SIGTERM",
+    StopRequest.TERMINATE: "terminated by {}",
     StopRequest.INTERRUPT: "interrupted by Ctrl-C",
     StopRequest.FINISH: "max_time_seconds has passed",
 }
 """Why a fit stops before its end, for people; the most urgent first."""
-_SIGNALS = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
+_ASKING = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
+"""Signals that ask to stop, unless the program ignores them."""
+_UNLESS_USED: dict[int, StopRequest] = {}
+"""Signals that ask to stop, unless the program ignores them or has a handler of its own."""
 if sys.platform == "win32":
-    _SIGNALS[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
-_PATIENCE_SECONDS = 8.0
-"""After SIGTERM a process ends within ten seconds, even in a step that does not end."""
+    _ASKING[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
+else:
+    _UNLESS_USED = dict.fromkeys((signal.SIGHUP, signal.SIGUSR1), StopRequest.TERMINATE)
+_REQUESTS = _ASKING | _UNLESS_USED
 
 _HANDLER_SECONDS = 2.0
 """How long the second Ctrl-C waits for Python's own handler, which does not run while the main thread is in C++."""
+_UNSAVED_SECONDS = 2.0
+"""After Ctrl-C a fit without checkpoints ends within so many seconds, even in a step that does not end."""
+_PASSED_ON_SECONDS = 0.2
+"""Within so many seconds the launcher passes on a Ctrl-C that its ranks may have received, too."""
+_CLOSE_SECONDS = 0.2
+"""Ranks that are asked to stop at once give up within so many seconds of each other."""
 
 
 class StoppedError(Exception):
@@ -66,21 +80,30 @@ class StoppedError(Exception):
     def __init__(self, request: StopRequest) -> None:
         super().__init__(request.name)
         self.request = request
+        self.number = 0
+        """After TERMINATE, of which signal; the same on all ranks."""
 
 
 class StopSignals:
     """The requests of this rank, while a fit runs; if it `keeps_time`, its clock tells when something is due."""
 
     def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
+        self._config = config
         self._state = state
         self._requested: set[StopRequest] = set()
+        self._is_stopping = False
+        self._number = 0  # the first signal that asked to end the program
+        self._interrupted_at = 0.0
+        self._gives_up_at = math.inf
+        self._grace_seconds = process_env.grace_seconds()
         limit = config.max_time_seconds
         minutes = (config.checkpoint_every_n_minutes, config.validate_every_n_minutes)
         self._ends = None if limit is None else time.monotonic() + limit
         self._intervals = [60.0 * each if keeps_time and each else math.inf for each in minutes]
         self._latest = [time.monotonic()] * len(minutes)
         self._has_clock = limit is not None or any(map(math.isfinite, self._intervals))
-        self._timer: threading.Timer | None = None
+        self._before: dict[int, Any] = {}  # handlers
+        self._stack = contextlib.ExitStack()
 
     def local(self) -> list[float]:
         """Return the requests of this rank as signals."""
@@ -106,11 +129,15 @@ class StopSignals:
         self._requested.discard(StopRequest.CLOCK)
         return saves, validates
 
-    def clear(self) -> None:
-        """Drop all requests: the fit stops."""
-        self._cancel()
+    def begin_stop(self, stop: StoppedError) -> None:
+        """Drop all requests, also those that follow, and agree on the signal. All ranks call it."""
+        self._is_stopping = True
         self._requested.clear()
-        self._ends, self._has_clock = None, False
+        self._ends = None
+        self._has_clock = False
+        number = torch.tensor(self._number, device="cpu")
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=runtime.cpu_group())
+        stop.number = int(number)
 
     def want_to_stop(self) -> bool:
         """Return whether this rank requests to stop."""
@@ -126,52 +153,111 @@ class StopSignals:
 
     @contextlib.contextmanager
     def catching_signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C or SIGTERM within into a request; the second does what it did before."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python handles signals in the main thread only
+        """Turn signals within into requests to stop; only a second Ctrl-C does what it did before."""
+        self._before = stopping_signals()
+        with contextlib.ExitStack() as stack:
+            for number, handler in self._before.items():
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, self._handle)
+            self._stack = stack.enter_context(contextlib.ExitStack())
+            stack.enter_context(loader_workers.ignoring_signals(self._before, self._wait_for_request))
+            try:
+                yield
+            except KeyboardInterrupt as error:
+                raise on_all_ranks(error) from None  # the second Ctrl-C needs no traceback either
+            except BLAMING_ANOTHER:
+                if self._interrupted_at:
+                    raise on_all_ranks(KeyboardInterrupt()) from None
+                if time.monotonic() > self._gives_up_at - _CLOSE_SECONDS:
+                    raise on_all_ranks(SystemExit(128 + self._number)) from None  # that rank has printed why
+                raise
+        # A signal after the last step takes effect now; an error in flight goes first.
+        late = {StopRequest.TERMINATE: self._number, StopRequest.INTERRUPT: signal.SIGINT}
+        for request in self._requested & set(late):
+            signal.raise_signal(late[request])
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        passes_on = process_env.passes_signals_on()
+        if number == signal.SIGINT and now < self._interrupted_at + _PASSED_ON_SECONDS * passes_on:
+            return  # the launcher has received it, too
+        is_second = number == signal.SIGINT and self._interrupted_at > 0.0
+        if number == signal.SIGINT and (is_second or not passes_on):
+            signal.signal(number, self._before[number])
+        if is_second:
+            signal.raise_signal(number)
             return
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        if not self._is_stopping:
+            self._requested.add(_REQUESTS[signal.Signals(number)])
+        if number != signal.SIGINT:
+            self._number = self._number or number
+            self._limit_time(number)
+            return
+        self._interrupted_at = now
+        self._stack.enter_context(_second_ctrl_c_handled(now + _PASSED_ON_SECONDS * passes_on))
+        if self._before[number] is signal.default_int_handler and not runtime.is_interactive():
+            self._limit_time(number)
+            if not self._config.makes_checkpoints:
+                self._call_later(_UNSAVED_SECONDS, os.kill, os.getpid(), number)
+        if sys.stderr.isatty():
+            # Not print: a signal may come in the middle of one.
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
-        def handle(number: int, _: FrameType | None) -> None:
-            self._requested.add(_SIGNALS[signal.Signals(number)])
-            signal.signal(number, before[signal.Signals(number)])
-            if number != signal.SIGINT:
-                self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), number))
-                self._timer.daemon = True
-                self._timer.start()
-            else:
-                stack.enter_context(_second_ctrl_c_handled())
-                if sys.stderr.isatty():
-                    # Not print: a signal may come in the middle of one.
-                    os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+    def _wait_for_request(self, seconds: float) -> bool:
+        """Return whether this rank is asked to stop, or is within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not (self._is_stopping or self.want_to_stop()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._is_stopping or self.want_to_stop()
 
-        stack = contextlib.ExitStack()
-        try:
-            for number in _SIGNALS:
-                if before[number] not in (None, signal.SIG_IGN):
-                    signal.signal(number, handle)
-            yield
-        finally:
-            self._cancel()
-            stack.close()
-            for number, handler in before.items():
-                if handler is not None:
-                    signal.signal(number, handler)
-            # A signal after the last step takes effect now.
-            for number, request in _SIGNALS.items():
-                if request in self._requested:
-                    signal.raise_signal(number)
+    def _limit_time(self, number: int) -> None:
+        """Let this process end before its launcher kills it, counted from the first signal."""
+        if self._gives_up_at == math.inf:
+            seconds = max(self._grace_seconds - 2.0, self._grace_seconds / 2)
+            self._gives_up_at = time.monotonic() + seconds
+            # The others later, so that they know whether rank 0 has printed the line.
+            later = bool(dist.get_rank()) * (self._grace_seconds - seconds) / 4
+            self._call_later(seconds + later, self._give_up, number, seconds)
 
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _call_later(self, seconds: float, function: Any, *arguments: Any) -> None:
+        timer = threading.Timer(seconds, function, arguments)
+        timer.daemon = True
+        timer.start()
+        self._stack.callback(timer.cancel)
+
+    def _give_up(self, number: int, seconds: float) -> None:
+        """End this process, in another thread than the main one, which does not come to an end."""
+        position = self._state.position
+        where = f"step {position.step + 1:,}, in epoch {position.epoch + 1},"
+        if self._is_stopping:
+            where = f"the checkpoint of step {position.step:,}"
+        text = (
+            f"{where} did not end within {seconds:g} s of {signal.Signals(number).name} on rank {dist.get_rank()}: "
+            f"nothing was saved. To allow more, set --grace or {process_env.GRACE} (now {self._grace_seconds:g}).\n"
+        )
+        if not runtime.has_failed():
+            # Not print, whose lock the main thread may hold; in a thread, because it may block.
+            printing = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
+            printing.start()
+            printing.join(1.0)
+        remove_unfinished()
+        os._exit(128 + number)
 
     def _due(self, now: float) -> list[bool]:
         return [now - latest >= seconds for latest, seconds in zip(self._latest, self._intervals, strict=True)]
 
 
+def stopping_signals() -> dict[int, Any]:
+    """Return the signals that stop a fit, with their handlers now; none outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}  # Python handles signals in the main thread only
+    found: dict[int, Any] = {number: signal.getsignal(number) for number in _REQUESTS}
+    free = [number for number in found if found[number] is signal.SIG_DFL and not has_native_handler(number)]
+    return {n: found[n] for n in found if found[n] not in (None, signal.SIG_IGN) and (n in _ASKING or n in free)}
+
+
 @contextlib.contextmanager
-def _second_ctrl_c_handled() -> Iterator[None]:
+def _second_ctrl_c_handled(not_before: float) -> Iterator[None]:
     """End the group on Ctrl-C if Python's own handler does not run within two seconds.
 
     While an accelerator runs backward, the main thread waits in C++, where Python calls no signal handler. Once the
@@ -184,7 +270,8 @@ def _second_ctrl_c_handled() -> Iterator[None]:
     def listen() -> None:
         with reader:
             while received := reader.recv(64):
-                if signal.SIGINT in received and not ended.wait(_HANDLER_SECONDS):
+                is_second = signal.SIGINT in received and time.monotonic() > not_before
+                if is_second and not ended.wait(_HANDLER_SECONDS):
                     runtime.end_group(KeyboardInterrupt(), in_training=True)
 
     threading.Thread(target=listen, name="cyxtrain-ctrl-c", daemon=True).start()
@@ -208,20 +295,21 @@ def stop_if_requested(received: Sequence[float]) -> None:
         raise StoppedError(request)
 
 
-def exit_for(request: StopRequest) -> None:
-    """Exit after SIGTERM, with a shell's code; raise KeyboardInterrupt after Ctrl-C, but not at a prompt."""
-    if request is StopRequest.TERMINATE:
-        raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
-    if request is StopRequest.INTERRUPT and not runtime.is_interactive():
+def exit_for(stop: StoppedError) -> None:
+    """Exit after SIGTERM and its like, with a shell's code; raise KeyboardInterrupt after Ctrl-C, not at a prompt."""
+    if stop.request is StopRequest.TERMINATE:
+        raise on_all_ranks(SystemExit(128 + stop.number))
+    if stop.request is StopRequest.INTERRUPT and not runtime.is_interactive():
         raise on_all_ranks(KeyboardInterrupt())
 
 
-def explain_stop(request: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
+def explain_stop(stop: StoppedError, position: Position, config: DistributedTrainingConfig) -> str:
     """Describe where a fit has stopped before its end, and why."""
     kept = "checkpoints are off, nothing was saved"
     if config.makes_checkpoints:
         kept = f"a checkpoint is in {config.checkpoint_dir}"
-    return f"{place_in_words(position)}: {REASONS[request]}; {kept}"
+    name = signal.Signals(stop.number or signal.SIGTERM).name
+    return f"{place_in_words(position)}: {REASONS[stop.request].format(name)}; {kept}"
 
 
 def place_in_words(position: Position) -> str:

@@ -24,7 +24,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 GRACE_SECONDS = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL, after a failure."""
+ALONE_SECONDS = 1.0
+"""Seconds in which a rank that is asked to stop may end by itself, before what it has started is asked too."""
 _POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 2.0
 
@@ -96,6 +98,16 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
+def signal_members(group: int, number: int) -> None:
+    """Send a signal to every process of a group except the one that leads it."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):  # it has just ended
+            if process.pid != group and os.getpgid(process.pid) == group:
+                process.send_signal(number)
+
+
 def group_is_alive(group: int) -> bool:
     """Return whether a process of the group still runs; zombies do not count."""
     try:
@@ -116,10 +128,10 @@ def group_is_alive(group: int) -> bool:
     return False
 
 
-def end_groups(groups: Iterable[int], grace_seconds: float, *, terminate: bool = True) -> None:
-    """End process groups: SIGTERM (unless they already got a signal), `grace_seconds`, SIGKILL."""
+def end_groups(groups: Iterable[int], grace_seconds: float) -> None:
+    """End process groups: SIGTERM, `grace_seconds`, SIGKILL."""
     left = [group for group in groups if group_is_alive(group)]
-    for group in left if terminate else ():
+    for group in left:
         signal_group(group, signal.SIGTERM)
     if not wait_until(lambda: not any(map(group_is_alive, left)), grace_seconds):
         for group in left:
@@ -128,13 +140,19 @@ def end_groups(groups: Iterable[int], grace_seconds: float, *, terminate: bool =
 
 
 def _guard() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin.buffer:
         group = int(line[1:])
         (groups.add if line.startswith(b"+") else groups.discard)(group)
-    end_groups(groups, float(sys.argv[1]))
+    grace_seconds = float(sys.argv[1])
+    alone_seconds = min(ALONE_SECONDS, grace_seconds / 2)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(group, signal.SIGTERM)
+    wait_until(lambda: not any(map(group_is_alive, groups)), alone_seconds)
+    end_groups(groups, grace_seconds - alone_seconds)
 
 
 if __name__ == "__main__":

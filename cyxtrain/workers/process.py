@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group
+from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group, signal_members
 from cyxtrain.workers.output import ErrorFilter, OutputReader, Terminal
 
 DRAIN_SECONDS = 2.0
@@ -92,7 +92,7 @@ class RankProcess:
         self.label = spec.label
         self._guard = guard
         self._post = post
-        self._was_signalled = False
+        self._ends_by = 0.0
         self._has_ended = False
         log = None if spec.log is None else partial(terminal.append, spec.log)
         self._process, copied = _spawn(spec)
@@ -113,18 +113,25 @@ class RankProcess:
         self._thread = threading.Thread(target=self._attend, name=f"end of {spec.label}", daemon=True)
         self._thread.start()
 
-    def stop(self, number: int | None) -> None:
-        """Send SIGINT or SIGTERM to its process group, on Windows CTRL_BREAK; None: kill it."""
-        if self._has_ended:
-            return
-        self._was_signalled = True
+    def stop(self, number: int, seconds: float) -> None:
+        """Send a signal to its process alone, on Windows CTRL_BREAK; what it has started gets as many seconds."""
+        self._ends_by = time.monotonic() + seconds
         self._errors.hides_interrupts |= number == signal.SIGINT
-        if sys.platform != "win32":
-            signal_group(self._process.pid, number or signal.SIGKILL)
-        elif number is None:
-            self._process.terminate()
-        else:
-            self._process.send_signal(signal.CTRL_BREAK_EVENT)
+        if sys.platform == "win32":
+            number = signal.CTRL_BREAK_EVENT
+        self._process.send_signal(number)
+
+    def stop_others(self, number: int) -> None:
+        """Send a signal to what its process has started: a shell, say, does not pass it on."""
+        if not self._has_ended and sys.platform != "win32":
+            signal_members(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill it, and what it has started."""
+        if sys.platform == "win32":
+            self._process.kill()
+        elif not self._has_ended:
+            signal_group(self._process.pid, signal.SIGKILL)
 
     def join(self, seconds: float) -> None:
         """Wait until the thread has ended, which happens right after `RankGone`."""
@@ -141,7 +148,7 @@ class RankProcess:
         code = returned if killed_by is None else 128 + killed_by
         self._post(RankExit(self.index, self.label, code, killed_by, at_seconds))
         if sys.platform != "win32":
-            end_groups([self._process.pid], GRACE_SECONDS, terminate=not self._was_signalled)
+            end_groups([self._process.pid], max(GRACE_SECONDS, self._ends_by - time.monotonic()))
         self._has_ended = True  # the kernel may reuse the group's number from here on
         self._guard.remove(self._process.pid)
         for reader in self._readers:

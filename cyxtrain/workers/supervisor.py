@@ -1,7 +1,7 @@
 """Start a set of ranks, watch them, and leave no process behind.
 
-    start all -> wait -> (a failure: 2 s for the others to print their errors)          -> SIGTERM -> 5 s -> SIGKILL
-                      -> (a stop request: a step and a checkpoint may be in progress) -> signal  -> 9 s -> SIGKILL
+    start all -> wait -> (a failure: 2 s for the others to print their errors)        -> SIGTERM -> 5 s -> SIGKILL
+                      -> (a stop request: a step and a checkpoint may be in progress) -> signal -> grace -> SIGKILL
 
 A policy, a function of a rank's exit, decides whether the others are stopped.
 """
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from cyxtrain import errors
 from cyxtrain.environment.standard_streams import UNREAD_SECONDS
-from cyxtrain.workers.guard import GRACE_SECONDS, Guard
+from cyxtrain.workers.guard import ALONE_SECONDS, GRACE_SECONDS, Guard
 from cyxtrain.workers.output import LAST_SECONDS, TRACEBACK, Terminal, is_mistake
 from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProcess, RankSpec
 
 OWN_END_SECONDS = 2.0
 """Seconds after a failure in which the other ranks may end by themselves and print their errors."""
-STOP_SECONDS = 9.0
-"""Seconds for ranks that a user stops to end their step and write a checkpoint; after 10 s nothing is left."""
+INTERRUPTED_SECONDS = 0.5
+"""Seconds after the second Ctrl-C in which ranks may remove what they have half written."""
 KILLED_SECONDS = DRAIN_SECONDS + 3.0
 """Seconds after SIGKILL until a rank counts as one that cannot be ended."""
 SLICE_SECONDS = 0.5
@@ -62,8 +62,8 @@ class Supervisor:
 
     Any thread may call `run`; any thread and signal handler may call `request_stop`. Three threads for each rank read
     its output and wait for its end; they have ended when `run` returns, except for the reader of a pipe that a process
-    outside the rank's group (a daemon) still holds. If this process is killed, the ranks have `orphan_seconds` between
-    SIGTERM and SIGKILL.
+    outside the rank's group (a daemon) still holds. After a request to stop, and if this process is killed, the ranks
+    have `stop_seconds` until SIGKILL.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class Supervisor:
         specs: Sequence[RankSpec],
         terminal: Terminal,
         policy: Policy = stop_all_at_first_failure,
-        orphan_seconds: float = GRACE_SECONDS,
+        stop_seconds: float = GRACE_SECONDS,
     ) -> None:
-        self._guard = Guard(orphan_seconds)
+        self._guard = Guard(stop_seconds)
+        self._stop_seconds = stop_seconds
         self._specs = specs
         self._terminal = terminal
         self._policy = policy
@@ -86,7 +87,10 @@ class Supervisor:
         self._stop_all = False
 
     def request_stop(self, number: signal.Signals) -> None:
-        """Let `run` stop all ranks with SIGINT, if that is the signal, otherwise SIGTERM; a second request kills."""
+        """Let `run` stop all ranks with SIGINT, if that is the signal, otherwise SIGTERM.
+
+        SIGUSR1 is passed on, to ranks that may use it in another way. SIGKILL and a second SIGINT kill.
+        """
         self._events.put(number)
 
     def abandon(self) -> None:
@@ -133,7 +137,10 @@ class Supervisor:
                 event = self._events.get(timeout=min(remaining, SLICE_SECONDS))
             except queue.Empty:
                 continue
-            if isinstance(event, signal.Signals):
+            if isinstance(event, signal.Signals) and event.name == "SIGUSR1":
+                for index in self._alive:
+                    self._ranks[index].stop(event, 0.0)
+            elif isinstance(event, signal.Signals):
                 self._requests.append(event)
             elif isinstance(event, RankGone):
                 self._alive.discard(event.index)
@@ -144,16 +151,28 @@ class Supervisor:
                 self._stop_all |= self._policy(event)
 
     def _end_all(self) -> None:
-        """Signal the ranks that are left; kill them after the grace time or at the next request."""
-        received = len(self._requests)
+        """Signal the ranks that are left; kill them after the grace time or at the second Ctrl-C."""
+        number = signal.SIGINT if self._requests[:1] == [signal.SIGINT] else signal.SIGTERM
+        seconds = self._stop_seconds if self._requests else GRACE_SECONDS
+        pressed = 1 + bool(self._requests)
         for index in self._alive:
-            self._ranks[index].stop(signal.SIGINT if self._requests[:1] == [signal.SIGINT] else signal.SIGTERM)
-        self._wait(STOP_SECONDS if received else GRACE_SECONDS, lambda: len(self._requests) > received)
+            self._ranks[index].stop(number, seconds)
+        self._wait(min(ALONE_SECONDS, seconds), lambda: self._must_kill(pressed))
         for index in self._alive:
-            self._ranks[index].stop(None)
+            self._ranks[index].stop_others(number)
+        self._wait(seconds - ALONE_SECONDS, lambda: self._must_kill(pressed))
+        if signal.SIGKILL not in self._requests and self._must_kill(pressed):
+            for index in self._alive:
+                self._ranks[index].stop(signal.SIGINT, 0.0)
+            self._wait(INTERRUPTED_SECONDS, lambda: False)
+        for index in self._alive:
+            self._ranks[index].kill()
         self._wait(KILLED_SECONDS, lambda: False)
         for rank in self._ranks:
             rank.join(0.0 if rank.index in self._alive else 1.0)
+
+    def _must_kill(self, pressed: int) -> bool:
+        return signal.SIGKILL in self._requests or self._requests.count(signal.SIGINT) >= pressed
 
 
 def _lines_naming(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:
@@ -165,7 +184,8 @@ def _lines_naming(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:
 
 _BLAMES_ANOTHER = _lines_naming(*errors.BLAMING_ANOTHER)
 _WOULD_RECUR = _lines_naming(errors.ConfigError, errors.BackendUnavailableError, errors.NonFiniteError)
-_STOPS = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
+_NAMES = {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"}
+_STOPS = {128 + number: number for number in signal.Signals if number.name in _NAMES}
 """By exit code: signals with which somebody stops a rank; it is not a failure."""
 
 

@@ -441,6 +441,12 @@ def end_group(error: BaseException, *, in_training: bool = False) -> None:
         group.fail(DistributedTrainingError.because_of(error, dist.get_rank()) if in_training else text)
 
 
+def has_failed() -> bool:
+    """Return whether an error has ended the group of all ranks, because another rank is lost, say."""
+    group = cpu_group() if dist.is_initialized() else None
+    return isinstance(group, RingProcessGroup) and group.group.failure("a stop") is not None
+
+
 def _current_side_ring() -> SideRing | None:
     return _side_ring if _side_ring is not None and _side_ring.group is dist.group.WORLD else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from cyxtrain.data.rng import GeneratorStates, generators_kept, seed_for_row, set_epoch_of
+from cyxtrain.environment import loader_workers
 
 _COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into that of its collate_fn
 
@@ -37,13 +39,24 @@ class RowLoader:
             settings |= {name: getattr(loader, name) for name in names}
         # Its own generator: PyTorch draws the seeds of workers from the one that training draws from.
         own = torch.Generator().manual_seed(seed % 2**63)
-        batches: Dataset[Any] = _SeededBatches(dataset, default_collate if loader is None else loader.collate_fn)
-        self._loader: DataLoader[Any] = DataLoader(batches, collate_fn=_unchanged, generator=own, **settings)
+        self._batches = _SeededBatches(dataset, default_collate if loader is None else loader.collate_fn)
+        self._loader: DataLoader[Any] = DataLoader(self._batches, collate_fn=_unchanged, generator=own, **settings)
 
     def load(self, requests: Iterable[RowRequest]) -> Iterator[Any]:
-        """Yield the batch of each request."""
-        self._requests.given = requests
-        return iter(self._loader)
+        """Return an iterator over the batch of each request."""
+        self._requests.given, own = itertools.tee(requests)
+        return self._loaded(iter(self._loader), own)
+
+    def _loaded(self, batches: Iterator[Any], requests: Iterator[RowRequest]) -> Iterator[Any]:
+        """Yield batches of the loader; of workers that have died in a stop, load the rest in this process."""
+        try:
+            for batch in batches:
+                next(requests)
+                yield batch
+        except loader_workers.DEATHS:
+            if not loader_workers.may_end():
+                raise
+            yield from map(self._batches.__getitems__, requests)
 
 
 class _Requests:

@@ -27,12 +27,15 @@ from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
 from cyxtrain.data.batches.structure import dtypes_of, example_of, form_of, num_rows
-from cyxtrain.data.feed import Feed, Place
+from cyxtrain.data.feed import DataInterruptedError, Feed, Place
 from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, generators_of
 from cyxtrain.data.sources.source import Source
+from cyxtrain.environment import loader_workers
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world import runtime
 
+_INTERRUPTED = -(1 << 40)
+"""Rows of a rank whose data cannot continue: below zero, however many the others have."""
 _OWN = 1  # `Place.order` if each rank has its own data
 
 
@@ -85,6 +88,10 @@ class Pass:
                         self.is_numpy = not holds_tensors(given)
                         return rows.mapped(own)  # the data may give the same memory again, and a model may change it
                 return None
+            except loader_workers.DEATHS as error:
+                if loader_workers.may_end():
+                    raise DataInterruptedError from error
+                raise
             finally:
                 self._states = GeneratorStates(others=self._others)
 
@@ -253,6 +260,7 @@ class StreamFeed(Feed):
         self._next = (0, 0)  # the pass, and how many of its batches were read
         self._is_empty = True  # whether the pass has given no rows so far
         self._seconds = 0.0
+        self._is_interrupted = False
 
     @property
     @override
@@ -308,11 +316,14 @@ class StreamFeed(Feed):
     def _has_rows(self, share: StreamShare) -> bool:
         """Read the batches of a step; return whether any rank has rows for it. All ranks call it."""
         read = share.batches_read
-        self._next = self._next[0], self._next[1] + read
+        rows = share.rows + _INTERRUPTED * self._is_interrupted
         began = time.perf_counter()
-        total = torch.tensor([share.rows], dtype=torch.int64, device="cpu")
+        total = torch.tensor([rows], dtype=torch.int64, device="cpu")
         dist.all_reduce(total, group=runtime.cpu_group())
         self._seconds += time.perf_counter() - began
+        if total < 0:
+            raise DataInterruptedError
+        self._next = self._next[0], self._next[1] + read
         share.global_rows = int(total)
         self._is_empty = self._is_empty and not share.global_rows
         return share.global_rows > 0
@@ -335,7 +346,11 @@ class StreamFeed(Feed):
         """Return this rank's batches of the next step, and how many batches were read for it."""
         batches, is_shared = self._current_pass(), self._source.is_shared
         count = self._batches_per_step if is_shared else self.micro_batches
-        found = [batches.read(copier.clone) for _ in range(count)]
+        try:
+            found = [batches.read(copier.clone) for _ in range(count)]
+        except DataInterruptedError:
+            self._is_interrupted = True
+            return [], 0
         num_read = sum(rows is not None for rows in found) if is_shared else len(found)
         own = found[self._rank :: self._world_size] if is_shared else found
         return [self._source.checked(rows) for rows in own if rows is not None], num_read

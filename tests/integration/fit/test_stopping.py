@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import os
 import random
@@ -25,6 +26,7 @@ from worlds import wait_until
 import cyxtrain as cx
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder
+from cyxtrain.training.stopping import stopping_signals
 
 by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [
@@ -198,6 +200,34 @@ def test_nothing_is_written_where_nobody_asked_for_checkpoints(tmp_path):
         found = fit(str(tmp_path), struck, {"checkpoint_every_n_epochs": 0, "resume": None})
     assert found["ended"] == "SystemExit(143)"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_flight_is_not_replaced_by_a_signal(tmp_path):
+    def both() -> None:
+        strike(signal.SIGINT)
+        fail()
+
+    with one_process(), pytest.raises(ValueError, match="this row is no row"):
+        fit(str(tmp_path), {0: {(True, 3): both}}, {})
+
+
+def test_signals_that_the_program_uses_itself_are_left_alone():
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
+    try:
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+        assert {signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM} < set(stopping_signals())
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        assert not {signal.SIGHUP, signal.SIGUSR1} & set(stopping_signals())
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        if sys.platform == "linux":
+            faulthandler.register(signal.SIGUSR1)
+            assert signal.SIGUSR1 not in stopping_signals()
+            faulthandler.unregister(signal.SIGUSR1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_fit_in_another_thread_hears_no_signals_and_works(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from launching import (
     SECONDS,
     children_of,
+    environment,
     noted_pids,
     run,
     run_script,
@@ -307,6 +308,55 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
         assert time.monotonic() - begun < supervisor.GRACE_SECONDS / 2
         assert launcher.returncode == 130
         assert not any(runs(pid) for pid in pids)
+
+
+def test_a_second_sigterm_does_not_kill_and_the_rank_is_asked_alone_first(tmp_path: Path) -> None:
+    source = """
+        child = subprocess.Popen([sys.executable, "-c", "import signal\\ntry: signal.pause()\\nfinally: pass"])
+        signal.signal(signal.SIGTERM, lambda *_: note("asked", ""))
+        ready()
+        wait_for("twice")
+        print("alive" if child.poll() is None else "dead")
+        child.wait()  # until the rest of the group is asked
+        print("saved")
+    """
+    with started(tmp_path, 1, source) as launcher:
+        wait_for_ranks(tmp_path, 1)
+        launcher.send_signal(signal.SIGTERM)
+        wait_until((tmp_path / "asked").exists)
+        launcher.send_signal(signal.SIGTERM)
+        (tmp_path / "twice").touch()
+        shown, _ = launcher.communicate(timeout=SECONDS)
+        assert (launcher.returncode, shown) == (143, b"alive\nsaved\n")
+
+
+@pytest.mark.parametrize(("handles", "code"), [(True, 0), (False, 128 + signal.SIGUSR1)])
+def test_sigusr1_is_passed_on_to_ranks_that_may_use_it(handles: bool, code: int, tmp_path: Path) -> None:
+    source = f"""
+        if {handles}:
+            signal.signal(signal.SIGUSR1, lambda *_: print("mine"))
+        ready()
+        signal.pause()
+    """
+    with started(tmp_path, 2, source) as launcher:
+        wait_for_ranks(tmp_path, 2)
+        launcher.send_signal(signal.SIGUSR1)
+        shown, errors = launcher.communicate(timeout=SECONDS)
+        assert launcher.returncode == code
+        assert shown.count(b"mine") == 2 * handles
+        assert errors == (b"" if handles else b"all ranks were stopped by SIGUSR1\n")
+
+
+def test_the_grace_is_a_setting_and_an_invalid_one_is_refused(tmp_path: Path) -> None:
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nwhile True: signal.pause()"
+    with started(tmp_path, 1, deaf, env=environment(CYXTRAIN_GRACE_SECONDS="0.5")) as launcher:
+        wait_for_ranks(tmp_path, 1)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=supervisor.GRACE_SECONDS)
+        assert launcher.returncode == 143
+    assert run("--grace", "0", "1", "true").returncode == 2
+    refused = run("1", "true", env=environment(CYXTRAIN_GRACE_SECONDS="soon"))
+    assert b"CYXTRAIN_GRACE_SECONDS='soon' in the environment must be a number of seconds above 0." in refused.stderr
 
 
 def test_nohup_means_what_it_says(tmp_path: Path) -> None:
