@@ -28,7 +28,7 @@ from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_constructed, takes, unknown_name
-from cyxtrain.errors import ConfigError, brief, reason_of, warn
+from cyxtrain.errors import CheckpointError, ConfigError, brief, reason_of, warn
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
 
@@ -373,13 +373,14 @@ class Callbacks:
         """Call a method; warn once instead of raising if a log cannot be written."""
         try:
             call(*arguments)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:  # the latter from files that are replaced as a whole
             if not callback.writes_to:
                 raise
             if callback not in self._unwritten:
                 self._unwritten.append(callback)
-                path = os.fsdecode(error.filename or getattr(callback, callback.writes_to))
-                warn(f"{type(callback).__name__} cannot write {path}: {reason_of(error)}. Training continues.")
+                path = os.fsdecode(getattr(callback, callback.writes_to))
+                reason = reason_of(error.__cause__ or error)
+                warn(f"{type(callback).__name__} cannot write {path}: {reason}. Training continues.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by class name and, from the second of a class on, number."""
