@@ -21,6 +21,7 @@ from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
+from cyxtrain.environment import loader_workers
 from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, brief, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
@@ -52,7 +53,7 @@ from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.stopping import StoppedError, exit_for
+from cyxtrain.training.stopping import StoppedError, exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
@@ -315,7 +316,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
         """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
         self._begin("fit")
-        plan = self._agreed_plan(arguments, keywords)
+        with loader_workers.ignoring_signals(stopping_signals(), lambda _: False):  # those of a stream start here
+            plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error(), self._logging():
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
