@@ -36,8 +36,8 @@ def examine(config: DistributedConfig) -> int:
 
     A single process checks its machine. Several ranks register at the store, test every pair over plain TCP in both
     directions, one pair per rank at a time, and rank 0, which waits `timeout_ms` for the others, prints all results;
-    the others return 0 once it has read theirs. Raises RendezvousError if rank 0 cannot be reached or has exited, or
-    its port is in use.
+    the others return 0 once it has read theirs. Raises RendezvousError if rank 0 cannot be reached or has exited,
+    its port is in use, or a process of another world tries to join.
 
     Cost: for each pair two connections, 50 round trips and up to 8 MiB in each direction; about a tenth of a second.
     """
@@ -71,7 +71,7 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
         if rank == 0:
             roster = store_exchange.publish_roster(client, world_size, deadline)
         else:
-            roster = store_exchange.read_roster(client, rank, world_size, Deadline(seconds + _GRACE_SECONDS))
+            roster = store_exchange.read_roster(client, rank, Deadline(seconds + _GRACE_SECONDS))
         limit = Deadline((len(pairs.rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
         tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), probe)
         tests.run()

@@ -310,7 +310,7 @@ LEFT, RIGHT, TARGETS = parts(12)
         ((LEFT, RIGHT), TARGETS, {"sample_weight": -np.ones(12)}, "must not be negative"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0}}, "for class 1, 2, which y holds; it has one for class 0"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0, 1: "x", 2: 1.0}}, "numbers of at least 0, got 'x'"),
-        ((LEFT, RIGHT), TARGETS, {"class_weight": [1.0, 2.0]}, r"must be a dictionary such as \{0: 1.0"),
+        ((LEFT, RIGHT), TARGETS, {"class_weight": [1.0, 2.0]}, r"must be a dictionary, as dict"),
         ((LEFT, RIGHT), LEFT, {"class_weight": {0: 1.0}}, "class_weight needs one class number per row"),
         (torch.eye(12).to_sparse(), TARGETS, {}, r"X is a sparse tensor, .*: give X.to_dense\(\)"),
         (scipy.sparse.eye(12, format="csr"), TARGETS, {}, r"X is a csr_\w+, .*: give X.toarray\(\)"),

@@ -512,8 +512,8 @@ def test_a_state_that_is_nobodys_is_said(tmp_path):
     ("callbacks", "words"),
     [
         ([EarlyStopping], "got the class EarlyStopping"),
-        ([print], "got a builtin_function_or_method"),
-        (["early"], "got a str"),
+        ([print], "got <built-in function print>"),
+        (["early"], "got early"),
     ],
 )
 def test_what_is_no_callback_is_refused(callbacks, words):

@@ -200,7 +200,7 @@ def test_what_goes_wrong_in_a_hook_or_in_the_arguments_is_an_error_on_every_rank
     assert second[0] == "OSError: no space in the hook"
     assert first[1] == "evaluate.steps must be a whole number of at least 1, got 0."
     assert first[2] == "evaluate.verbose must be 0, 1, 2 or 'auto', got 3."
-    assert first[3].startswith("callbacks must be instances of cyxtrain.callbacks.Callback, got a int")
+    assert first[3].startswith("callbacks must be instances of cyxtrain.callbacks.Callback, got 3 (a int)")
     assert second[4].startswith("rank 1 differs from rank 0 in steps: 2 on rank 1, 1 on rank 0")
 
 
