@@ -121,6 +121,7 @@ def late(folder: Path, *cells: Cell, **variables: str) -> list[Outcome]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_step_that_does_not_end_in_time_is_named_in_one_line(tmp_path):
     cells = [
         Cell(signal.SIGTERM, "alone", "ranks", "step"),
@@ -137,6 +138,7 @@ def test_a_step_that_does_not_end_in_time_is_named_in_one_line(tmp_path):
         assert set(outcome.codes) == ({1, code} if cell.target == "rank" else {code}), outcome.output
 
 
+@pytest.mark.nightly
 def test_ctrl_c_without_checkpoints_interrupts_a_long_step(tmp_path):
     [outcome] = late(tmp_path, Cell(signal.SIGINT, "alone", "ranks", "step"), NO_CHECKPOINTS="1")
     assert (outcome.codes, outcome.files, outcome.left) == ([130], [], [])
