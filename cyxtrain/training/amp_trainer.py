@@ -195,7 +195,7 @@ class DistributedAMPTrainer:
             found = share.results[-1].loss
             is_as_given = self._loss.weighting is Weighting.NOTHING or found.terms is found.weight
             loss = float((found.value if is_as_given else found.mean).detach())
-            if math.isnan(loss) and not found.has_weight:
+            if math.isnan(loss) and not found.weight:
                 loss = 0.0
         elif is_last:
             step.join_without_rows(share)

@@ -255,8 +255,8 @@ class Updates:
         """
         ddp, world_size = part.ddp, runtime.get_world_size()
         value, weight = (None, None) if loss is None else checked_loss(loss)
-        if value is not None and weight is not None and not weight:
-            value = cleared(value)
+        if value is not None and weight is not None:
+            value = cleared(value, weight)
         self._own = None if value is None else value.detach()
         has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
         ddp.forward_without_batch()
