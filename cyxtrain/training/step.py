@@ -109,12 +109,11 @@ class TrainingStep:
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
         self.begin()
-        logged = self._logged.sums()
         if self._own_updates is not None:
             self._own_updates.begin(share, self.guard, self._multiplier)
         results = self._accumulate(share)
         if self.finish(share, results) is Verdict.SKIPPED:
-            self._logged.put_back(logged)
+            self._logged.skip()
             return
         for result in results:
             self.totals.add(0, result.loss, result.answers)
