@@ -303,7 +303,11 @@ class Loss:
         if self.function is None:
             return self._own(output, batch)
         found = self._of_function(output, batch)
-        return found if self.factor == 1 else replace(found, value=found.value * self.factor)
+        if self.factor == 1:
+            return found
+        if found.value.is_leaf:  # a constant stays one
+            found.value = found.value.detach()
+        return replace(found, value=found.value * self.factor)
 
     def _of_function(self, output: Any, batch: Batch) -> BatchLoss:
         target, rows = batch.targets, batch.rows

@@ -54,6 +54,13 @@ class BatchLoss:
             return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
         return self.value * self.terms / self.weight if self.weight else self.value * math.nan
 
+    @property
+    def mean_or_zero(self) -> Tensor:
+        """The mean over this rank's part; 0 if its weight is 0."""
+        if not isinstance(self.weight, Tensor):
+            return self.value if self.terms == self.weight else self.value * self.terms / (self.weight or 1)
+        return self.value * self.terms / torch.where(self.weight == 0, 1, self.weight)
+
 
 def cleared(total: Tensor, weight: Any) -> Tensor:
     """Return a sum to train on, 0 if its weight is 0; an accelerator is waited for.
