@@ -41,6 +41,7 @@ class LoggedNumbers:
         self.larger_is_better: dict[str, bool] = {}
         self._reduces: dict[str, str] = {}
         self._sums: dict[str, list[_Number]] = {}
+        self._before: dict[str, list[_Number]] = {}
         self._apart: LoggedNumbers | None = None
         self._is_repeating = False
 
@@ -75,6 +76,11 @@ class LoggedNumbers:
     def begin(self, rows: int, place: int) -> None:
         """Begin a step or a batch with so many rows."""
         self.rows, self.place = rows, place
+        self._before = dict(self._sums)
+
+    def skip(self) -> None:
+        """Forget what was added since `begin`: the step is skipped, and its loss does not count either."""
+        self._sums = self._before
 
     def reset(self) -> None:
         """Forget the sums, but not how numbers are reduced."""
@@ -136,14 +142,6 @@ class LoggedNumbers:
         before, reduce = self._sums.get(name), self._reduces[name]
         is_first = before is None or reduce == "last"
         self._sums[name] = sums if is_first else _joined("mean" if reduce == _ALIKE else reduce, before or [], sums)
-
-    def sums(self) -> dict[str, list[_Number]]:
-        """Return the sums so far, for `put_back`."""
-        return dict(self._sums)
-
-    def put_back(self, sums: Mapping[str, list[_Number]]) -> None:
-        """Forget what was added since `sums`: the step is skipped, and its loss does not count either."""
-        self._sums = dict(sums)
 
     def _check_name(self, name: Any, larger_is_better: bool | None) -> None:
         require(isinstance(name, str) and bool(name), f"log takes a name, got {brief(name)}.")

@@ -136,19 +136,6 @@ class Loss:
         """Whether the step needs the weights of the other ranks."""
         return Weighting.TERMS in (self.weightings.values() or [self.weighting])
 
-    def may_have_zero_weight(self, *, is_accelerator: bool) -> list[bool]:
-        """Return, for each loss that `terms` returns, whether a batch of weight 0 may give 0 / 0.
-
-        A loss of torch.nn gives a sum, which is 0 then. Gathered rows have gradients in each backward: other ranks
-        wait for them.
-        """
-        # Reading weights would wait for an accelerator: there, losses of 0, and not 0 / 0, add zeros.
-        may_be_empty = self.counts_terms and not self.is_known and not self.gathers
-        known = [is_accelerator and each.is_known for each in self.by_output.values()]
-        gives_sums = self.uses_num_items or (self.used is not None and self.used.is_known and self.used.counts_terms)
-        known = known or [is_accelerator and gives_sums] * max(len(self.weightings), 1)
-        return [may_be_empty and not is_known for is_known in known]
-
     def terms(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
         """Return (factor, weighting, loss) of each loss that a batch's loss is the sum of."""
         if not self.weightings:
@@ -316,7 +303,11 @@ class Loss:
         if self.function is None:
             return self._own(output, batch)
         found = self._of_function(output, batch)
-        return found if self.factor == 1 else replace(found, value=found.value * self.factor)
+        if self.factor == 1:
+            return found
+        if found.value.is_leaf:  # a constant stays one
+            found.value = found.value.detach()
+        return replace(found, value=found.value * self.factor)
 
     def _of_function(self, output: Any, batch: Batch) -> BatchLoss:
         target, rows = batch.targets, batch.rows

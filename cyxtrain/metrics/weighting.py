@@ -7,7 +7,6 @@ rank knows its own sum and weight; the step needs the weight of all ranks.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,15 +54,22 @@ class BatchLoss:
             return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
         return self.value * self.terms / self.weight if self.weight else self.value * math.nan
 
-    @functools.cached_property
-    def has_weight(self) -> bool:
-        """Whether its weight is not 0; waits for an accelerator once if the weight depends on the data."""
-        return bool(self.weight)
+    @property
+    def mean_or_zero(self) -> Tensor:
+        """The mean over this rank's part; 0 if its weight is 0."""
+        if not isinstance(self.weight, Tensor):
+            return self.value if self.terms == self.weight else self.value * self.terms / (self.weight or 1)
+        return self.value * self.terms / torch.where(self.weight == 0, 1, self.weight)
 
 
-def cleared(loss: Tensor) -> Tensor:
-    """Return 0 for a loss of weight 0. If that is 0 / 0, 0 has no graph: no factor would clear the gradients."""
-    return loss * 0.0 if bool(loss.isfinite()) else torch.zeros_like(loss.detach())
+def cleared(total: Tensor, weight: Any) -> Tensor:
+    """Return a sum to train on, 0 if its weight is 0; an accelerator is waited for.
+
+    If it is 0 / 0, the 0 does not depend on parameters: no factor would clear the gradients.
+    """
+    if not total.requires_grad or weight:
+        return total
+    return total * 0.0 if bool(total.isfinite()) else torch.zeros_like(total, requires_grad=True)
 
 
 def weighting_of(value: Any) -> Weighting:
@@ -83,7 +89,7 @@ def batch_loss_of(value: Any, rows: int) -> BatchLoss:
     if isinstance(value, tuple):
         total, weight = value
         weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
-        return BatchLoss(as_tensor(total).reshape(()), 1, weight)
+        return BatchLoss(cleared(as_tensor(total).reshape(()), weight), 1, weight)
     value = as_tensor(value)
     return BatchLoss(value.mean() if value.dim() else value, rows, rows)
 

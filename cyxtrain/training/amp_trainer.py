@@ -193,10 +193,8 @@ class DistributedAMPTrainer:
             share.micro_batches.append(rows)
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
             found = share.results[-1].loss
-            is_as_given = self._loss.weighting is Weighting.NOTHING or found.terms is found.weight
-            loss = float((found.value if is_as_given else found.mean).detach())
-            if math.isnan(loss) and not found.has_weight:
-                loss = 0.0
+            is_sum = self._loss.weighting is Weighting.NOTHING
+            loss = float((found.value if is_sum else found.mean_or_zero).detach())
         elif is_last:
             step.join_without_rows(share)
         if is_last:

@@ -26,7 +26,7 @@ from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
-from cyxtrain.metrics.weighting import BatchLoss, Weighting, cleared
+from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import fill_gradients, make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import needs_closure
@@ -98,25 +98,22 @@ class TrainingStep:
         if num is None:
             self._normalizes_after_backward = loss.weighting is not Weighting.NOTHING
             self._counts_before_forward = False
-            self._may_have_zero_weight = [not loss.is_known] * max(len(loss.weightings), 1)
         else:
             # The weight of several micro-batches together is known when all have run.
             sums_weights = num > 1 and loss.counts_terms
             self._normalizes_after_backward = sums_weights and not loss.weightings and not loss.uses_num_items
             self._counts_before_forward = sums_weights and bool(loss.weightings)
-            self._may_have_zero_weight = loss.may_have_zero_weight(is_accelerator=self._is_accelerator)
         self._kinds = [kind for _, kind, _ in loss.terms(loss.without_rows())]
         self._all_reduces_weights = loss.counts_terms and not self._normalizes_after_backward
 
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
         self.begin()
-        logged = self._logged.sums()
         if self._own_updates is not None:
             self._own_updates.begin(share, self.guard, self._multiplier)
         results = self._accumulate(share)
         if self.finish(share, results) is Verdict.SKIPPED:
-            self._logged.put_back(logged)
+            self._logged.skip()
             return
         for result in results:
             self.totals.add(0, result.loss, result.answers)
@@ -319,9 +316,6 @@ class TrainingStep:
                 "DistributedAMPTrainer does not know what several losses count before a step is complete: use fit, or "
                 "return one loss as (sum, weight).",
             )
-        for (_, _, each), may_be_empty in zip(self._loss.terms(loss), self._may_have_zero_weight, strict=True):
-            if may_be_empty and not each.has_weight:
-                each.value = cleared(each.value)
         # Detached: several micro-batches together would keep their graphs.
         output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
         measured = (map_tree(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)

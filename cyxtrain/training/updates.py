@@ -254,9 +254,7 @@ class Updates:
         `loss` is None if this rank has no rows. `averages`: return it over all ranks, as (sum, weight) always is.
         """
         ddp, world_size = part.ddp, runtime.get_world_size()
-        value, weight = (None, None) if loss is None else checked_loss(loss)
-        if value is not None and weight is not None and not weight:
-            value = cleared(value)
+        value, weight = (None, None) if loss is None else _trained_loss(loss)
         self._own = None if value is None else value.detach()
         has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
         ddp.forward_without_batch()
@@ -303,7 +301,7 @@ class Updates:
         def update(loss: Any, name: str, retain_graph: bool) -> Tensor:
             nonlocal calls
             calls += 1
-            value, weight = checked_loss(loss() if callable(loss) else loss)
+            value, weight = _trained_loss(loss() if callable(loss) else loss)
             if calls < number:
                 return value.detach() if weight is None else value.detach() / weight
             losses.append(value.detach())
@@ -333,6 +331,14 @@ def make_updates(
 ) -> Updates | None:
     """Return what the steps of the user's own may call; None: there are none."""
     return Updates(state, plan, ddp, logged) if isinstance(plan.data.call, StepCall) else None
+
+
+def _trained_loss(loss: Any) -> tuple[Tensor, Any]:
+    """Return (value, None) of a mean over rows, or (sum, weight), where the sum is 0 if the weight is."""
+    value, weight = checked_loss(loss)
+    if weight is not None:
+        value = cleared(value, weight)
+    return value, weight
 
 
 class _Owned(nn.Module):

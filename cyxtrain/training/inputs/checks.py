@@ -162,32 +162,30 @@ def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) 
     scores = output.detach().float()
     if bool(((scores >= 0) & (scores <= 1)).all()):
         if scores.dim() > 1 and scores.shape[1] > 1 and bool(((scores.sum(1) - 1).abs() < 0.01).all()):
-            made = {"Softmax"}
-        elif made <= {"CompiledFunction", "CheckpointFunction"} and isinstance([*model.modules()][-1], nn.Sigmoid):
-            made = {"Sigmoid"}
+            made = "Softmax"
+        elif made in ("CompiledFunction", "CheckpointFunction") and isinstance([*model.modules()][-1], nn.Sigmoid):
+            made = "Sigmoid"
     problem = ""
-    if name in _APPLIED and made <= {"Sigmoid", "Softmax"}:
-        problem = f"probabilities, and {name} applies a {_APPLIED[name]} itself: leave the "
-        problem += f"{' and the '.join(sorted(made))} out of the model"
+    if name in _APPLIED and made in ("Sigmoid", "Softmax"):
+        problem = f"probabilities, and {name} applies a {_APPLIED[name]} itself: leave the {made} out of the model"
     elif isinstance(loss.function, (nn.NLLLoss, nn.KLDivLoss)) and bool((scores > 0.001).any()):
         problem = f"not log-probabilities, which {name} takes: end the model with LogSoftmax(1)"
-    elif isinstance(loss.function, nn.BCELoss) and made <= {"Addmm", "Mm", "Convolution"}:
+    elif isinstance(loss.function, nn.BCELoss) and made in ("Addmm", "Mm", "Convolution"):
         problem = f"scores of a linear layer, and {name} takes probabilities: {_PROBABILITIES}"
     if problem:
         warn(f"the outputs for all {len(output):,} rows that were tried are {problem}.")
 
 
-def _made_by(output: Tensor) -> set[str]:
-    """Return the names of the operations that made a tensor, apart from those that only move or limit its values."""
-    found = set()
-    nodes = [output.grad_fn]
-    for node in nodes:  # grows
-        name = "" if node is None else node.name().rpartition("Backward")[0]
-        if node is None or name not in _MOVES:
-            found.add(name)
-        else:
-            nodes += [following for following, _ in node.next_functions if following is not None]
-    return found
+def _made_by(output: Tensor) -> str:
+    """Return the name of the operation that made a tensor, apart from those that only move or limit its values."""
+    name = ""
+    node = output.grad_fn
+    while node is not None:
+        name = node.name().rpartition("Backward")[0]
+        if name not in _MOVES:
+            break
+        node = node.next_functions[0][0]  # of several joined ones the first
+    return name
 
 
 def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:

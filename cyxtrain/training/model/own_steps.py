@@ -86,12 +86,10 @@ class BuiltIn:
         return {"loss": self._mean(found), **measured, **({} if is_scalar(shown) else {"output": shown})}
 
     def _mean(self, found: BatchLoss) -> Tensor:
-        """Return a loss as the mean of what counts, 0 if nothing does."""
+        """Return a loss as the mean of what counts, 0 if nothing does; keep what it was divided by."""
         if self._loss.counts_terms and not self._loss.weightings:
             self.weight = found.weight
-        if not isinstance(found.weight, Tensor):
-            return found.value if found.terms == found.weight else found.value * found.terms / (found.weight or 1)
-        return found.value * found.terms / torch.where(found.weight == 0, 1, found.weight)
+        return found.mean_or_zero
 
     def optimize(self, loss: Any, name: str | None, trainer: Any, *, retain_graph: bool) -> Tensor:
         """Call `update`; return the loss, detached."""

@@ -350,12 +350,12 @@ FORMS: dict[str, Form] = {
 }
 
 
-def fit_few(form: Form, labels: Tensor, make: Any, **settings: Any) -> tuple[list[float], int, float]:
+def fit_few(form: Form, labels: Tensor, make: Any, factor: Any = None, **settings: Any) -> tuple[Any, int, float]:
     answer, loss, step = form
     model = Small(answer)
     optimizer = make(model.parameters())
     rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    trainer = cx.DistributedTrainer(model, loss, optimizer, scheduler=rates, train_step=step)
+    trainer = cx.DistributedTrainer(model, loss, optimizer, scheduler=rates, train_step=step, loss_weights=factor)
     given = {"epochs": 1, "effective_batch_size": 4, "shuffle": False, "verbose": False}
     trainer.fit(FEW_ROWS, labels, **given, **settings)
     return flat(model.parameters()).tolist(), trainer.step, optimizer.param_groups[0]["lr"]
@@ -388,16 +388,17 @@ def test_a_step_in_which_nothing_counts_is_taken_alike_in_every_form(world_size)
             assert (name, others) == (name, [steps, rate])
 
 
-def of_pairs(nothing: str, *, gathers: bool = False) -> Callable[..., Any]:
+def of_pairs(nothing: str, *, gathers: bool = False, scale: float = 1.0) -> Callable[..., Any]:
     """Returns a loss of the rows with a label, which is a constant in a batch without any."""
-    constants = {"a tensor": torch.zeros(()), "a number": 0.0, "a leaf": torch.zeros((), requires_grad=True)}
 
     def loss(output: Tensor, labels: Tensor) -> Any:
         others = cx.all_gather_with_grad(output) if gathers else output
         found = labels != NOT_COUNTED
+        leaf = torch.zeros((), requires_grad=True)
+        constants = {"a tensor": torch.zeros(()), "a number": 0.0, "a leaf": leaf}
         if not found.any():
             return constants.get(nothing, others.sum() * 0)
-        return (output[found] @ others.T if gathers else output[found]).square().sum() / len(labels)
+        return (output[found] @ others.T if gathers else output[found]).square().sum() / len(labels) * scale
 
     return loss
 
@@ -412,6 +413,8 @@ def fit_constants() -> list[dict[str, Any]]:
             forms |= {"model": (loss, None, None), "step": (None, None, own)}
         more = {"accumulation_steps": 1 if gathers else 2}
         fits = {name: fit_few(form, FEW_LABELS, momentum, **more) for name, form in forms.items()}
+        halved = of_pairs(nothing, gathers=gathers, scale=2.0)
+        fits["factor"] = fit_few((None, halved, None), FEW_LABELS, momentum, 0.5, **more)
         if not gathers and nothing != "a number":
             fits["optimize"] = fit_few((None, None, step_of(loss, optimizes=True)), FEW_LABELS, momentum)
         found.append(fits)
