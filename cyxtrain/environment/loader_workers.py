@@ -36,7 +36,7 @@ def ignoring_signals(numbers: Collection[int], wait_for_stop: Callable[[float], 
     """
     global _wait_for_stop
     with (
-        torch_compat.replaced(torch_compat.WORKER_LOOP, lambda _: functools.partial(_run_worker, numbers)),
+        torch_compat.replaced(torch_compat.WORKER_LOOP, lambda _: functools.partial(_run_worker, tuple(numbers))),
         torch_compat.replaced(torch_compat.SET_WORKER_PIDS, _ended_by_kill),
         torch_compat.replaced(torch_compat.CHECK_WORKERS, _checked_later),
     ):

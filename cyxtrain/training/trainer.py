@@ -21,6 +21,7 @@ from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
+from cyxtrain.environment import loader_workers
 from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, brief, counted
 from cyxtrain.metrics.logged import LoggedNumbers, NumberLogger
@@ -52,7 +53,7 @@ from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.stopping import StoppedError, exit_for
+from cyxtrain.training.stopping import StoppedError, exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
@@ -294,7 +295,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
-        with self._state.claim:
+        with self._state.claim, loader_workers.ignoring_signals(stopping_signals(), lambda _: False):
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
