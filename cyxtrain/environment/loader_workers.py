@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -25,6 +24,7 @@ _SIGNALS_FOLLOW_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 DEATHS = (RuntimeError, EOFError, OSError)
 """What PyTorch raises if a worker has died, also while a batch comes from it."""
+_run_loop = torch_compat.find(torch_compat.WORKER_LOOP)
 _wait_for_stop: Callable[[float], bool] | None = None
 
 
@@ -35,15 +35,17 @@ def ignoring_signals(numbers: Collection[int], wait_for_stop: Callable[[float], 
     `wait_for_stop` waits at most so many seconds and returns whether this rank is asked to stop.
     """
     global _wait_for_stop
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch_compat.replaced(torch_compat.WORKER_LOOP, functools.partial(_Worker, numbers)))
-        stack.enter_context(torch_compat.replaced(torch_compat.SET_WORKER_PIDS, _ended_by_kill))
-        stack.enter_context(torch_compat.replaced(torch_compat.CHECK_WORKERS, _checked_later))
+    with (
+        torch_compat.replaced(torch_compat.WORKER_LOOP, lambda _: functools.partial(_run_worker, tuple(numbers))),
+        torch_compat.replaced(torch_compat.SET_WORKER_PIDS, _ended_by_kill),
+        torch_compat.replaced(torch_compat.CHECK_WORKERS, _checked_later),
+    ):
+        before = _wait_for_stop
         _wait_for_stop = wait_for_stop
         try:
             yield
         finally:
-            _wait_for_stop = None
+            _wait_for_stop = before
 
 
 def may_end() -> bool:
@@ -51,36 +53,17 @@ def may_end() -> bool:
     return _wait_for_stop is not None and _wait_for_stop(0.0)
 
 
-class _Worker:
-    """PyTorch's loop of a worker, for processes that are forked or spawned."""
-
-    def __init__(self, numbers: Collection[int], loop: Callable[..., None]) -> None:
-        self._numbers = numbers
-        self._loop = loop
-
-    def __reduce__(self) -> Any:
-        return _found_worker, (self._numbers,)
-
-    def __call__(self, *arguments: Any) -> None:
-        self._ignore()
-        threading.Thread(target=_end_with_rank, name="end of the rank", daemon=True).start()
-        with torch_compat.replaced(torch_compat.SET_WORKER_HANDLERS, self._also_ignoring):
-            self._loop(*arguments)
-
-    def _also_ignoring(self, set_own: Callable[[], None]) -> Callable[[], None]:
-        def set_both() -> None:
-            set_own()
-            self._ignore()
-
-        return set_both
-
-    def _ignore(self) -> None:
-        for number in self._numbers:
+def _run_worker(numbers: Collection[int], *arguments: Any) -> None:
+    threading.Thread(target=_end_with_rank, name="end of the rank", daemon=True).start()
+    with torch_compat.replaced(torch_compat.SET_WORKER_HANDLERS, _called_already):
+        for number in numbers:
             signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that it starts
+        _run_loop(*arguments)
 
 
-def _found_worker(numbers: Collection[int]) -> _Worker:
-    return _Worker(numbers, torch_compat.find(torch_compat.WORKER_LOOP))
+def _called_already(set_handlers: Callable[[], None]) -> Callable[[], None]:
+    set_handlers()
+    return lambda: None
 
 
 def _end_with_rank() -> None:
@@ -98,17 +81,16 @@ def _ended_by_kill(set_pids: Callable[[int, Sequence[int]], None]) -> Callable[[
     def set_own_pids(key: int, pids: Sequence[int]) -> None:
         set_pids(key, pids)
         for child in multiprocessing.active_children():
-            process = vars(child)["_popen"]
             if child.pid in pids:
-                process.terminate = functools.partial(_kill, key, weakref.ref(process))
+                vars(child)["_popen"].terminate = functools.partial(_kill, key, child.pid or 0)
 
     return set_own_pids
 
 
-def _kill(key: int, process: weakref.ref[Any]) -> None:
+def _kill(key: int, pid: int) -> None:
     with contextlib.suppress(ValueError):  # the loader has forgotten them already
         torch_compat.find(torch_compat.REMOVE_WORKER_PIDS)(key)
-    process().kill()  # type: ignore[union-attr]
+    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
 
 
 def _checked_later(check: Callable[[], None]) -> Callable[[], None]:

@@ -55,12 +55,15 @@ class _Output:
 
     def write(self, text: str) -> int:
         """Write a text at once."""
-        stream, cause = self._stream, "nobody reads it"
+        stream = self._stream
+        cause = "nobody reads it"
         place = place_of(self._number)
         try:
-            if stream is None or not _is_unread(stream, UNREAD_SECONDS * (stream is not self._failed)):
-                cause = ""
+            if not _is_unread(stream, UNREAD_SECONDS * (stream is not self._failed)):
                 _write(stream, text)
+                cause = ""
+        except BlockingIOError:  # a program has made it so: the text was longer than what fits
+            pass
         except (OSError, ValueError) as error:  # ValueError: the program has closed it
             cause = reason_of(error)
             self._become_null(stream)

@@ -36,8 +36,6 @@ class Start:
     """Of the rendezvous; None: a free one."""
     restarts: int = 0
     """How often all ranks are restarted after a failure."""
-    grace: float | None = None
-    """Seconds between a request to stop and SIGKILL; None: the environment says."""
     logs: Path | None = None
     """Folder for a copy of each rank's output."""
 
@@ -62,8 +60,6 @@ class Start:
 def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
     """Run the ranks of this machine, which inherit `environment`; return the launcher's exit code."""
     environment = {**environment, "CYXTRAIN_RUN": secrets.token_hex(8)}
-    if start.grace is not None:
-        environment[process_env.GRACE] = f"{start.grace:g}"
     terminal = Terminal.standard()
     for attempt in range(start.restarts + 1):
         outcome = _run_once(start, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)

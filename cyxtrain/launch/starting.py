@@ -137,6 +137,8 @@ class NumberFirst(click.Command):
 def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options: object) -> int:
     """Start N processes of a command on this machine that train together."""
     given = Options(**options)  # type: ignore[arg-type]
+    if given.grace is not None:
+        environment = {**environment, process_env.GRACE: f"{given.grace:g}"}
     return run_as_first_process(lambda: _launch(given, words, environment))
 
 
@@ -166,9 +168,7 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
         port is None or (port.isascii() and port.isdecimal() and 0 < int(port) < 65536),
         f"--master-port must be a number from 1 to 65535, got {port!r}",
     )
-    start = Start(
-        command, num_ranks, nnodes, node_rank, master_addr, port, options.restarts, options.grace, options.logs
-    )
+    start = Start(command, num_ranks, nnodes, node_rank, master_addr, port, options.restarts, options.logs)
     try:
         start.create_logs()
     except OSError as error:
@@ -316,8 +316,6 @@ def _become_torchrun(
         *([f"--log-dir={options.logs}", "--tee=3"] if options.logs is not None else []),
         "--no-python",
     ]
-    if options.grace is not None:
-        environment = {**environment, process_env.GRACE: f"{options.grace:g}"}
     variables = {
         # A new store for each round: the agents' store still has the keys of the previous round.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -179,13 +179,10 @@ class StopSignals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         passes_on = process_env.passes_signals_on()
-        if number == signal.SIGINT and now < self._interrupted_at + _PASSED_ON_SECONDS * passes_on:
-            return  # the launcher has received it, too
-        is_second = number == signal.SIGINT and self._interrupted_at > 0.0
-        if number == signal.SIGINT and (is_second or not passes_on):
-            signal.signal(number, self._before[number])
-        if is_second:
-            signal.raise_signal(number)
+        if number == signal.SIGINT and self._interrupted_at:
+            if now >= self._interrupted_at + _PASSED_ON_SECONDS * passes_on:  # otherwise the launcher has passed it on
+                signal.signal(number, self._before[number])
+                signal.raise_signal(number)
             return
         if not self._is_stopping:
             self._requested.add(_REQUESTS[signal.Signals(number)])

@@ -295,7 +295,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
-        with self._state.claim:
+        with self._state.claim, loader_workers.ignoring_signals(stopping_signals(), lambda _: False):
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])

@@ -98,14 +98,16 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def signal_members(group: int, number: int) -> None:
-    """Send a signal to every process of a group except the one that leads it."""
+def members_of(group: int) -> list[int]:
+    """Return the processes of a group that still run; zombies do not."""
     import psutil
 
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):  # it has just ended
-            if process.pid != group and os.getpgid(process.pid) == group:
-                process.send_signal(number)
+            if os.getpgid(process.pid) == group and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.append(process.pid)
+    return found
 
 
 def group_is_alive(group: int) -> bool:
@@ -117,15 +119,9 @@ def group_is_alive(group: int) -> bool:
     except PermissionError:  # macOS answers so when only zombies are left
         return sys.platform != "darwin"
     try:
-        import psutil
+        return bool(members_of(group))
     except ImportError:  # in the guard itself: zombies then count, and cost it the grace time
         return True
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):  # it has just ended
-            zombie = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-            if os.getpgid(process.pid) == group and process.status() not in zombie:
-                return True
-    return False
 
 
 def end_groups(groups: Iterable[int], grace_seconds: float) -> None:

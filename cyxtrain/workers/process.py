@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group, signal_members
+from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, members_of, signal_group
 from cyxtrain.workers.output import ErrorFilter, OutputReader, Terminal
 
 DRAIN_SECONDS = 2.0
@@ -124,7 +124,10 @@ class RankProcess:
     def stop_others(self, number: int) -> None:
         """Send a signal to what its process has started: a shell, say, does not pass it on."""
         if not self._has_ended and sys.platform != "win32":
-            signal_members(self._process.pid, number)
+            for pid in members_of(self._process.pid):
+                if pid != self._process.pid:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                        os.kill(pid, number)
 
     def kill(self) -> None:
         """Kill it, and what it has started."""

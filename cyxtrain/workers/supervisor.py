@@ -155,13 +155,17 @@ class Supervisor:
         number = signal.SIGINT if self._requests[:1] == [signal.SIGINT] else signal.SIGTERM
         seconds = self._stop_seconds if self._requests else GRACE_SECONDS
         pressed = 1 + bool(self._requests)
+
+        def must_kill() -> bool:
+            return signal.SIGKILL in self._requests or self._requests.count(signal.SIGINT) >= pressed
+
         for index in self._alive:
             self._ranks[index].stop(number, seconds)
-        self._wait(min(ALONE_SECONDS, seconds), lambda: self._must_kill(pressed))
+        self._wait(min(ALONE_SECONDS, seconds), must_kill)
         for index in self._alive:
             self._ranks[index].stop_others(number)
-        self._wait(seconds - ALONE_SECONDS, lambda: self._must_kill(pressed))
-        if signal.SIGKILL not in self._requests and self._must_kill(pressed):
+        self._wait(seconds - ALONE_SECONDS, must_kill)
+        if signal.SIGKILL not in self._requests and must_kill():
             for index in self._alive:
                 self._ranks[index].stop(signal.SIGINT, 0.0)
             self._wait(INTERRUPTED_SECONDS, lambda: False)
@@ -170,9 +174,6 @@ class Supervisor:
         self._wait(KILLED_SECONDS, lambda: False)
         for rank in self._ranks:
             rank.join(0.0 if rank.index in self._alive else 1.0)
-
-    def _must_kill(self, pressed: int) -> bool:
-        return signal.SIGKILL in self._requests or self._requests.count(signal.SIGINT) >= pressed
 
 
 def _lines_naming(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:

@@ -40,8 +40,8 @@ def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Plan
 
 def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[str, Any]]:
     """Return every rank's facts, by rank, when they are the same and no rank has a problem."""
-    own = {"facts": facts, "problem": None if problem is None else _text(problem), "cpu": consensus.own_arithmetic()}
-    text = json.dumps(own)
+    facts = {"_cpu": consensus.own_arithmetic(), **facts}
+    text = json.dumps({"facts": facts, "problem": None if problem is None else _text(problem)})
     gathered = [json.loads(found) for found in runtime.gather_texts(text)]
     refused = next((rank for rank, other in enumerate(gathered) if other["problem"] is not None), None)
     if problem is not None:
@@ -50,8 +50,7 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
         error = ConfigError(f"rank {refused} refuses to start: {gathered[refused]['problem']}", rank=refused)
         raise on_all_ranks(error)
     for rank, other in enumerate(gathered):
-        differ = gathered[0]["cpu"][-8:] != other["cpu"][-8:]
-        _compare(gathered[0]["facts"], other["facts"], rank, f"{other['cpu']} and {gathered[0]['cpu']}" * differ)
+        _compare(gathered[0]["facts"], other["facts"], rank)
     return [other["facts"] for other in gathered]
 
 
@@ -107,8 +106,7 @@ def _text(problem: Exception) -> str:
     return str(problem) if isinstance(problem, CyxtrainError) else f"{type(problem).__name__}: {problem}"
 
 
-def _compare(first: dict[str, Any], other: dict[str, Any], rank: int, cpus: str) -> None:
-    """Refuse different facts; `cpus`: their types if they compute differently."""
+def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     for name in {**first, **other}:
         if not name.startswith("_") and first.get(name) != other.get(name):
             own_rows = " Each rank's own rows go as a DataLoader, with sharded_data=True." * ("training" in name)
@@ -116,10 +114,10 @@ def _compare(first: dict[str, Any], other: dict[str, Any], rank: int, cpus: str)
                 own_rows = " For each rank's own rows, pass those of all ranks: cyxtrain.all_gather_with_grad(x)."
             what, before = ("models", "the model is made") if "the model's" in name else ("data", "torch.randn")
             seed = f" Random {what} need one seed: torch.manual_seed(0) before {before}."
-            if cpus:
+            if first["_cpu"][-8:] != other["_cpu"][-8:]:
                 seed = (
-                    f" Their CPUs ({cpus}) compute differently, so one seed gives different random {what}: load them "
-                    "from a file, or set ATEN_CPU_CAPABILITY=default on every rank."
+                    f" Their CPUs ({other['_cpu']} and {first['_cpu']}) compute differently, so one seed gives "
+                    f"different random {what}: load them from a file, or set ATEN_CPU_CAPABILITY=default on every rank."
                 )
             seed *= "hash of its values" in name
             error = ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import random
 import signal
 import time
@@ -19,6 +20,7 @@ import pytest
 from stopped_fits import Cell, Outcome, Program, every_cell
 
 from cyxtrain.checkpoint.folder import CheckpointFolder
+from cyxtrain.environment import loader_workers, torch_compat
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
@@ -175,9 +177,11 @@ def test_a_worker_that_dies_before_the_signal_arrives_does_not_lose_the_checkpoi
     assert not problem(cell, outcome, tmp_path), (problem(cell, outcome, tmp_path), outcome.output)
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
-def test_workers_outlive_signals_and_end_with_their_rank(method, tmp_path):
-    program = Program(tmp_path / "fit", "alone", "step", 2, START_METHOD=method)
+@pytest.mark.parametrize(
+    "more", [{}, {"STREAM": "1"}, pytest.param({"START_METHOD": "spawn"}, marks=pytest.mark.nightly)]
+)
+def test_workers_outlive_signals_and_end_with_their_rank(more, tmp_path):
+    program = Program(tmp_path / "fit", "alone", "step", 2, **more)
     try:
         program.wait_until_there()
         workers = program.workers()
@@ -190,6 +194,12 @@ def test_workers_outlive_signals_and_end_with_their_rank(method, tmp_path):
     finally:
         outcome = program.end()
     assert (len(alive), outcome.left, outcome.codes) == (2, [], [137])
+
+
+def test_handlers_of_the_program_are_not_sent_to_workers():
+    with loader_workers.ignoring_signals({signal.SIGTERM: lambda *_: None}, lambda seconds: False):
+        loop = torch_compat.find(torch_compat.WORKER_LOOP)
+        assert pickle.loads(pickle.dumps(loop)).args == ((signal.SIGTERM,),)
 
 
 # --- random kills ---------------------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ from cyxtrain.environment import loader_workers
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world import runtime
 
-_INTERRUPTED = -(1 << 40)
-"""Rows of a rank whose data cannot continue: below zero, however many the others have."""
+_INTERRUPTED = -(1 << 40)  # read by a rank whose data cannot continue: below zero, whatever the others have
 _OWN = 1  # `Place.order` if each rank has its own data
 
 
@@ -260,7 +259,6 @@ class StreamFeed(Feed):
         self._next = (0, 0)  # the pass, and how many of its batches were read
         self._is_empty = True  # whether the pass has given no rows so far
         self._seconds = 0.0
-        self._is_interrupted = False
 
     @property
     @override
@@ -316,9 +314,8 @@ class StreamFeed(Feed):
     def _has_rows(self, share: StreamShare) -> bool:
         """Read the batches of a step; return whether any rank has rows for it. All ranks call it."""
         read = share.batches_read
-        rows = share.rows + _INTERRUPTED * self._is_interrupted
         began = time.perf_counter()
-        total = torch.tensor([rows], dtype=torch.int64, device="cpu")
+        total = torch.tensor([share.rows + min(read, 0)], dtype=torch.int64, device="cpu")
         dist.all_reduce(total, group=runtime.cpu_group())
         self._seconds += time.perf_counter() - began
         if total < 0:
@@ -349,8 +346,7 @@ class StreamFeed(Feed):
         try:
             found = [batches.read(copier.clone) for _ in range(count)]
         except DataInterruptedError:
-            self._is_interrupted = True
-            return [], 0
+            return [], _INTERRUPTED
         num_read = sum(rows is not None for rows in found) if is_shared else len(found)
         own = found[self._rank :: self._world_size] if is_shared else found
         return [self._source.checked(rows) for rows in own if rows is not None], num_read

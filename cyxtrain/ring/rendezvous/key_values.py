@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cyxtrain.errors import reason_of
+from cyxtrain.errors import exhausted, reason_of
 from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.handshake import Hello, place_of, take_message
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
@@ -122,11 +122,7 @@ class KeyValueServer:
         self._thread.start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """Return the answer to a request of this process; raise OSError, once, if no other can connect."""
-        failure = self._acceptor.failure
-        if failure is not None:
-            self._acceptor.failure = None
-            raise failure
+        """Return the answer to a request of this process."""
         return self.values.answer(request)
 
     def close(self) -> None:
@@ -188,6 +184,8 @@ class KeyValueServer:
         joined = {member.rank for member in list(self._members.values())}
         if joined.issuperset(range(1, self._world_size)):
             self._refusal = ""
+        elif self._acceptor.failure is not None:
+            self._refusal = f"rank 0 cannot join: {exhausted(self._acceptor.failure)}."
         return self._refusal
 
     def _accept(self, hello: Hello, sock: socket.socket) -> None:

@@ -67,6 +67,7 @@ def serve_store(
             message = f"rank 0 cannot wait at {address}:{port}: {_cause(error)}. Choose another MASTER_PORT."
         raise RendezvousError(message, rank=0) from error
     deadline = Deadline(seconds)
+    server: KeyValueServer | None = None
     try:
         failure = await_listener(address, port, deadline.left())
         if failure is not None:
@@ -76,14 +77,10 @@ def serve_store(
                 rank=0,
             )
         server = KeyValueServer(listener, secret or _NO_SECRET, world_size)
-    except BaseException:
-        listener.close()
-        raise
-    try:
         # Another machine's rank 0 may be what listens there.
         reach_store(0, address, port, world_size, secret, deadline.left(), server.name).close()
     except BaseException:
-        server.close()
+        (server or listener).close()
         raise
     return KeyValueStore(server, address, timedelta(seconds=seconds))
 

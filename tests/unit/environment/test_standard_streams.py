@@ -169,6 +169,19 @@ def test_output_to_a_stream_that_the_program_has_closed_is_left_out(monkeypatch)
     standard_streams.show("text")
 
 
+def test_a_pipe_that_does_not_block_takes_output_again_after_a_text_that_it_could_not_hold(monkeypatch):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb", buffering=0) as end, open(writer, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        output = standard_streams._Output("stdout", writer)
+        with pytest.warns(UserWarning, match="nobody reads it"):
+            output.write("long" * (1 << 18))
+        end.read(1 << 20)
+        output.write("later\n")
+        assert end.read(1 << 20).endswith(b"later\n")
+
+
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", "b?hy ??"), ("cp1252", "b?hy ??"), ("utf-8", "běhy 训练")])
 def test_a_letter_that_the_console_lacks_becomes_a_question_mark(encoding, shown, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
