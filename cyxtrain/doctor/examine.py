@@ -71,7 +71,7 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
         if rank == 0:
             roster = store_exchange.publish_roster(client, world_size, deadline)
         else:
-            roster = store_exchange.read_roster(client, rank, world_size, Deadline(seconds + _GRACE_SECONDS))
+            roster = store_exchange.read_roster(client, rank, Deadline(seconds + _GRACE_SECONDS))
         limit = Deadline((len(pairs.rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
         tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), probe)
         tests.run()

@@ -75,10 +75,9 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Roster:
-    """The ranks that registered in time, rank 0's world size, and a token (hexadecimal) that only they know."""
+    """The ranks that registered in time, and a token (hexadecimal) that only they know."""
 
     ranks: list[int]
-    world_size: int
     token: str
 
     def __post_init__(self) -> None:
@@ -142,20 +141,25 @@ def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine
 
 
 def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> Roster:
-    """Wait on rank 0 until all ranks have registered, or for the deadline; publish which have."""
+    """Wait on rank 0 until all ranks have registered, or for the deadline; publish which have.
+
+    Raises RendezvousError if the store has refused a process, such as one of another world size.
+    """
     ranks: set[int] = set()
 
     def all_have_registered() -> bool:
+        if refusal := store.refusal():
+            raise RendezvousError(refusal, rank=0)
         ranks.update(rank for rank in range(world_size) if rank not in ranks and store.has(f"record/{rank}"))
         return len(ranks) == world_size
 
     deadline.poll_until(all_have_registered)
-    roster = Roster(sorted(ranks), world_size, secrets.token_hex(32))
+    roster = Roster(sorted(ranks), secrets.token_hex(32))
     store.write("roster", roster)
     return roster
 
 
-def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadline) -> Roster:
+def read_roster(store: StoreClient, rank: int, deadline: Deadline) -> Roster:
     """Wait until rank 0 publishes the roster; raise RendezvousError if it does not, or lists others only."""
     if not deadline.poll_until(lambda: store.has("roster")):
         raise RendezvousError(
@@ -165,12 +169,11 @@ def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadli
         )
     roster = store.read(Roster, "roster")
     if rank not in roster.ranks:
-        reason = f"rank {rank} registered after rank 0 had stopped waiting"
-        remedy = "Start all ranks within DISTRIBUTED_TIMEOUT_MS (timeout_ms), or increase it."
-        if roster.world_size != world_size:
-            reason = f"rank {rank} was started with WORLD_SIZE={world_size}, rank 0 with WORLD_SIZE={roster.world_size}"
-            remedy = "Start all ranks with the same WORLD_SIZE."
-        raise RendezvousError(f"{reason}. {remedy}", rank=rank)
+        raise RendezvousError(
+            f"rank {rank} registered after rank 0 had stopped waiting. Start all ranks within DISTRIBUTED_TIMEOUT_MS "
+            "(timeout_ms), or increase it.",
+            rank=rank,
+        )
     return roster
 
 
