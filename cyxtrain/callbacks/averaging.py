@@ -50,14 +50,15 @@ class _Averaging(Callback):
         the model, or has another shape, begins with its present value.
         """
         present = self._present()
-        before = self._average
-        renamed = {id(each): before[name] for name, each in self._followed.items()}
+        there = {id(each) for each in present.values()}
+        before = {id(each): self._average[name] for name, each in self._followed.items()}
+        replaced = {name: self._average[name] for name, each in self._followed.items() if id(each) not in there}
         self._average = {}
         self._followed = present
         wide = []
         for name, each in present.items():
             now = each.data.to(torch.promote_types(each.dtype, torch.float32))
-            average = renamed.get(id(each), before.get(name))
+            average = before.get(id(each), replaced.get(name))
             if average is None or average.shape != now.shape:
                 average = now.clone()
             self._average[name] = average
@@ -119,13 +120,12 @@ class _Averaging(Callback):
 
     def _swap_in(self) -> None:
         self._wide()
-        average = self._at_present()
-        self._own = {name: each.data.clone() for name, each in self._present().items()}
-        self._set(average)
+        self._own = {name: each.data.clone() for name, each in self._followed.items()}
+        self._set(self._at_present())
 
     def _set(self, values: dict[str, Tensor]) -> None:
-        present = self._present()
-        torch_compat.copy_all([each.data for each in present.values()], [values[name].data for name in present])
+        tensors = [each.data for each in self._followed.values()]
+        torch_compat.copy_all(tensors, [values[name].data for name in self._followed])
 
     def state_dict(self) -> dict[str, Any]:
         if self._average:
@@ -210,7 +210,7 @@ class SWA(_Averaging):
 
     def _at_end(self) -> dict[str, Tensor]:
         """Return the mean, or the weights if none count yet."""
-        return self._average if self._count else self._present()
+        return self._average if self._count else self._followed
 
     def _at_present(self) -> dict[str, Tensor]:
         """Return the mean with the present weights: an epoch is validated before its end, where its weights count."""

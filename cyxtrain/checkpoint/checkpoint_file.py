@@ -37,7 +37,6 @@ FORMAT_VERSION = 2
 _MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
 _CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
 STATE_LIMIT_BYTES = 1 << 28
-_RUN = ("id", "started", "launched", "trainer", "program", "origin")
 
 
 def library_versions() -> dict[str, str]:
@@ -110,7 +109,7 @@ def write_records(path: str | os.PathLike[str], entries: Mapping[str, list[Buffe
 
 def summary_of(state: CheckpointState) -> dict[str, dict[str, Any]]:
     """Return what decides between the checkpoints of a folder, for the manifest: the position and the run."""
-    return {"position": state.position, "run": {name: state.run[name] for name in _RUN if name in state.run}}
+    return {"position": state.position, "run": state.run}
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:

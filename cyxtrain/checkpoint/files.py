@@ -7,7 +7,6 @@ import errno
 import os
 import secrets
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +18,7 @@ if sys.platform != "win32":
     import fcntl
 
 TEMPORARY_SUFFIX = ".cyxtrain-tmp"
-_unfinished: set[Path] = set()
+_unfinished: dict[Path, BinaryIO] = {}
 """Temporary files that this process is writing."""
 
 _REMEDIES = {
@@ -57,18 +56,16 @@ def try_folder(folder: Path, name: str, what: str) -> None:
         pass
 
 
-_locked: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
-
-
-def _leave_locks() -> None:
-    """Let go of the parent's locks in a forked process, which may outlive it, as workers of a loader do."""
-    for file in [each for each in _locked if not each.closed]:
-        with open(os.devnull, "r+b") as nothing:
+def _leave_files() -> None:
+    """Let go of the parent's files, and locks, in a forked process, which may outlive it, as workers of a loader do."""
+    for file in _unfinished.values():
+        with contextlib.suppress(ValueError), open(os.devnull, "r+b") as nothing:
             os.dup2(nothing.fileno(), file.fileno(), inheritable=False)
+    _unfinished.clear()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_leave_locks)
+    os.register_at_fork(after_in_child=_leave_files)
 
 
 @contextlib.contextmanager
@@ -76,12 +73,12 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
     """Open a locked file beside `target`, which is removed afterwards unless the block renames it."""
     # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-    _unfinished.add(temporary)
     try:
         _make_folder(target.parent)
         with open(temporary, "x+b") as file:
-            _lock(file)
-            _locked.add(file)
+            _unfinished[temporary] = file
+            with contextlib.suppress(OSError):  # a file system without locks
+                _lock(file)
             yield file, temporary
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
@@ -89,7 +86,7 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
     finally:  # also after a KeyboardInterrupt
         with contextlib.suppress(OSError):
             temporary.unlink()
-        _unfinished.discard(temporary)
+        _unfinished.pop(temporary, None)
 
 
 def remove_unfinished() -> None:
@@ -99,18 +96,16 @@ def remove_unfinished() -> None:
             temporary.unlink()
 
 
-def is_being_written(path: str | os.PathLike[str]) -> bool:
-    """Return whether a temporary file has a writer, or cannot be deleted."""
-    return is_locked(path) is not False
-
-
 def is_locked(path: str | os.PathLike[str]) -> bool | None:
-    """Return whether a process has a temporary file open; None: it cannot be known."""
+    """Return whether a temporary file has a writer; None: it cannot be known."""
     try:
         with open_regular(path) as file:
-            return {True: False, False: True}.get(_lock(file, shared=True))  # type: ignore[arg-type]
+            _lock(file, shared=True)
+    except BlockingIOError:
+        return True
     except OSError:
         return None
+    return False
 
 
 def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
@@ -127,17 +122,10 @@ def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO]
         raise CheckpointError(f"Cannot read {what} {path}: {error.strerror or error}. Use another file.") from error
 
 
-def _lock(file: BinaryIO, *, shared: bool = False) -> bool | None:
-    """Lock a file while it is open; return whether no other process has locked it, None if there are no locks."""
-    if sys.platform == "win32":
-        return True  # open files cannot be deleted there
-    try:
+def _lock(file: BinaryIO, *, shared: bool = False) -> None:
+    """Lock a file while it is open; raise BlockingIOError if another process has locked it."""
+    if sys.platform != "win32":  # open files cannot be deleted there
         fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_EX, fcntl.LOCK_SH)[shared])
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _make_folder(folder: Path) -> None:

@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cyxtrain.checkpoint.checkpoint_file import STATE
-from cyxtrain.checkpoint.files import (
-    TEMPORARY_SUFFIX,
-    is_being_written,
-    is_locked,
-    replacing,
-    temporary_file,
-    try_folder,
-)
+from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_locked, replacing, temporary_file, try_folder
 from cyxtrain.checkpoint.format.archive import MANIFEST, blaming, read_summary
 from cyxtrain.checkpoint.format.encoding import decode_tree
 from cyxtrain.checkpoint.validation import is_position, is_run
@@ -53,6 +46,11 @@ class Found:
         return self.position.get("fits")
 
     @property
+    def is_best(self) -> bool:
+        """Whether it has the name of a best one."""
+        return self.path.name.startswith(BEST)
+
+    @property
     def origin(self) -> str | None:
         """The id of the first run of its training."""
         return self.run.get("origin", self.run.get("id"))
@@ -64,17 +62,18 @@ class Found:
 
 
 class CheckpointFolder:
-    """The checkpoints that one rank writes to a folder; a run that shares it with another has a suffix in names."""
+    """The checkpoints that one rank writes to a folder."""
 
-    def __init__(self, path: str | os.PathLike[str], rank: int | None = None, suffix: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         self.path = Path(local_path("checkpoint_dir", path))
-        own = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
-        self._suffix = suffix + own
-        self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST})(-[0-9a-f]{{8}})?{re.escape(own)}")
+        self.infix = ""
+        """In the names of files, if other runs are writing to the folder."""
+        self._suffix = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
+        self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST})(-[0-9a-f]{{8}})?{re.escape(self._suffix)}")
 
     def file(self, name: str) -> Path:
         """Return the file of a checkpoint, such as "epoch-0003"."""
-        return self.path / f"{name}{self._suffix}"
+        return self.path / f"{name}{self.infix}{self._suffix}"
 
     def check(self) -> None:
         """Create the folder, and try to write to it."""
@@ -84,25 +83,22 @@ class CheckpointFolder:
         """Return the checkpoints, corrupt ones first, then the newest. Cost: reading the manifest of each."""
         with contextlib.suppress(OSError):
             found = [look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
-            return sorted(
-                found, key=lambda one: (not one.position, one.order, not one.path.name.startswith(BEST)), reverse=True
-            )
+            return sorted(found, key=lambda one: (not one.position, one.order, not one.is_best), reverse=True)
         return []
 
     def best(self, run: object) -> Found | None:
         """Return the best checkpoint of a run."""
-        there = self.newest_first()
-        return next((one for one in there if one.path.name.startswith(BEST) and one.run.get("id") == run), None)
+        return next((one for one in self.newest_first() if one.is_best and one.run.get("id") == run), None)
 
     def claim(self, run: Mapping[str, Any], claim: contextlib.ExitStack) -> bool:
         """Tell other processes that a run writes here, until `claim` is closed; return False if one continues it."""
         claim.close()
         with contextlib.suppress(CheckpointError):  # `check` reports it
             target = self.path / f"{_CLAIM}{run.get('id')}{SUFFIX}"
-            file, own = claim.enter_context(temporary_file(target, f"checkpoints to {self.path}"))
+            file, _ = claim.enter_context(temporary_file(target, f"checkpoints to {self.path}"))
             file.write(f"{name_of(run)} in process {os.getpid()} on {platform.node()}".encode())
             file.flush()
-            if any(path != own for path in self._claims(run.get("id"))):
+            if len(self._claims(run.get("id"))) > 1:
                 claim.close()
                 return False
         return True
@@ -126,7 +122,7 @@ class CheckpointFolder:
         """
         deleted = 0
         own = [one for one in self.newest_first() if one.position and one.run.get("id") == run]
-        for one in [one for one in own if one.path != newest and not one.path.name.startswith(BEST)][keep_last - 1 :]:
+        for one in [one for one in own if one.path != newest and not one.is_best][keep_last - 1 :]:
             with contextlib.suppress(OSError):
                 one.path.unlink()
                 deleted += 1
@@ -147,7 +143,7 @@ class CheckpointFolder:
     def remove_leftovers(self) -> None:
         """Delete the temporary files of writers that were killed."""
         for path in self.path.glob(f".*{SUFFIX}*{TEMPORARY_SUFFIX}"):
-            if not is_being_written(path):
+            if is_locked(path) is False:
                 with contextlib.suppress(OSError):
                     path.unlink()
 

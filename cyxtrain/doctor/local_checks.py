@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import platform
 import socket
@@ -20,6 +19,7 @@ from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.doctor.terminal import size, table
 from cyxtrain.environment import accelerator, process_env, torch_compat
+from cyxtrain.environment.regular_files import memory_bytes
 from cyxtrain.errors import ConfigError, counted, reason_of
 from cyxtrain.ring import try_transports
 from cyxtrain.workers.machine import usable_cores
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _OK, _NO, _UNTESTED, _BROKEN = "ok", "no", "untested", "BROKEN"
 _ENVIRONMENT = "environment"
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Check(NamedTuple):
@@ -184,17 +183,6 @@ def this_machine(address: str = "") -> Machine:
         torch=torch.__version__,
         python=platform.python_version(),
     )
-
-
-def memory_bytes() -> int:
-    """Return how much memory the machine and the container allow this process."""
-    import psutil
-
-    found = [int(psutil.virtual_memory().total)]
-    for file in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            found.append(int(Path(file).read_text()))
-    return min(found)
 
 
 def interface_of(address: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -9,6 +10,7 @@ import re
 import stat
 import types
 import urllib.parse
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from cyxtrain.errors import ConfigError, brief
@@ -20,6 +22,7 @@ _LAST_RECORDS_BYTES = 1 << 17
 
 _URL = re.compile(r"(?s)([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)")
 """Also one that `pathlib.Path` has normalized, to a single slash; a drive of Windows has one letter."""
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -82,7 +85,7 @@ def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
     """Return the rest of an open file; refuse more than a limit (None: the memory of this machine)."""
     size_bytes = os.fstat(file.fileno()).st_size
     limit = memory_bytes() if limit_bytes is None else limit_bytes
-    if limit is not None and size_bytes > limit:
+    if size_bytes > limit:
         what = "may have" if limit_bytes is not None else "this machine's memory has"
         raise OSError(errno.EFBIG, f"it has {size_bytes:,} bytes, and {what} {limit:,}", file.name)
     try:
@@ -115,9 +118,12 @@ def _require_regular(mode: int, path: str) -> None:
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {what}, not a file", path)
 
 
-def memory_bytes() -> int | None:
-    """Return how much memory this machine has; None: unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
+def memory_bytes() -> int:
+    """Return how much memory the machine and the container allow this process."""
+    import psutil
+
+    found = [int(psutil.virtual_memory().total)]
+    for file in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            found.append(int(Path(file).read_text()))
+    return min(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ def _read_arrays(file: io.BufferedReader, path: str) -> dict[str, Any]:
             if name not in _ARRAYS:
                 raise unknown_name(path, brief(name), _ARRAYS, "array")
         size_bytes = os.fstat(file.fileno()).st_size
-        most = memory_bytes() or sys.maxsize
+        most = memory_bytes()
         if sum(_content_bytes(archive, entry, size_bytes) for entry in entries) > most:
             raise ValueError(f"its arrays have more bytes than this machine's memory, {most:,}")
     file.seek(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
@@ -14,7 +13,6 @@ from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.data.rng import generators_as_json
-from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import CheckpointError, ConfigError, counted, shortened, warn
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
@@ -44,23 +42,25 @@ class CheckpointManager:
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
-        writes = self._is_on and (not config.save_on_master_only or runtime.is_master())
-        self._path = Path(local_path("checkpoint_dir", config.checkpoint_dir)).absolute()
+        self._folder = CheckpointFolder(
+            config.checkpoint_dir, None if config.save_on_master_only else runtime.get_rank()
+        )
+        self._folder.path = self._folder.path.absolute()
         self._before: list[Found] = []
         self._writer: Writer | None = None
-        if writes:
-            self._writer = Writer(self._folder())
-            self._enter_folder(self._writer)
+        if self._is_on and (not config.save_on_master_only or runtime.is_master()):
+            self._writer = Writer(self._folder)
+            self._enter_folder()
             # A kill between a checkpoint and its second name.
-            last = self._writer.folder.file(self._name())
+            last = self._folder.file(self._name())
             if look_into(last).position and self._is_best():
-                best = look_into(self._writer.folder.file(BEST))
-                if not best.position or self._is_own(best):  # that of a later fit stays
-                    self._writer.folder.mark_best(last)
+                best = look_into(self._folder.file(BEST))
+                if not best.position or best.run.get("id") == state.run.get("id"):  # that of a later fit stays
+                    self._folder.mark_best(last)
 
-    def _enter_folder(self, writer: Writer) -> None:
+    def _enter_folder(self) -> None:
         """Tell of other runs in the folder; those that are alive keep their files."""
-        state, folder, best = self._state, writer.folder, writer.folder.file(BEST)
+        state, folder, best = self._state, self._folder, self._folder.file(BEST)
         if runtime.is_master() and state.run["id"] not in folder.live_runs():
             folder.claim(state.run, state.claim)
         folder.remove_leftovers()
@@ -70,7 +70,7 @@ class CheckpointManager:
         others = [each for each in self._before if each.origin not in (None, *state.runs, state.run.get("origin"))]
         ended = [each for each in others if each.order[1:] > place or (self._config.keep_best and each.path == best)]
         if live:
-            self._step_aside(writer, shortened(live))
+            self._step_aside(shortened(live))
         elif ended and runtime.is_master():
             warn(
                 f"{self._config.checkpoint_dir} holds {counted(len(ended), 'checkpoint')} of another training, "
@@ -78,23 +78,15 @@ class CheckpointManager:
                 "with the names of its own. Use another folder for each training (checkpoint_dir)."
             )
 
-    def _step_aside(self, writer: Writer, others: str) -> None:
+    def _step_aside(self, others: str) -> None:
         """Give this run's files names of their own, because other runs are writing to the folder."""
         run = self._state.run
-        suffix = f"-{run['id'][:ID_CHARACTERS]}"
-        writer.folder = self._folder(suffix)
+        self._folder.infix = f"-{run['id'][:ID_CHARACTERS]}"
         if runtime.is_master():
             warn(
                 f"{others} is writing to {self._config.checkpoint_dir}, too: the checkpoints of {name_of(run)} have "
-                f"{suffix} in their names. Use another folder for each training (checkpoint_dir)."
+                f"{self._folder.infix} in their names. Use another folder for each training (checkpoint_dir)."
             )
-
-    def _folder(self, suffix: str = "") -> CheckpointFolder:
-        return CheckpointFolder(self._path, None if self._config.save_on_master_only else runtime.get_rank(), suffix)
-
-    def _is_of_live_run(self, found: Found) -> bool:
-        """Return whether a file has come from another run since this one began, which locks may not have told."""
-        return bool(found.run) and found.run.get("id") not in self._state.runs and found not in self._before
 
     def check(self) -> None:
         """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
@@ -110,7 +102,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 problem = ConfigError(f"the state of a callback cannot be kept: {error}")
             try:
-                self._writer.folder.check()
+                self._folder.check()
             except CheckpointError as error:
                 if self._config.on_save_error == "raise":
                     problem = problem or error
@@ -196,9 +188,6 @@ class CheckpointManager:
         # A first NaN is the best so far; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
 
-    def _is_own(self, found: Found) -> bool:
-        return bool(found.position) and found.run.get("id") == self._state.run.get("id")
-
     def _save(self, totals: MetricSums | None, *, is_best: bool = False) -> None:
         self.gather(totals)
         self._plan.display.phase("saving")
@@ -206,10 +195,12 @@ class CheckpointManager:
         self._saved = name = self._name()
         if self._writer is None:
             return
-        targets = [self._writer.folder.file(each) for each in (name, BEST)[: 1 + is_best]]
-        if others := [name_of(each.run) for each in map(look_into, targets) if self._is_of_live_run(each)]:
-            self._step_aside(self._writer, others[0])
-        folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
+        folder, run, keep_last = self._folder, self._state.run.get("id"), self._config.keep_last
+        for found in [look_into(folder.file(each)) for each in (name, BEST)[: 1 + is_best]]:
+            # It has come since this run began, and locks may not have told of it.
+            if found.run and found.run.get("id") not in self._state.runs and found not in self._before:
+                self._step_aside(name_of(found.run))
+                break
 
         def afterwards() -> None:
             self._failing = None
@@ -246,16 +237,15 @@ class CheckpointManager:
         """Load the weights of the best checkpoint of this fit; return which one it is. All ranks call it."""
         if not self._config.load_best:
             return ""
-        folder = self._folder()
 
         def read() -> tuple[bytes, str]:
-            best = folder.best(self._state.run.get("id"))
+            best = self._folder.best(self._state.run.get("id"))
             return (b"", "") if best is None else (checkpoint_bytes(best.path), str(best.path))
 
         found = read_on_all(read)
         if found is None:
             if runtime.is_master():
-                missing = folder.file(BEST)
+                missing = self._folder.file(BEST)
                 warn(f"load_best: this fit has no {missing}, so the model keeps its last weights. See keep_best.")
             return ""
         state, source = found

@@ -176,13 +176,14 @@ class SharedBuffers:
         self._changes = None
         self._compares |= not all(self._is_statistic(buffers[number]) for number in differing)
         unknown = [number for number in differing if id(buffers[number]) not in self._kinds]
-        averaged = [names()[number] for number in unknown if differing[number] and _is_float(buffers[number])]
+        averaged = [number for number in unknown if differing[number] and _is_float(buffers[number])]
         if averaged and rows and not self._has_warned and dist.get_rank() == 0:
             self._has_warned = True
-            shape = tuple(dict(zip(names(), buffers, strict=True))[averaged[0]].shape)
-            others = f", as did {shortened(averaged[1:])}" * bool(averaged[1:])
+            first, *others = [names()[number] for number in averaged]
+            shape = tuple(buffers[averaged[0]].shape)
+            too = f", as did {shortened(others)}" * bool(others)
             warn(
-                f"the buffer {averaged[0]}, of shape {shape}, differs between ranks and became their mean{others}. If "
+                f"the buffer {first}, of shape {shape}, differs between ranks and became their mean{too}. If "
                 "it is a mean over samples, name it in its module's attribute averaged_buffers, a tuple; with "
                 "averaged_buffers = (), ranks take rank 0's values. If it has one row per sample, such as a carried "
                 "hidden state, keep it in a plain attribute. If it keeps samples, such as a memory bank, write those "

@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
+from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_locked, replacing, try_folder
 from cyxtrain.config.settings import names_checked
 from cyxtrain.data.batches.structure import example_of, fields_of, form_of, leaves, same_sequence, with_parts
 from cyxtrain.environment.regular_files import local_path, read_text
@@ -237,7 +237,7 @@ class ShardFolder:
         """Create the folder and its index, or check them; return what the other ranks must know."""
         try_folder(self.path, INDEX, "predictions")
         for leftover in self.path.glob(f".*{TEMPORARY_SUFFIX}"):
-            if not is_being_written(leftover):
+            if is_locked(leftover) is False:
                 leftover.unlink(missing_ok=True)
         names = sorted(each.name for each in self.path.iterdir() if not each.name.startswith("."))
         if names and INDEX not in names:

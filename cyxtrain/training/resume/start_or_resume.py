@@ -6,7 +6,6 @@ taken.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -103,13 +102,13 @@ def find_checkpoint(plan: FitPlan, state: TrainingState, program: str) -> Checkp
         # A fit that resumes from a path is that checkpoint's call of fit.
         named = None if resume is None else look_into(Path(resume)).position
         call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
-        found = read_on_all(lambda: _newest_of_call(folder, call, program, state.claim, (launched, state.trainer)))
+        found = read_on_all(lambda: _newest_of_call(folder, state, call, program, launched))
         if found is not None:
             return found
     if resume is None:
         return None
     if resume == AUTO:
-        return read_on_all(lambda: _newest_of_call(folder, state.next_fit(initial_epoch), program, state.claim))
+        return read_on_all(lambda: _newest_of_call(folder, state, state.next_fit(initial_epoch), program))
     return read_file_on_all(resume)
 
 
@@ -295,24 +294,20 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]
 
 
 def _newest_of_call(
-    folder: CheckpointFolder,
-    call: tuple[Any, Any],
-    program: str,
-    claim: contextlib.ExitStack,
-    launched: tuple[str, int] | None = None,
+    folder: CheckpointFolder, state: TrainingState, call: tuple[Any, Any], program: str, launched: str | None = None
 ) -> tuple[bytes, str]:
     """Return (bytes, path) of the newest intact checkpoint of this call of `fit`; "": there is none.
 
     If one of an earlier call is newer, or this call begins at another epoch than the one on disk, the earlier ones were
     trained differently since.
 
-    `call` is its number, from 1, and the epochs before it; `launched` the command and the trainer in it that must have
-    written it, None: any. Those of the same `program` come first, and those of runs that are alive never.
-    `claim` tells other processes that the run is continued here.
+    `call` is its number, from 1, and the epochs before it; `launched` the command in which this trainer must have
+    written it, None: any. Those of the same `program` come first, and those of runs that are alive never: the state's
+    claim tells other processes that the run is continued here.
     """
     candidates, live = list[Found](), folder.live_runs()
     for found in folder.newest_first():
-        own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == launched
+        own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == (launched, state.trainer)
         if found.run and (not own or found.run.get("id") in live):
             continue
         if found.fits is not None and call[0] is not None and found.fits < call[0]:
@@ -333,7 +328,7 @@ def _newest_of_call(
         except CheckpointError as error:
             warn(f"{error} It is skipped.")
             continue
-        if folder.claim(checkpoint.run, claim):
+        if folder.claim(checkpoint.run, state.claim):
             return data, str(found.path)
     return b"", ""
 

@@ -235,6 +235,23 @@ def test_averages_follow_a_model_that_changes_within_a_fit(change, kind, is_firs
     torch.testing.assert_close(first_weight(model).detach(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_that_takes_the_name_of_another_does_not_share_its_average():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+    class Inserting(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                model.insert(0, nn.Linear(4, 4))
+                self.trainer.optimizer.add_param_group({"params": [*model[0].parameters()]})
+
+    average = EMA(0.5)
+    with one_process():
+        fit(model, Inserting(), average)
+    held = [*average._average.values()]
+    assert len(held) == 6
+    assert len({id(each) for each in held}) == len(held)
+
+
 def test_best_weights_of_a_model_that_has_changed_since_are_refused_in_words():
     stopping = EarlyStopping("learning_rate", mode="max", restore_best_weights=True)
     with (

@@ -17,7 +17,7 @@ from cyxtrain.checkpoint.checkpoint_file import (
     records_of,
     write_checkpoint,
 )
-from cyxtrain.checkpoint.files import is_being_written, is_locked, replacing, temporary_file
+from cyxtrain.checkpoint.files import is_locked, replacing, temporary_file
 from cyxtrain.checkpoint.folder import CheckpointFolder, Found, look_into
 from cyxtrain.checkpoint.format.archive import write_archive
 from cyxtrain.checkpoint.writer import Writer
@@ -149,10 +149,10 @@ def test_a_temporary_file_has_a_writer_as_long_as_it_is_open(tmp_path):
     with replacing(tmp_path / "7.ckpt", "checkpoint"):
         (temporary,) = tmp_path.iterdir()
         if os.name == "posix":
-            assert is_being_written(temporary)
+            assert is_locked(temporary)
         CheckpointFolder(tmp_path).remove_leftovers()
         assert temporary.exists()
-    assert is_being_written(temporary)  # it is gone: nobody's business
+    assert is_locked(temporary) is None  # it is gone: nobody's business
 
 
 def test_the_best_is_a_copy_where_a_file_system_has_no_links(tmp_path, monkeypatch):
