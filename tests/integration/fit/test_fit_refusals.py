@@ -232,10 +232,6 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: trainer_of(make_model(outputs=1)).fit(INPUTS, TARGETS),
         "For two classes, one output takes loss_fn='bce_with_logits'",
     ),
-    "labels of -1 and 1": (
-        lambda: regression(loss_fn="bce_with_logits").fit(INPUTS, NUMBERS.sign()),
-        "y is from -1 to 1, and the loss takes 0 and 1, or probabilities",
-    ),
     "scores for a loss of probabilities": (
         lambda: regression(loss_fn="bce").fit(INPUTS, (NUMBERS > 0).float()),
         r"output is from -.*, and BCELoss takes probabilities: end the model with Sigmoid\(\), or take loss_fn='bce",
@@ -851,6 +847,12 @@ def test_outputs_of_another_kind_than_the_loss_takes_are_warned_of(model, loss_f
     found = warnings_before_training(model, loss_fn, targets)
     assert len(found) == bool(words), found
     assert all(re.search(words, each) for each in found)
+
+
+def test_labels_of_minus_1_for_a_binary_loss_are_warned_of():
+    found = warnings_before_training(make_model(outputs=1), "bce_with_logits", NUMBERS.sign())
+    assert len(found) == 1
+    assert "y is from -1 to 1, and the loss takes 0 and 1, or probabilities" in found[0]
 
 
 def fit_diverging(rate: float) -> list[str]:

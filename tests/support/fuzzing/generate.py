@@ -163,6 +163,11 @@ class _Drawn:
         own = self._in_turns("own step", [*STEPS, "penalty", "built_in_optimize", "test_step"])
         if own in ("penalty", "built_in_optimize") and self.loss.endswith("_sum"):  # the built-in step returns a mean
             own = "loss"
+        # A weighted mean and a mean over rows, added by the user, have no weight in common.
+        if own == "penalty" and self.loss in ("ce_w", "ce_ign", "ce_w_ign", "ce_w_ls", "ce_ign_ls", "mm_w"):
+            own = "loss"
+        if own == "two" and self.model == "buffer":  # its second forward sees a buffer of its own rank's rows
+            own = "in_turns"
         self._is(own_step=own)
         if own in ("two", "in_turns", "retain_graph"):
             self._is(optimizer=self._choice(["two", "two_mix"]))
