@@ -2,7 +2,7 @@
 
 A scheduler, a container or a terminal sends a signal to all processes at once. A worker that died of it would take the
 rank along before its checkpoint is written. One may still die: a spawned worker that is only starting, or one that was
-started before the fit. If the fit is stopping, that is no error, and the rank does without it.
+started before the fit. If the fit is stopping, that is not an error: the rank continues without it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ignoring_signals(numbers: Collection[int], wait_for_stop: Callable[[float], 
 
 
 def may_end() -> bool:
-    """Return whether a fit is stopping, so that the death of a worker is no error."""
+    """Return whether a fit is stopping, so that the death of a worker is not an error."""
     return _wait_for_stop is not None and _wait_for_stop(0.0)
 
 
