@@ -26,26 +26,34 @@ DEATHS = (RuntimeError, EOFError, OSError)
 """What PyTorch raises if a worker has died, also while a batch comes from it."""
 _run_loop = torch_compat.find(torch_compat.WORKER_LOOP)
 _wait_for_stop: Callable[[float], bool] | None = None
+_is_ending = False
+"""Whether the program ends after a stop."""
+_kept = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def ignoring_signals(numbers: Collection[int], wait_for_stop: Callable[[float], bool]) -> Iterator[None]:
-    """Let workers of any DataLoader that start within ignore signals; their deaths in a stop raise no error.
-
-    `wait_for_stop` waits at most so many seconds and returns whether this rank is asked to stop.
-    """
-    global _wait_for_stop
+def ignoring_signals(numbers: Collection[int]) -> Iterator[None]:
+    """Let workers of any DataLoader that start within ignore signals; their deaths in a stop raise no error."""
+    global _wait_for_stop, _is_ending
+    _replace_check()
+    _is_ending = False
     with (
         torch_compat.replaced(torch_compat.WORKER_LOOP, lambda _: functools.partial(_run_worker, tuple(numbers))),
         torch_compat.replaced(torch_compat.SET_WORKER_PIDS, _ended_by_kill),
-        torch_compat.replaced(torch_compat.CHECK_WORKERS, _checked_later),
     ):
-        before = _wait_for_stop
-        _wait_for_stop = wait_for_stop
         try:
             yield
+        except (SystemExit, KeyboardInterrupt):
+            _is_ending = True  # the signal may reach its workers before
+            raise
         finally:
-            _wait_for_stop = before
+            _wait_for_stop = None
+
+
+def ask(wait_for_stop: Callable[[float], bool]) -> None:
+    """Set what waits at most so many seconds and returns whether this rank is asked to stop."""
+    global _wait_for_stop
+    _wait_for_stop = wait_for_stop
 
 
 def may_end() -> bool:
@@ -93,14 +101,18 @@ def _kill(key: int, pid: int) -> None:
     os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
 
 
-def _checked_later(check: Callable[[], None]) -> Callable[[], None]:
-    """Return PyTorch's handler of SIGCHLD, which raises nothing if the rank is asked to stop."""
+@functools.cache
+def _replace_check() -> None:
+    """Let PyTorch's handler of SIGCHLD raise nothing if the rank is asked to stop."""
+    _kept.enter_context(torch_compat.replaced(torch_compat.CHECK_WORKERS, _checked_later))
 
+
+def _checked_later(check: Callable[[], None]) -> Callable[[], None]:
     def check_unless_stopping() -> None:
         try:
             check()
         except RuntimeError:
-            if _wait_for_stop is None or not _wait_for_stop(_SIGNALS_FOLLOW_SECONDS):
+            if not _is_ending and (_wait_for_stop is None or not _wait_for_stop(_SIGNALS_FOLLOW_SECONDS)):
                 raise
 
     return check_unless_stopping

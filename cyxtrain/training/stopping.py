@@ -160,7 +160,7 @@ class StopSignals:
                 stack.callback(signal.signal, number, handler)
                 signal.signal(number, self._handle)
             self._stack = stack.enter_context(contextlib.ExitStack())
-            stack.enter_context(loader_workers.ignoring_signals(self._before, self._wait_for_request))
+            loader_workers.ask(self._wait_for_request)
             try:
                 yield
             except KeyboardInterrupt as error:

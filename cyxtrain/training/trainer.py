@@ -295,13 +295,13 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
-        with self._state.claim, loader_workers.ignoring_signals(stopping_signals(), lambda _: False):
+        with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
                 self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
                 stopped = self._fit.fit()
-        return self._finish(stopped)
+            return self._finish(stopped)
 
     def _finish(self, stopped: StoppedError | None) -> TrainingHistory:
         """Record completion; if the fit stopped, exit or raise if that was requested."""
@@ -316,8 +316,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
         """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
         self._begin("fit")
-        with loader_workers.ignoring_signals(stopping_signals(), lambda _: False):  # those of a stream start here
-            plan = self._agreed_plan(arguments, keywords)
+        plan = self._agreed_plan(arguments, keywords)
         with ending_group_on_error(), self._logging():
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)

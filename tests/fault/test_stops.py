@@ -177,6 +177,18 @@ def test_a_worker_that_dies_before_the_signal_arrives_does_not_lose_the_checkpoi
     assert not problem(cell, outcome, tmp_path), (problem(cell, outcome, tmp_path), outcome.output)
 
 
+def test_a_worker_that_dies_of_the_signal_after_the_fit_has_stopped_is_no_error(tmp_path):
+    cell = Cell(signal.SIGTERM, "alone", "ranks", "step", 2)
+    program = Program(tmp_path / str(cell), cell.starter, cell.moment, cell.workers, WORKERS_DIE_LATE="1")
+    try:
+        program.wait_until_there()
+        program.send(cell.number, cell.target)
+        program.go_on()
+    finally:
+        outcome = program.end()
+    assert not problem(cell, outcome, tmp_path), outcome.output
+
+
 @pytest.mark.parametrize(
     "more", [{}, {"STREAM": "1"}, pytest.param({"START_METHOD": "spawn"}, marks=pytest.mark.nightly)]
 )
@@ -197,7 +209,7 @@ def test_workers_outlive_signals_and_end_with_their_rank(more, tmp_path):
 
 
 def test_handlers_of_the_program_are_not_sent_to_workers():
-    with loader_workers.ignoring_signals({signal.SIGTERM: lambda *_: None}, lambda seconds: False):
+    with loader_workers.ignoring_signals([signal.SIGTERM]):
         loop = torch_compat.find(torch_compat.WORKER_LOOP)
         assert pickle.loads(pickle.dumps(loop)).args == ((signal.SIGTERM,),)
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import multiprocessing.connection
 import os
 import runpy
 import signal
@@ -172,7 +173,13 @@ def program(moment: str, workers: int, epochs: int = 3) -> None:
         "checkpoint_dir": "ck",
         "validation_data": make_rows(8),
     } | every
-    trainer.fit(*data, epochs=epochs, batch_size=4, **settings)
+    try:
+        trainer.fit(*data, epochs=epochs, batch_size=4, **settings)
+    finally:
+        if "WORKERS_DIE_LATE" in os.environ:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, signal.SIGKILL)
+                multiprocessing.connection.wait([worker.sentinel], SECONDS)
     print("the fit has ended")
 
 
