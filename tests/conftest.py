@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = group_of
     return scheduler
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """Use one worker more than there are cores: many tests wait for a process to start, or for a deadline."""
+    return (yield) + 1
 
 
 @pytest.fixture(autouse=True)

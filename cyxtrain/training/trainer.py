@@ -53,7 +53,7 @@ from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.stopping import StoppedError, exit_for, stopping_signals
+from cyxtrain.training.stopping import exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
@@ -301,14 +301,10 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
                 self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
                 stopped = self._fit.fit()
-            return self._finish(stopped)
-
-    def _finish(self, stopped: StoppedError | None) -> TrainingHistory:
-        """Record completion; if the fit stopped, exit or raise if that was requested."""
-        if stopped is None:
-            self._state.set(complete_fits=self._state.position.fits)
-        else:
-            exit_for(stopped)
+            if stopped is None:
+                self._state.set(complete_fits=self._state.position.fits)
+            else:
+                exit_for(stopped)
         return self._state.history
 
     def _plan_fit(
