@@ -191,16 +191,6 @@ WRONG: dict[str, tuple[Way, str]] = {
         calling(cx.callbacks.LambdaCallback(on_epoch_end=lambda logs: None)),
         r"LambdaCallback\.on_epoch_end takes \(logs\), and fit passes \(epoch, logs\): define on_epoch_end\(epoch, ",
     ),
-    "an optimizer set later": (setting("optimizer", "sgd"), r"trainer\.optimizer cannot be replaced: make a new Dist"),
-    "a model set later": (setting("model", make_model()), r"trainer\.model cannot be replaced"),
-    "a schedule set later": (setting("scheduler", "cosine"), r"trainer\.scheduler cannot be replaced"),
-    "a rate set later": (setting("lr", 0.1), r"no attribute 'lr'\. Call trainer\.set_learning_rates"),
-    "a setting set later": (setting("epochs", 3), r"no attribute 'epochs': it belongs to fit\(epochs=\.\.\.\)"),
-    "Lightning's way to stop": (setting("should_stop", True), "Did you mean 'stop_training'"),
-    "a class set later": (
-        setting("callbacks", [cx.callbacks.EarlyStopping]),
-        "the class EarlyStopping: pass an object",
-    ),
     "a class in the list of the trainer": (
         lambda: (trainer := trainer_of()).callbacks.append(cx.callbacks.Timer) or trainer.fit(INPUTS, TARGETS),
         "the class Timer: pass an object",
@@ -331,10 +321,6 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: Numbered(make_model()).fit(INPUTS, TARGETS),
         r"Numbered\.train_step takes \(self, batch, number\), .*: make it train_step\(self, batch\)",
     ),
-    "a test step with a number": (
-        lambda: NumberedTest(make_model(), "cross_entropy").evaluate(INPUTS, TARGETS),
-        r"NumberedTest\.test_step takes \(self, batch, number\), .*: make it test_step\(self, batch\)",
-    ),
     "log as in Lightning": (
         lambda: LogsAsLightning(make_model()).fit(INPUTS, TARGETS),
         "log has no argument 'on_epoch'. The history has one number per epoch",
@@ -361,9 +347,28 @@ WRONG: dict[str, tuple[Way, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+NOT_OF_FIT: dict[str, tuple[Way, str]] = {
+    "an optimizer set later": (setting("optimizer", "sgd"), r"trainer\.optimizer cannot be replaced: make a new Dist"),
+    "a model set later": (setting("model", make_model()), r"trainer\.model cannot be replaced"),
+    "a schedule set later": (setting("scheduler", "cosine"), r"trainer\.scheduler cannot be replaced"),
+    "a rate set later": (setting("lr", 0.1), r"no attribute 'lr'\. Call trainer\.set_learning_rates"),
+    "a setting set later": (setting("epochs", 3), r"no attribute 'epochs': it belongs to fit\(epochs=\.\.\.\)"),
+    "Lightning's way to stop": (setting("should_stop", True), "Did you mean 'stop_training'"),
+    "a class set later": (
+        setting("callbacks", [cx.callbacks.EarlyStopping]),
+        "the class EarlyStopping: pass an object",
+    ),
+    "a test step with a number": (
+        lambda: NumberedTest(make_model(), "cross_entropy").evaluate(INPUTS, TARGETS),
+        r"NumberedTest\.test_step takes \(self, batch, number\), .*: make it test_step\(self, batch\)",
+    ),
+}
+"""Refused in another call than fit, or where it is set: other ranks hear nothing of that."""
+
+
+@pytest.mark.parametrize("name", [*WRONG, *NOT_OF_FIT])
 def test_one_process_refuses(name):
-    way, words = WRONG[name]
+    way, words = {**WRONG, **NOT_OF_FIT}[name]
     with one_process(), pytest.raises(cx.ConfigError, match=words):
         way()
 
