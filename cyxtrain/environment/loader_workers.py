@@ -21,13 +21,11 @@ from cyxtrain.environment import torch_compat
 
 _SIGNALS_FOLLOW_SECONDS = 1.0
 """How long after a worker's death its rank may receive the same signal."""
-_POLL_SECONDS = 1.0
 DEATHS = (RuntimeError, EOFError, OSError)
 """What PyTorch raises if a worker has died, also while a batch comes from it."""
 _run_loop = torch_compat.find(torch_compat.WORKER_LOOP)
 _wait_for_stop: Callable[[float], bool] | None = None
-_is_ending = False
-"""Whether the program ends after a stop."""
+_is_ending = False  # the program, after a stop
 _kept = contextlib.ExitStack()
 
 
@@ -78,7 +76,7 @@ def _end_with_rank() -> None:
     rank, parent = multiprocessing.parent_process(), os.getppid()
     assert rank is not None
     # A fork server is the parent of its workers; other children of the rank may hold the sentinel open.
-    while not wait([rank.sentinel], _POLL_SECONDS) and os.getppid() == parent:
+    while not wait([rank.sentinel], timeout=1.0) and os.getppid() == parent:
         pass
     os._exit(0)
 

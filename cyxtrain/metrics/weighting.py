@@ -63,10 +63,13 @@ class BatchLoss:
 
 
 def cleared(total: Tensor, weight: Any) -> Tensor:
-    """Return a sum to train on, 0 if its weight is 0; an accelerator is waited for.
+    """Return a sum to train on, 0 if its weight is 0.
 
-    If it is 0 / 0, the 0 does not depend on parameters: no factor would clear the gradients.
+    If it is 0 / 0, the 0 does not depend on parameters: no factor would clear the gradients. An accelerator is not
+    waited for: there `on_nonfinite` finds such gradients.
     """
+    if isinstance(weight, Tensor) and not weight.is_cpu:
+        return total.masked_fill(weight == 0, 0.0)
     if not total.requires_grad or weight:
         return total
     return total * 0.0 if bool(total.isfinite()) else torch.zeros_like(total, requires_grad=True)

@@ -307,8 +307,9 @@ class StepCall(ModelCall):
         finally:
             own.running.pop()
         if built_in.losses and self._returns_loss:
-            self.optimizes, built_in.weight = True, None
+            self.optimizes = True
             named = result if isinstance(result, Mapping) else {} if result is None else {"loss": result}
+            built_in.weight = built_in.weight if "loss" in named else None  # `optimize` returns the mean of all ranks
             result = {"loss": sum(built_in.losses), **named}
         if self._returns_loss and not _has_loss(result):
             raise ConfigError(

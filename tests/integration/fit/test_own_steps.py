@@ -61,6 +61,15 @@ class Penalized(Trainer):
         return {**result, "penalty": penalty}
 
 
+class Optimizes(Trainer):
+    """Takes the step itself, with the loss of the built-in one, and returns it."""
+
+    def train_step(self, batch: Any) -> Any:
+        result = super().train_step(batch)
+        self.optimize(result["loss"])
+        return result
+
+
 def given_step(trainer: Trainer, batch: Any) -> Any:
     """Is the built-in step, given as a function."""
     return trainer.train_step(batch)
@@ -71,6 +80,7 @@ STEPS: dict[str, tuple[type[Trainer], dict[str, Any], Any]] = {
     "pairs": (Pairs, {}, WEIGHTED),
     "super": (Penalized, {}, "cross_entropy"),
     "super, weighted": (Penalized, {}, WEIGHTED),
+    "super, weighted, optimized": (Optimizes, {}, WEIGHTED),
     "function": (Trainer, {"train_step": given_step}, "cross_entropy"),
     "several": (Penalized, {}, {"scores": "cross_entropy", "size": "mse"}),
 }
