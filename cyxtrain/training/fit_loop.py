@@ -118,6 +118,8 @@ class FitLoop:
                 self._logged.is_closed = True
                 self._callbacks.call("on_train_end", self._logs())
         self._plan.display.header([*([("best", best)] if best else []), *self._profile.facts()])
+        if stopped is None:
+            self._state.set(complete_fits=self._state.position.fits)
         return stopped
 
     def _train_one_epoch(self) -> None:

@@ -292,8 +292,10 @@ def stop_if_requested(received: Sequence[float]) -> None:
         raise StoppedError(request)
 
 
-def exit_for(stop: StoppedError) -> None:
+def exit_for(stop: StoppedError | None) -> None:
     """Exit after SIGTERM and its like, with a shell's code; raise KeyboardInterrupt after Ctrl-C, not at a prompt."""
+    if stop is None:
+        return
     if stop.request is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + stop.number))
     if stop.request is StopRequest.INTERRUPT and not runtime.is_interactive():

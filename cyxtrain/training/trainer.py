@@ -300,11 +300,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             with self._fit_context(plan, ddp) as logged:
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
                 self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
-                stopped = self._fit.fit()
-            if stopped is None:
-                self._state.set(complete_fits=self._state.position.fits)
-            else:
-                exit_for(stopped)
+                exit_for(self._fit.fit())
         return self._state.history
 
     def _plan_fit(
