@@ -18,6 +18,16 @@ from .spec import Spec
 HIDDEN = 6
 
 
+def _norm(kind: str) -> list[nn.Module]:
+    if kind == "ln":
+        return [nn.LayerNorm(HIDDEN)]
+    if kind == "bn_eval":
+        return [nn.BatchNorm1d(HIDDEN).eval()]
+    if kind == "bn":  # two values per channel: PyTorch refuses one, which a batch of one row would have
+        return [nn.Unflatten(1, (HIDDEN // 2, 2)), nn.BatchNorm1d(HIDDEN // 2), nn.Flatten()]
+    return []
+
+
 class Perceptron(nn.Module):
     """Two layers and a head, with one peculiarity: see `_add`."""
 
@@ -27,10 +37,9 @@ class Perceptron(nn.Module):
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.kind, self.loss = spec.model, spec.loss
-        more: list[nn.Module] = [nn.Dropout(spec.dropout)] if spec.dropout else []
-        norms = {"bn": nn.BatchNorm1d, "bn_eval": nn.BatchNorm1d, "ln": nn.LayerNorm}
-        if self.kind in norms:
-            more.insert(0, norms[self.kind](HIDDEN).train(self.kind != "bn_eval"))
+        more = _norm(self.kind)
+        if spec.dropout:
+            more.append(nn.Dropout(spec.dropout))
         first, second = nn.Linear(5, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.body = nn.Sequential(first, nn.Tanh(), *more, second, nn.Tanh())
         self.head = nn.Linear(HIDDEN, {"reg": 2, "bin": 1}.get(spec.task, CLASSES))
