@@ -1,8 +1,9 @@
 """One contract of all collectives, held against the ring, Gloo and, where there are GPUs, NCCL.
 
 contract_cases.py is the table: what is called, and what a backend does not do. By day it is the ring alone, with one
-and three ranks; 'pytest -m nightly' goes through everything, with one to five ranks of both, and the ring over TCP,
-Unix sockets and memory that is read in place. The first two differ in the socket alone.
+and three ranks; 'pytest -m nightly' goes through everything, with one to five ranks, and the ring over TCP, Unix sockets
+and memory that is read in place. The first two differ in the socket alone, so two ranks are enough for the second; and
+three for Gloo, which shows that the table is right.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
 BY_DAY = [("ring", 1), ("ring", 2)]
-BY_NIGHT = [(backend, size) for backend in ("ring", "gloo") for size in range(1, 6)]
-BY_NIGHT += [(f"ring over {transport}", size) for transport in ("tcp", "unix", "cma") for size in range(2, 6)]
+MOST_RANKS = {"ring": 5, "gloo": 3}
+BY_NIGHT = [(backend, size) for backend, most in MOST_RANKS.items() for size in range(1, most + 1)]
+BY_NIGHT += [(f"ring over {transport}", size) for transport in ("tcp", "cma") for size in range(2, 6)]
+BY_NIGHT += [("ring over unix", 2)]
 SHOWN = 10
 
 _worlds: dict[tuple[str, int, bool], list[contract_cases.Outcome] | AssertionError] = {}
