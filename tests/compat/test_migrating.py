@@ -40,6 +40,7 @@ loss_fn = torch.nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 share = slice(int(RANK), None, int(WORLD_SIZE))
 x, target = X[share], y[share]
+def compute_metrics(output, target): return (output.argmax(1) == target).float().mean()
 """
 
 
@@ -53,9 +54,10 @@ def is_command(text: str) -> bool:
 
 
 def ours(name: str) -> list[str]:
-    """Return the code in a table's second column, from top to bottom, without single names such as `fit`."""
+    """Return the code in a table's second column, from top to bottom, without names such as `fit`, `step(self)`."""
     lines = [line for _, cell in TABLES[name] for line in code(cell)]
-    return [line for line in lines if not line.isidentifier() and not line.startswith("{") and not is_command(line)]
+    names = [line for line in lines if line.isidentifier() or "(self" in line]
+    return [line for line in lines if line not in names and not line.startswith("{") and not is_command(line)]
 
 
 def run_table(name: str, folder: str) -> list[str]:

@@ -10,7 +10,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,12 @@ DEADLINE_SECONDS = 90
 
 
 def run_example(name, num_ranks, folder, exit_codes=(0,)):
-    """Run a script in a folder; return the lines of rank 0, without the prefix, and the seconds."""
+    """Run a script in a folder; return the lines of rank 0, without the prefix."""
     launcher = [] if num_ranks == 1 else ["-m", "cyxtrain.launch", str(num_ranks)]
     command = [sys.executable, *launcher, str(EXAMPLES / name)]
-    started = time.monotonic()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert done.returncode in exit_codes, done.stdout + done.stderr
-    return [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()], time.monotonic() - started
+    return [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
 
 
 def last_accuracy(lines):
@@ -40,17 +38,9 @@ def last_accuracy(lines):
 # .ci/run begins with the same on 2 ranks.
 @pytest.mark.parametrize("num_ranks", [pytest.param(count, marks=pytest.mark.nightly) for count in (1, 2, 4)])
 def test_main_job_learns_the_digits_on_any_number_of_ranks(num_ranks, tmp_path):
-    lines, _ = run_example("train_digits.py", num_ranks, tmp_path)
+    lines = run_example("train_digits.py", num_ranks, tmp_path)
     assert last_accuracy(lines) >= 0.97
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_main_job_takes_less_than_15_seconds(num_ranks, tmp_path):
-    # The limit is for two idle cores; on a busy machine, this would fail at random.
-    _, seconds = run_example("train_digits.py", num_ranks, tmp_path)
-    assert seconds < 15
 
 
 @pytest.mark.nightly
@@ -59,7 +49,7 @@ def test_training_by_hand_and_with_the_package_end_alike(name, tmp_path):
     # PyTorch's Gloo may abort at exit, after everything is complete ("terminate called without an active exception",
     # once in some hundred runs). The test compares the numbers.
     exit_codes = (0, 128 + signal.SIGABRT) if name == "train_torch" else (0,)
-    lines, _ = run_example(f"{name}.py", 2, tmp_path, exit_codes)
+    lines = run_example(f"{name}.py", 2, tmp_path, exit_codes)
     assert 0.94 <= last_accuracy(lines) <= 0.98
     history = json.loads((tmp_path / "checkpoints" / f"{name}.json").read_text(encoding="utf-8"))
     assert len(history["train_losses"]) == len(history["train_accuracies"]) == 10
@@ -79,7 +69,7 @@ def test_first_program_in_readme_runs_as_it_stands(launched, tmp_path):
     readme, script = (ROOT / "README.md").read_text(encoding="utf-8"), tmp_path / "train.py"
     script.write_text(re.search(r"```python\n(.*?)```", readme, flags=re.DOTALL)[1], encoding="utf-8")
     if launched:
-        lines, _ = run_example(script, 2, tmp_path)
+        lines = run_example(script, 2, tmp_path)
     else:
         lines = values(run_ranks(2, run_script, str(script)))[0].splitlines()
     assert last_accuracy(lines) >= 0.94

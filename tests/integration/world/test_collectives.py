@@ -214,3 +214,10 @@ def test_small_agreements_go_over_a_cpu_group(backend):
 def backend_of_small_agreements(backend):
     with cx.init(cx.DistributedConfig(backend=backend)):
         return dist.get_backend(runtime.cpu_group())
+
+
+@on_ranks(2)
+def test_a_compiled_function_may_call_them():
+    tensor = own()
+    torch.compile(lambda t: cx.all_reduce(t), backend="eager")(tensor)
+    assert tensor.tolist() == [3.0, 6.0, 9.0]
