@@ -118,6 +118,9 @@ def late(folder: Path, *cells: Cell, **variables: str) -> list[Outcome]:
         for cell, program in zip(cells, programs, strict=True):
             program.wait_until_there()
             program.send(cell.number, cell.target, twice=cell.twice)
+            if cell.target == "rank":  # the other one has no signal, and its step ends
+                program.wait(lambda ended=program.processes[-1]: not ended.is_alive())
+                program.go_on()
     finally:
         found = [program.end() for program in programs]
     return found
@@ -142,7 +145,8 @@ def test_a_step_that_does_not_end_in_time_is_named_in_one_line(tmp_path):
 
 @pytest.mark.nightly
 def test_ctrl_c_without_checkpoints_interrupts_a_long_step(tmp_path):
-    [outcome] = late(tmp_path, Cell(signal.SIGINT, "alone", "ranks", "step"), NO_CHECKPOINTS="1")
+    cell = Cell(signal.SIGINT, "alone", "ranks", "step")
+    [outcome] = late(tmp_path, cell, NO_CHECKPOINTS="1", CYXTRAIN_GRACE_SECONDS="1000")
     assert (outcome.codes, outcome.files, outcome.left) == ([130], [], [])
     assert "Traceback" not in outcome.output
 
