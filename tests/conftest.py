@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,6 +17,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what test_torch_versions.py may be given."""
     text = "a version of PyTorch, and a Python that has it: 2.15=/path/to/python"
     parser.addoption("--python", action="append", default=[], help=text)
+
+
+def pytest_configure() -> None:
+    """Let the tests' processes receive Ctrl-C in a shell's background, too: they inherit that it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for

@@ -142,7 +142,6 @@ def main() -> int:
     unknown = sorted(set(given.shards) - set(SHARDS))
     if unknown:
         parser.error(f"no shard is named {', '.join(unknown)}; shards: {', '.join(SHARDS)}")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would tests
     results: dict[str, Result] = {}
     if given.results.exists():
         kept = json.loads(given.results.read_text("utf-8"))
