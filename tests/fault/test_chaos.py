@@ -170,7 +170,7 @@ def drawn_flips(count: int, seed: int, traffic: list[Traffic], *roles: str) -> l
     return found
 
 
-@by_day_and_nightly(25, 5000)
+@by_day_and_nightly(25, 1500)
 def test_every_flipped_bit_is_found_and_the_link_named(count, seed):
     clean = run_world(3, everything, options=CHECKED)
     assert clean.errors == [None] * 3
@@ -229,7 +229,7 @@ def test_a_flipped_bit_of_what_ranks_decide_by_is_found():
 
 
 @pytest.mark.nightly
-@by_day_and_nightly(4, 1000)
+@by_day_and_nightly(4, 300)
 def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
     clean = run_world(2, everything, options=CHECKED)
     generator, faults = random.Random(seed), []
