@@ -287,7 +287,7 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]
     if plan.resume is None:
         return []
     there = _folder_of(config).newest_first()
-    found = f"{counted(len(there), 'checkpoint')} in {config.checkpoint_dir}, none intact of this call of fit"
+    found = f"{counted(len(there), 'checkpoint')} in {config.checkpoint_dir}, none that this fit can continue"
     what = f"{found} (number {state.position.fits})" if there else f"no checkpoint in {config.checkpoint_dir}"
     keeps = "" if config.makes_checkpoints else "; checkpoints are off"
     return [("resume", f"{what}, starting from scratch{keeps}")]
