@@ -35,7 +35,10 @@ def outcomes(cells: Sequence[Cell], folder: Path) -> list[Outcome]:
     found: list[Outcome] = []
     for first in range(0, len(cells), AT_ONCE):
         batch = cells[first : first + AT_ONCE]
-        programs = [Program(folder / str(cell), cell.starter, cell.moment, cell.workers) for cell in batch]
+        programs = []
+        for cell in batch:
+            epochs = 1_000_000 if cell.target == "starter" else 3  # which passes a signal on when it comes to it
+            programs.append(Program(folder / str(cell), cell.starter, cell.moment, cell.workers, epochs=epochs))
         try:
             for cell, program in zip(batch, programs, strict=True):
                 program.wait_until_there()
