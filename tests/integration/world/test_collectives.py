@@ -202,7 +202,11 @@ def test_collectives_of_cpu_tensors_do_not_depend_on_the_users_default_device():
 def test_small_agreements_do_not_depend_on_the_users_defaults():
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float16)
-    assert runtime.gather_texts(f"rank {cx.get_rank()}") == ["rank 0", "rank 1"]
+    try:
+        assert runtime.gather_texts(f"rank {cx.get_rank()}") == ["rank 0", "rank 1"]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gloo"])
