@@ -38,6 +38,8 @@ val_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X_val, y
 model = torch.nn.Sequential(torch.nn.Linear(8, 3))
 loss_fn = torch.nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+d, g = (torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters())
+d_optimizer, g_optimizer = d, g
 share = slice(int(RANK), None, int(WORLD_SIZE))
 x, target = X[share], y[share]
 def compute_metrics(output, target): return (output.argmax(1) == target).float().mean()
@@ -54,9 +56,9 @@ def is_command(text: str) -> bool:
 
 
 def ours(name: str) -> list[str]:
-    """Return the code in a table's second column, from top to bottom, without names such as `fit`, `step(self)`."""
+    """Return the code in a table's second column, from top to bottom, without single names and lines of a method."""
     lines = [line for _, cell in TABLES[name] for line in code(cell)]
-    names = [line for line in lines if line.isidentifier() or "(self" in line]
+    names = [line for line in lines if line.isidentifier() or "self" in line]
     return [line for line in lines if line not in names and not line.startswith("{") and not is_command(line)]
 
 
