@@ -30,7 +30,7 @@ AT_ONCE = 4
 EVERY_CELL = every_cell()
 
 
-def outcomes(cells: Sequence[Cell], folder: Path) -> list[Outcome]:
+def outcomes(cells: Sequence[Cell], folder: Path, **variables: str) -> list[Outcome]:
     """Start a few programs at a time, and send each its signals when it is where they shall come."""
     found: list[Outcome] = []
     for first in range(0, len(cells), AT_ONCE):
@@ -38,7 +38,8 @@ def outcomes(cells: Sequence[Cell], folder: Path) -> list[Outcome]:
         programs = []
         for cell in batch:
             epochs = 1_000_000 if cell.target == "starter" else 3  # which passes a signal on when it comes to it
-            programs.append(Program(folder / str(cell), cell.starter, cell.moment, cell.workers, epochs=epochs))
+            place = folder / str(cell)
+            programs.append(Program(place, cell.starter, cell.moment, cell.workers, epochs=epochs, **variables))
         try:
             for cell, program in zip(batch, programs, strict=True):
                 program.wait_until_there()
@@ -186,13 +187,7 @@ def test_a_worker_that_dies_before_the_signal_arrives_does_not_lose_the_checkpoi
 
 def test_a_worker_that_dies_of_the_signal_after_the_fit_has_stopped_is_no_error(tmp_path):
     cell = Cell(signal.SIGTERM, "alone", "ranks", "step", 2)
-    program = Program(tmp_path / str(cell), cell.starter, cell.moment, cell.workers, WORKERS_DIE_LATE="1")
-    try:
-        program.wait_until_there()
-        program.send(cell.number, cell.target)
-        program.go_on()
-    finally:
-        outcome = program.end()
+    [outcome] = outcomes([cell], tmp_path, WORKERS_DIE_LATE="1")
     assert not problem(cell, outcome, tmp_path), outcome.output
 
 

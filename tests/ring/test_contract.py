@@ -1,7 +1,7 @@
 """One contract of all collectives, held against the ring, Gloo and, where there are GPUs, NCCL.
 
 contract_cases.py is the table: what is called, and what a backend does not do. By day it is the ring alone, with one
-and three ranks; 'pytest -m nightly' goes through everything, with one to five ranks, and the ring over TCP, Unix
+and two ranks; 'pytest -m nightly' goes through everything, with one to five ranks, and the ring over TCP, Unix
 sockets and memory that is read in place. The first two differ in the socket alone, so two ranks are enough for the
 second; and three for Gloo, which shows that the table is right.
 """

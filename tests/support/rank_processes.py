@@ -173,7 +173,7 @@ def become(variables: dict[str, str]) -> None:
     os.environ.update(variables)
     # A rank may start a DataLoader's workers, which multiprocessing refuses to daemons.
     vars(multiprocessing.current_process())["_config"]["daemon"] = False
-    # As in a program of its own: with what it inherits, each rank would start a fork server for its workers.
+    # The default, as in a program that a user starts: with the inherited one, each rank would start a fork server.
     multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
 
