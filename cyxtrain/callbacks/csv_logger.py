@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.checkpoint.files import temporary_file
+from cyxtrain.checkpoint.files import replacing
 from cyxtrain.config.settings import require, require_boolean
 from cyxtrain.environment.regular_files import local_path, read_text
 from cyxtrain.errors import ConfigError
@@ -107,11 +107,8 @@ class CSVLogger(Callback):
         self._lines.append([str(epoch), *(repr(values[n]) if n in values else "" for n in self._lines[0][1:])])
         table = io.StringIO()
         csv.writer(table, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
-        # At once, so that readers never see a part; not synchronized, for which every epoch would wait.
-        with temporary_file(self._path, f"CSV file {self._path}") as (file, temporary):
+        with replacing(self._path, "CSV file", synchronizes=False) as file:  # readers see no part; no epoch waits
             file.write(table.getvalue().encode())
-            file.close()
-            os.replace(temporary, self._path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"lines": len(self._lines)}

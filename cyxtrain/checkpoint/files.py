@@ -34,20 +34,22 @@ _REMEDIES = {
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], what: str, *, synchronizes: bool = True) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block succeeds, and leaves nothing when it fails.
 
-    A temporary file in the same folder is written and synchronized, then renamed, then the folder is synchronized:
-    after the block the new content survives a power cut, and before it the old content does.
+    A temporary file beside it is written, synchronized and renamed, then the folder is synchronized: a power cut leaves
+    the new content after the block, and the old before it. Unless it `synchronizes`, that holds for a kill alone.
     """
     target = Path(local_path(f"the path of a {what}", path))
     with temporary_file(target, f"{what} {target}") as (file, temporary):
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        if synchronizes:
+            os.fsync(file.fileno())
         file.close()
         os.replace(temporary, target)
-        _synchronize_folder(target.parent)
+        if synchronizes:
+            _synchronize_folder(target.parent)
 
 
 def try_folder(folder: Path, name: str, what: str) -> None:

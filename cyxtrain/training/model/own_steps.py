@@ -309,7 +309,8 @@ class StepCall(ModelCall):
         if built_in.losses and self._returns_loss:
             self.optimizes = True
             named = result if isinstance(result, Mapping) else {} if result is None else {"loss": result}
-            built_in.weight = built_in.weight if "loss" in named else None  # `optimize` returns the mean of all ranks
+            if "loss" not in named:
+                built_in.weight = None  # what `optimize` returned is the mean over all ranks
             result = {"loss": sum(built_in.losses), **named}
         if self._returns_loss and not _has_loss(result):
             raise ConfigError(
