@@ -70,8 +70,8 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
     @functools.wraps(function)
     def call(*args: _P.args, **named: _P.kwargs) -> _Result:
         runtime.require_rank(function.__name__)
-        if not (named.get("group") or any(args[place_of_group : place_of_group + 1]) or torch.compiler.is_compiling()):
-            runtime.rejoin_after_failure()  # torch.compile cannot look into a group
+        if not (named.get("group") or any(args[place_of_group : place_of_group + 1])):
+            runtime.rejoin_after_failure()
         is_absent = bool(default) and len(args) <= place and named.get(default) is None
         if is_absent and named.get(f"group_{default}") is None:
             named[default] = 0

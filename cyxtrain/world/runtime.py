@@ -173,6 +173,8 @@ def join_for_all(*, works_alone: bool = False) -> None:
 
 def rejoin_after_failure() -> None:
     """Begin a new world after an error that this rank's program has seen, as every rank does in its next call."""
+    if torch.compiler.is_compiling():
+        return  # torch.compile cannot look into a group
     group: Any = dist.group.WORLD  # not `cpu_group`, which takes longer: small collectives take microseconds
     if _side_ring is not None:
         group = cpu_group()

@@ -223,5 +223,5 @@ def backend_of_small_agreements(backend):
 @on_ranks(2)
 def test_a_compiled_function_may_call_them():
     tensor = own()
-    torch.compile(lambda t: cx.all_reduce(t), backend="eager")(tensor)
+    torch.compile(lambda t: (cx.barrier(), cx.all_reduce(t)), backend="eager")(tensor)
     assert tensor.tolist() == [3.0, 6.0, 9.0]
