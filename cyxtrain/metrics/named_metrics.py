@@ -244,11 +244,11 @@ def _by_name(name: str, metric: str, task: _Task | None, outputs: Sequence[str])
     several = {"num_outputs": task.num_outputs} if task.num_outputs > 1 else {}
     if metric in _CORRELATIONS:  # both from all rows: sums of squares would be less exact
         of_ranks = metric == "spearman"
-        metric_class = _computing(regression.SpearmanCorrCoef, lambda rows: _correlation(rows, of_ranks=of_ranks))
+        metric_class = _computing(regression.SpearmanCorrCoef, functools.partial(_correlation, of_ranks=of_ranks))
         return LibraryMetric(name, metric_class(**several), task.prepare)
     settings = {**several, "squared": False} if metric == "rmse" else {}
     library = getattr(regression, _FROM_LIBRARY[metric])
-    metric_class = _computing(library, lambda sums: library.compute(sums).mean())
+    metric_class = _computing(library, lambda library, sums: library.compute(sums).mean())
     return LibraryMetric(name, metric_class(**settings), task.prepare)
 
 
@@ -270,7 +270,9 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
 
     kind, prepare, count = _OF_CLASSES[base], task.prepare, task.num_classes
     if task.kind == "binary" and not average:
-        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), prepare)
+        library = getattr(classification, f"Binary{kind}")
+        metric_class = _computing(library, _auc_of_both) if base == "auc" else library
+        return LibraryMetric(name, metric_class(), prepare)
     settings: dict[str, Any] = {"average": average or "macro"} if base in _AVERAGED else {}
     if task.kind == "multilabel":
         library = getattr(classification, f"Multilabel{kind}", None)
@@ -280,22 +282,27 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
         settings |= {"num_classes": count, "ignore_index": task.loss.ignored}
     if library is None:
         raise ConfigError(f"the metric {base!r} is for one class per row, and the targets are several labels.")
-    metric_class, of_ranked = library, lambda metric: _mean_of_ranked(library.compute(metric), metric, average)
+    metric_class = library
     if base in _RANKED:
-        metric_class, settings["average"] = _computing(library, of_ranked), "none"
+        metric_class = _computing(library, functools.partial(_mean_of_ranked, average=average))
+        settings["average"] = "none"
     prepare = functools.partial(_as_two_classes, prepare) if task.kind == "binary" else prepare
     return LibraryMetric(name, metric_class(**settings), prepare)
 
 
-def _computing(metric_class: Any, compute: Callable[[Any], Tensor]) -> Any:
-    """Return a subclass with another `compute`."""
-    return type(metric_class.__name__, (metric_class,), {"compute": compute, "__module__": metric_class.__module__})
+def _computing(library: Any, compute: Callable[[Any, Any], Tensor]) -> Any:
+    """Return a subclass of a metric's class, with `compute(library, metric)`."""
+    changed = {"compute": lambda metric: compute(library, metric), "__module__": library.__module__}
+    return type(library.__name__, (library,), changed)
 
 
-def _mean_of_ranked(scores: Tensor, metric: Any, average: str) -> Tensor:
+def _mean_of_ranked(library: Any, metric: Any, average: str) -> Tensor:
     """Return the mean over the classes that have rows, and of which other classes have rows; "none": the scores."""
     answers = _joined(metric.target)
     answers = answers[answers != metric.ignore_index] if metric.ignore_index is not None else answers
+    if not len(answers):
+        return answers.new_full([metric.num_classes] * (average == "none"), math.nan, dtype=torch.float64)
+    scores: Tensor = library.compute(metric)
     counts = answers.sum(0) if answers.dim() > 1 else torch.bincount(answers, minlength=len(scores))
     known = (counts > 0) & (counts < len(answers))
     if average == "none":
@@ -304,7 +311,14 @@ def _mean_of_ranked(scores: Tensor, metric: Any, average: str) -> Tensor:
     return torch.div((scores * weights)[known].sum(), weights[known].sum())
 
 
-def _correlation(metric: Any, *, of_ranks: bool) -> Tensor:
+def _auc_of_both(library: Any, metric: Any) -> Tensor:
+    """Return the area under the curve; NaN, as scikit-learn, if all rows are of one class."""
+    answers = _joined(metric.target)
+    found: Tensor = library.compute(metric)
+    return found if (answers != answers[0]).any() else torch.full_like(found, math.nan)
+
+
+def _correlation(_: Any, metric: Any, *, of_ranks: bool) -> Tensor:
     """Return Pearson's correlation of all rows, or of their ranks, which is Spearman's; the mean over outputs."""
     sides = [_joined(each).reshape(-1, metric.num_outputs) for each in (metric.preds, metric.target)]
     if of_ranks:

@@ -429,9 +429,17 @@ class DistributedDataParallel(nn.Module):
         """Return the wrapped module."""
         return self.module
 
-    get_rank = staticmethod(runtime.get_rank)
-    get_world_size = staticmethod(runtime.get_world_size)
-    is_master = staticmethod(runtime.is_master)
+    def get_rank(self) -> int:
+        """Return this rank."""
+        return runtime.get_rank()
+
+    def get_world_size(self) -> int:
+        """Return the number of ranks."""
+        return runtime.get_world_size()
+
+    def is_master(self) -> bool:
+        """Return whether this is rank 0."""
+        return runtime.is_master()
 
 
 def _nothing() -> Tensor | None:

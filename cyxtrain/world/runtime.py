@@ -274,13 +274,8 @@ def init_process_group(
     return init(None if config == DistributedConfig() else config)
 
 
-def destroy_process_group() -> None:
-    """Do `finalize` under PyTorch's name.
-
-    Raises:
-        CollectiveMismatchError: As `finalize`.
-    """
-    finalize()
+destroy_process_group = finalize
+"""The same under PyTorch's name."""
 
 
 def is_initialized() -> bool:

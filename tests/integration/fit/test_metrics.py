@@ -476,6 +476,26 @@ def test_classes_without_a_row_have_no_part_in_what_is_ranked():
     assert found == pytest.approx(np.mean(each), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["auc", "average_precision", "auc_weighted", "auc_per_class"])
+def test_what_is_ranked_is_no_number_without_a_row_that_counts(name):
+    model, _, (inputs, classes), _ = task("classes")
+    loss = nn.CrossEntropyLoss(ignore_index=CLASSES - 1)
+    with one_process():
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=[name])
+        found = trainer.evaluate(inputs, torch.full_like(classes, CLASSES - 1))
+    own = [value for key, value in found.to_dict().items() if key.startswith(name.removesuffix("_per_class"))]
+    assert len(own) == (CLASSES if name.endswith("per_class") else 1)
+    assert all(map(math.isnan, own))
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_the_area_under_the_curve_is_no_number_if_all_rows_are_of_one_class(label):
+    model, loss, (inputs, targets), _ = task("logits")
+    with one_process():
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=["auc"])
+        assert math.isnan(trainer.evaluate(inputs, torch.full_like(targets, label))["auc"])
+
+
 def test_several_outputs_are_averaged_as_scikit_learn_does():
     inputs, _ = make_rows(ROWS)
     targets = torch.stack([inputs.sum(1), 5 * inputs[:, 0]], 1)

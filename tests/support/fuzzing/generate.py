@@ -313,13 +313,13 @@ class _Drawn:
                 "bucket_size_mb": self._choice([25, 0.0001, 0.0003]),
             }
             ddp = {name: value for name, value in ddp.items() if self._chance(0.6)}
-        if self.model in ("unused", "branch") or self.own_step:
-            if ddp:
-                ddp["find_unused_parameters"] = True
-            ddp.pop("static_graph", None)
         compresses = self.own_step is None and self.model not in ("sparse", "complex") and self._chance(0.1)
         if compresses:
             ddp["compression"] = self._in_turns("compression", ["bf16", "fp16", "powersgd"])
+        if self.model in ("unused", "branch") or self.own_step:
+            ddp.pop("static_graph", None)
+            if ddp:  # otherwise the trainer's own config allows them
+                ddp["find_unused_parameters"] = True
         self._is(
             ddp=ddp,
             recomputes=self.task in ("cls", "reg", "conv") and self.model != "bn_eval" and self._chance(0.06),

@@ -191,7 +191,8 @@ def step_with_loss(trainer: Trainer, batch: Any) -> Any:
 
 def step_with_pair(trainer: Trainer, batch: Any) -> Any:
     total, count = _counted_pair(trainer, batch)
-    return {"loss": (total, count), "counted": (count.detach(), len(first_of(batch)))}
+    targets = batch["labels"] if isinstance(batch, dict) else batch[1]
+    return {"loss": (total, count), "counted": (count.detach(), len(targets))}
 
 
 def step_with_dictionary(trainer: Trainer, batch: Any) -> Any:

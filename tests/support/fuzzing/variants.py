@@ -28,7 +28,8 @@ def has_best(spec: Spec) -> bool:
 
 
 def _ddp(spec: Spec, **fields: Any) -> Spec:
-    return _change(spec, ddp=spec.ddp | fields)
+    given = spec.ddp or {"find_unused_parameters": True}  # as the trainer does without a config
+    return _change(spec, ddp=given | fields)
 
 
 def _no_validation(spec: Spec) -> Variant | None:
