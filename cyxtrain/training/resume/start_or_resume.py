@@ -287,10 +287,10 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]
     if plan.resume is None:
         return []
     there = _folder_of(config).newest_first()
-    found = f"{counted(len(there), 'checkpoint')} in {config.checkpoint_dir}, none that this fit can continue"
-    what = f"{found} (number {state.position.fits})" if there else f"no checkpoint in {config.checkpoint_dir}"
+    found = counted(len(there), "checkpoint") if there else "no checkpoint"
+    others = f", none that call {state.position.fits} of fit can continue" if there else ""
     keeps = "" if config.makes_checkpoints else "; checkpoints are off"
-    return [("resume", f"{what}, starting from scratch{keeps}")]
+    return [("resume", f"{found} in {config.checkpoint_dir}{others}, starting from scratch{keeps}")]
 
 
 def _newest_of_call(

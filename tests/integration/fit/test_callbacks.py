@@ -679,7 +679,7 @@ def test_a_second_fit_of_a_trainer_says_that_no_checkpoint_is_of_it(tmp_path, ca
         trainer.fit(INPUTS, TARGETS, **settings)
         capsys.readouterr()
         trainer.fit(INPUTS, TARGETS, **settings)
-    what = f"1 checkpoint in {tmp_path}, none that this fit can continue (number 2), starting from scratch"
+    what = f"1 checkpoint in {tmp_path}, none that call 2 of fit can continue, starting from scratch"
     assert said(capsys, "resume") == [what]
     assert trainer.epoch == 2
 
