@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from cyxtrain.environment.regular_files import local_path, open_regular, read_rest
+from cyxtrain.environment.regular_files import local_path, open_regular, read_rest, refuse_others
 from cyxtrain.errors import CheckpointError
 
 if sys.platform != "win32":
@@ -29,7 +29,9 @@ _REMEDIES = {
     errno.EROFS: "The file system is read-only: choose another folder.",
     errno.EEXIST: "A file is in its place: choose another folder.",
     errno.ENOTDIR: "A part of the path is a file: choose another folder.",
-    errno.EISDIR: "The path is a folder: give the name of a file.",
+    errno.EISDIR: "Give the name of a file.",
+    errno.EINVAL: "Give the name of a file.",
+    errno.ENAMETOOLONG: "Give a shorter name.",
 }
 
 
@@ -42,6 +44,7 @@ def replacing(path: str | os.PathLike[str], what: str, *, synchronizes: bool = T
     """
     target = Path(local_path(f"the path of a {what}", path))
     with temporary_file(target, f"{what} {target}") as (file, temporary):
+        refuse_others(target)  # renaming would replace a device by a file
         yield file
         file.flush()
         if synchronizes:
@@ -74,7 +77,7 @@ if sys.platform != "win32":
 def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
     """Open a locked file beside `target`, which is removed afterwards unless the block renames it."""
     # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
     try:
         _make_folder(target.parent)
         with open(temporary, "x+b") as file:

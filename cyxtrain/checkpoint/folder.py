@@ -113,7 +113,12 @@ class CheckpointFolder:
         return found
 
     def _claims(self, run: object) -> list[Path]:
-        return [path for path in self.path.glob(f".{_CLAIM}{run}{SUFFIX}.*{TEMPORARY_SUFFIX}") if is_locked(path)]
+        return [path for path in self._hidden(f".{_CLAIM}{run}{SUFFIX}.*{TEMPORARY_SUFFIX}") if is_locked(path)]
+
+    def _hidden(self, pattern: str) -> list[Path]:
+        with contextlib.suppress(OSError):  # `check` reports it
+            return [*self.path.glob(pattern)]
+        return []
 
     def prune(self, run: object, keep_last: int, newest: Path) -> int:
         """Delete all but the newest of a run and the best one; return how many were deleted.
@@ -142,7 +147,7 @@ class CheckpointFolder:
 
     def remove_leftovers(self) -> None:
         """Delete the temporary files of writers that were killed."""
-        for path in self.path.glob(f".*{SUFFIX}*{TEMPORARY_SUFFIX}"):
+        for path in self._hidden(f".*{SUFFIX}*{TEMPORARY_SUFFIX}"):
             if is_locked(path) is False:
                 with contextlib.suppress(OSError):
                     path.unlink()

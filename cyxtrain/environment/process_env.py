@@ -26,9 +26,9 @@ torchrun sets these very names, and they take precedence over those of a schedul
 
 from __future__ import annotations
 
-import math
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,8 +73,11 @@ def grace_seconds(variables: Variables = ENVIRON) -> float:
         seconds = float(value or GRACE_SECONDS)
     except ValueError:
         seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise ConfigError(f"{GRACE}={value!r} in the environment must be a number of seconds above 0.")
+    if not 0.0 < seconds <= threading.TIMEOUT_MAX:
+        raise ConfigError(
+            f"{GRACE}={value!r} in the environment must be a number of seconds above 0, at most "
+            f"{threading.TIMEOUT_MAX:,.0f}."
+        )
     return seconds
 
 

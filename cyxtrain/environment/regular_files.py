@@ -58,12 +58,7 @@ def local_path(argument: str, path: Any) -> str:
 
 def regular_opener(path: str, flags: int) -> int:
     """Open a regular file; an `opener` for Python's `open`, whose OSError says what else the file is."""
-    try:
-        found = os.stat(path)  # before opening, which can have effects on a device
-    except FileNotFoundError:
-        found = None  # the mode decides whether to create it
-    if found is not None:
-        _require_regular(found.st_mode, path)
+    refuse_others(path)  # before opening, which can have effects on a device
     descriptor = os.open(path, flags | _FLAGS, 0o666)
     try:
         _require_regular(os.fstat(descriptor).st_mode, path)  # another file may have replaced it meanwhile
@@ -110,6 +105,12 @@ def at_a_glance(file: BinaryIO, limit_bytes: int) -> Any:
         return file.read(wanted)
 
     return types.SimpleNamespace(read=read, seek=file.seek, tell=file.tell, seekable=file.seekable)
+
+
+def refuse_others(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if anything else than a regular file is at a path."""
+    with contextlib.suppress(FileNotFoundError):
+        _require_regular(os.stat(path).st_mode, os.fspath(path))
 
 
 def _require_regular(mode: int, path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,7 +123,7 @@ class NumberFirst(click.Command):
 @click.option(
     "--grace",
     metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, max=threading.TIMEOUT_MAX, min_open=True),
     help="Seconds between a request to stop and the kill.  [default: CYXTRAIN_GRACE_SECONDS, or 25]",
 )
 @click.option("--logs", metavar="DIR", type=click.Path(path_type=Path), help="Also write each rank's output to a file.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class LoggedNumbers:
     def __init__(self, reserved: Iterable[str] = (), best_names: Iterable[str | None] = ()) -> None:
         self.rows = 1  # the weight of a number that is logged without one
         self.place = 0  # of the running step, or batch of a validation, by which ranks know the last number
-        self.reserved = {"loss", "accuracy", "epoch", "step", *reserved}  # names that `fit` measures itself
+        self.reserved = {"loss", "accuracy", *reserved}  # names that `fit` measures itself
         self.best_names = set(best_names)  # those by which checkpoints are compared
         self.is_closed = False  # whether the last epoch is complete
         self.larger_is_better: dict[str, bool] = {}
@@ -98,7 +98,7 @@ class LoggedNumbers:
             return
         require(not self.is_closed, f"log({name!r}) was called after the last epoch. Call it before on_train_end.")
         if name not in self._reduces:
-            self._check_name(name, larger_is_better)
+            self._check_name(name, larger_is_better, self.reserved)
             require_choice("log", "reduce", reduce, _REDUCES)
         known = self._reduces.setdefault(name, reduce)
         if reduce != known:
@@ -110,7 +110,7 @@ class LoggedNumbers:
         counts = self.rows if weight is None else _as_number(name, "weight", weight)
         if not isinstance(counts, Tensor) and not 0 <= counts < math.inf:
             raise ConfigError(f"log({name!r}): weight must be a finite number of at least 0, got {counts}.")
-        self._add(name, {"mean": [number * counts, counts], "last": [self.place, number]}.get(reduce, [number]))
+        self._add(name, {"mean": _weighted(number, counts), "last": [self.place, number]}.get(reduce, [number]))
 
     def add_parts(self, parts: Mapping[str, BatchLoss], known: Sequence[str]) -> None:
         """Add what a model or a step returned of a batch under names that are not `known` from the dry run."""
@@ -120,7 +120,7 @@ class LoggedNumbers:
         for name, part in parts.items():
             if name not in known:
                 if name not in self._reduces:
-                    self._check_name(name, None)
+                    self._check_name(name, None, ())
                 reduce = self._reduces.setdefault(name, "mean")
                 if reduce != "mean":
                     raise _changed(name, reduce, "mean")
@@ -143,11 +143,9 @@ class LoggedNumbers:
         is_first = before is None or reduce == "last"
         self._sums[name] = sums if is_first else _joined("mean" if reduce == _ALIKE else reduce, before or [], sums)
 
-    def _check_name(self, name: Any, larger_is_better: bool | None) -> None:
+    def _check_name(self, name: Any, larger_is_better: bool | None, reserved: Collection[str]) -> None:
         require(isinstance(name, str) and bool(name), f"log takes a name, got {brief(name)}.")
-        own = name.removeprefix("val_")
-        if own in self.reserved or own.startswith((GRAD_NORM, "learning_rate")):
-            raise ConfigError(f"log({name!r}): fit records a number of this name itself. Choose another name.")
+        check_free(name.removeprefix("val_"), f"log({name!r})", reserved)
         if name in self.best_names and larger_is_better is None:
             raise ConfigError(
                 f"keep_best with {name!r}: it is unknown whether larger is better. Pass larger_is_better=True or False "
@@ -248,6 +246,12 @@ class NumberLogger:
             self._logged = before
 
 
+def check_free(name: str, what: str, reserved: Collection[str] = ()) -> None:
+    """Refuse a name under which `fit` records a number itself; `what` has it."""
+    if name in ("epoch", "step", *reserved) or name.startswith((GRAD_NORM, "learning_rate")):
+        raise ConfigError(f"{what}: fit records a number of this name itself. Choose another name.")
+
+
 def _is_recomputing() -> bool:
     """Return whether a backward runs a part of a forward again, with a graph; hooks of gradients have none."""
     return torch.is_grad_enabled() and torch_compat.current_autograd_node() is not None
@@ -266,6 +270,13 @@ def _as_number(name: str, what: str, value: Any) -> _Number:
     got = f"{type(value).__name__} of shape {list(value.shape)}" if is_array else f"{brief(value)}"
     kind = "" if is_array else f" ({type(value).__name__})"
     raise ConfigError(f"log({name!r}): {what} must be a number, got {got}{kind}. Log a number of it, such as its mean.")
+
+
+def _weighted(number: _Number, weight: _Number) -> list[_Number]:
+    """Return a number times its weight, 0 without one even if the number is not finite; and the weight."""
+    if isinstance(weight, Tensor):
+        return [torch.where(weight == 0, 0.0, number * weight), weight]
+    return [number * weight if weight else 0.0, weight]
 
 
 def _changed(name: str, known: str, reduce: str) -> ConfigError:

@@ -19,6 +19,7 @@ from cyxtrain.data.batches.structure import Tree, fields_of, parts_by_name, with
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.accuracy import Accuracy, ignored_class, labels_in
+from cyxtrain.metrics.logged import check_free
 from cyxtrain.metrics.named_losses import loss_function
 from cyxtrain.metrics.num_items import ItemRule
 from cyxtrain.metrics.weighting import (
@@ -247,6 +248,8 @@ class Loss:
                 not self._factors,
                 'loss_weights weigh several losses, and the model returns one, under "loss": weigh its parts there.',
             )
+        for name in scalars:
+            check_free(name, f"the model or the step returns {name!r}")
         self.shown = tuple(scalars)
 
     def join_names(self, names_by_rank: Sequence[Sequence[str]]) -> None:

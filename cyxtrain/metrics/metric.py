@@ -106,7 +106,8 @@ class MeanMetric(Metric):
     def _add(self, total: Tensor, weight: Tensor) -> None:
         device = total.device
         earlier = self.sums if self.sums.device == device else self.sums.to(device, non_blocking=self.sums.is_cpu)
-        self.sums = earlier + torch.stack([total, weight.to(device)])
+        weight = weight.to(device)
+        self.sums = earlier + torch.stack([total.masked_fill(weight == 0, 0.0), weight])
 
     @override
     def local_values(self) -> list[float]:

@@ -25,6 +25,7 @@ from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError, brief
 from cyxtrain.metrics.accuracy import Accuracy
 from cyxtrain.metrics.find_accuracy import find_accuracy
+from cyxtrain.metrics.logged import check_free
 from cyxtrain.metrics.loss import Loss, naming_output
 from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
 from cyxtrain.metrics.sums import correct_of
@@ -78,6 +79,7 @@ class NamedMetrics(dict[str, Any]):
         """Add a metric; raise ConfigError if its name is not free."""
         if name.startswith("val_") or name == "loss":
             raise ConfigError(f"the metric {name!r} needs another name: the history uses this one.")
+        check_free(name, f"the metric {name!r}")
         if name in self:
             raise ConfigError(f"metrics has two named {name!r}: name them, as in metrics={{'mine': ...}}.")
         self[name] = metric
@@ -271,8 +273,8 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
     kind, prepare, count = _OF_CLASSES[base], task.prepare, task.num_classes
     if task.kind == "binary" and not average:
         library = getattr(classification, f"Binary{kind}")
-        metric_class = _computing(library, _auc_of_both) if base == "auc" else library
-        return LibraryMetric(name, metric_class(), prepare)
+        compute = {"auc": _auc_of_both, "matthews": _matthews}.get(base)
+        return LibraryMetric(name, (library if compute is None else _computing(library, compute))(), prepare)
     settings: dict[str, Any] = {"average": average or "macro"} if base in _AVERAGED else {}
     if task.kind == "multilabel":
         library = getattr(classification, f"Multilabel{kind}", None)
@@ -286,6 +288,8 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
     if base in _RANKED:
         metric_class = _computing(library, functools.partial(_mean_of_ranked, average=average))
         settings["average"] = "none"
+    elif base == "matthews":
+        metric_class = _computing(library, _matthews)
     prepare = functools.partial(_as_two_classes, prepare) if task.kind == "binary" else prepare
     return LibraryMetric(name, metric_class(**settings), prepare)
 
@@ -316,6 +320,17 @@ def _auc_of_both(library: Any, metric: Any) -> Tensor:
     answers = _joined(metric.target)
     found: Tensor = library.compute(metric)
     return found if (answers != answers[0]).any() else torch.full_like(found, math.nan)
+
+
+def _matthews(_: Any, metric: Any) -> Tensor:
+    """Return Matthews' coefficient as scikit-learn: 0 if all rows are of one class, or predicted to be."""
+    counts = metric.confmat.double()
+    if counts.dim() > 2:  # of each label
+        counts = counts.sum(0)
+    total, own, predicted = counts.sum(), counts.sum(1), counts.sum(0)
+    spread = (total.square() - own @ own) * (total.square() - predicted @ predicted)
+    covariance = counts.trace() * total - own @ predicted
+    return torch.where(spread > 0, covariance / spread.sqrt(), 0.0)
 
 
 def _correlation(_: Any, metric: Any, *, of_ranks: bool) -> Tensor:

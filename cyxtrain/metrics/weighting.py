@@ -6,6 +6,7 @@ rank knows its own sum and weight; the step needs the weight of all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from cyxtrain.config.settings import is_number
 from cyxtrain.data.batches.structure import as_tensor
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief
 
 NO_LOSS = (
     "there is no loss: pass a loss_fn to the trainer, or let the model return a scalar or (sum, weight), an output "
@@ -79,10 +80,13 @@ def weighting_of(value: Any) -> Weighting:
     """Return how a loss is weighted that a function or a model returned."""
     if not isinstance(value, tuple):
         return Weighting.SAMPLES
-    if float(value[1]) < 0:
+    weight = math.nan
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # None, or several numbers
+        weight = math.nan if isinstance(value[1], str) else float(value[1])
+    if not weight >= 0:
         raise ConfigError(
-            f"the loss is (sum, weight), and its weight is {float(value[1]):g}: a weight is a count, of rows or "
-            "tokens, and must not be negative. Return the loss of what counts, added up, and how much counts."
+            f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of rows or tokens, "
+            "and a number of at least 0. Return the loss of what counts, added up, and how much counts."
         )
     return Weighting.TERMS
 

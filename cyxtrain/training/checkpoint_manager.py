@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 
@@ -45,7 +46,8 @@ class CheckpointManager:
         self._folder = CheckpointFolder(
             config.checkpoint_dir, None if config.save_on_master_only else runtime.get_rank()
         )
-        self._folder.path = self._folder.path.absolute()
+        with contextlib.suppress(FileNotFoundError):  # the current folder is gone: whoever writes is told
+            self._folder.path = self._folder.path.absolute()
         self._before: list[Found] = []
         self._writer: Writer | None = None
         if self._is_on and (not config.save_on_master_only or runtime.is_master()):

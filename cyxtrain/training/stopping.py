@@ -174,7 +174,10 @@ class StopSignals:
         # A signal after the last step takes effect now; an error in flight goes first.
         late = {StopRequest.TERMINATE: self._number, StopRequest.INTERRUPT: signal.SIGINT}
         for request in self._requested & set(late):
-            signal.raise_signal(late[request])
+            number = late[request]
+            if self._before[number] is signal.SIG_DFL:  # which would end the process at once, without its `finally`
+                raise SystemExit(128 + number)
+            signal.raise_signal(number)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()

@@ -35,7 +35,13 @@ from cyxtrain.parallel import DistributedDataParallel, gathering_alone
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.inputs.plan import FitPlan
-from cyxtrain.training.model.own_steps import StepCall, accumulation_excludes, checked_loss, what_needs_all_rows
+from cyxtrain.training.model.own_steps import (
+    StepCall,
+    accumulation_excludes,
+    checked_loss,
+    mean_of_loss,
+    what_needs_all_rows,
+)
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
@@ -303,7 +309,7 @@ class Updates:
             calls += 1
             value, weight = _trained_loss(loss() if callable(loss) else loss)
             if calls < number:
-                return value.detach() if weight is None else value.detach() / weight
+                return mean_of_loss(value, weight)
             losses.append(value.detach())
             found = torch.autograd.grad(value * self._multiplier, trained, allow_unused=True)
             for parameter, gradient in zip(trained, found, strict=True):

@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cyxtrain import errors
 from cyxtrain.environment.standard_streams import UNREAD_SECONDS
@@ -118,6 +118,10 @@ class Supervisor:
         lines = {rank.index: rank.last_lines() for rank in self._ranks}
         own = [ended for ended in exits if ended.at_seconds < stopped_at]
         first = find_first_failure(own, lines)
+        if first is not None and _BLAMES_ANOTHER.search(lines[first.index] or b""):
+            # The rank that is blamed may have raised its error before, and still be ending.
+            late = [ended for ended in exits if ended not in own and _has_own_error(lines[ended.index])]
+            first = replace(late[0], code=1, killed_by=None) if late else first
         return Outcome(
             exits=exits,
             first_failure=first,
@@ -205,6 +209,12 @@ def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes
         others = [each for each in own if each.killed_by or TRACEBACK in (last_lines[each.index] or b"")]
         own = others or mistakes
     return next(iter(own if find_stop(exits) else own or failures), None)
+
+
+def _has_own_error(last_lines: bytes | None) -> bool:
+    """Return whether a rank's stderr has a traceback of an error that blames no other rank, and is no Ctrl-C."""
+    _, _, last = (last_lines or b"").rpartition(TRACEBACK)
+    return bool(last) and not _BLAMES_ANOTHER.search(last) and b"\nKeyboardInterrupt" not in last
 
 
 def would_recur(outcome: Outcome) -> bool:

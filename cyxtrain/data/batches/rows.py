@@ -231,7 +231,7 @@ def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | Non
     if missing:
         raise ConfigError(
             f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds; it "
-            f"has one for class {shortened(map(str, weights)) or 'none'}: give one for each class."
+            f"has one for class {shortened(map(repr, weights)) or 'none'}: give one for each class, by its number."
         )
     table = [float(known[number]) for number in classes.tolist()]
     factors = torch.tensor(table, dtype=torch.float64, device=targets.device)[which]

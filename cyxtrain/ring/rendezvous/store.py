@@ -77,10 +77,13 @@ def serve_store(
                 rank=0,
             )
         server = KeyValueServer(listener, secret or _NO_SECRET, world_size)
-        # Another machine's rank 0 may be what listens there.
-        reach_store(0, address, port, world_size, secret, deadline.left(), server.name).close()
-    except BaseException:
+        # Another machine's rank 0 may be what listens there. Half the time: the others would guess why, at its end.
+        reach_store(0, address, port, world_size, secret, deadline.left() / 2, server.name).close()
+    except BaseException as error:
+        reason = "" if server is None else server.refusal()
         (server or listener).close()
+        if isinstance(error, RendezvousError) and reason:  # too few open files, say: nobody else is there
+            raise RendezvousError(reason, rank=0) from None
         raise
     return KeyValueStore(server, address, timedelta(seconds=seconds))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
@@ -153,14 +153,13 @@ def parse_fit(
         validation_data = (arrays[2], arrays[3])
     right = class_weight is None or isinstance(class_weight, Mapping)
     require(right, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
-    alone = arrays[1] is None and isinstance(validation_data, SupportsArray)  # X without y
     checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation((validation_data, None) if alone else validation_data, checked, validation_groups),
+        validation=_validation(validation_data, checked, validation_groups, arrays),
         config=checked,
         resume=None if checked.fast_dev_run else path,
         callbacks=checked_callbacks(callbacks),
@@ -237,8 +236,14 @@ def _path(resume: Any) -> str | None:
     return None if resume is None else local_path("fit.resume", resume)
 
 
-def _validation(validation: Any, settings: DistributedTrainingConfig, groups: Any) -> dict[str, tuple[Any, Any, Any]]:
+def _validation(
+    validation: Any, settings: DistributedTrainingConfig, groups: Any, arrays: Sequence[Any]
+) -> dict[str, tuple[Any, Any, Any]]:
     """Return the sets of validation data by name; a mapping of arrays is one set, with inputs by name."""
+    if arrays[1] is None and isinstance(validation, SupportsArray):  # X without y
+        validation = (validation, None)
+    if isinstance(arrays[0], Iterator) and validation is arrays[0]:
+        raise ConfigError("fit got one iterator to train on and to validate, and it gives each batch once: give two.")
     if groups is not None:
         require(bool(settings.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
         twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,8 +90,10 @@ def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse optimizers that cannot take the model's sparse gradients."""
+    """Refuse learning rates that are not finite, and optimizers that cannot take the model's sparse gradients."""
     named, kind = makes_sparse_gradients(model), type(optimizer)
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    require(all(map(math.isfinite, rates)), f"{kind.__name__} has the learning rates {rates}: give finite numbers.")
     refuses = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, _TAKE_SPARSE_GRADIENTS)
     for name, parameter in named.items():
         groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]

@@ -344,7 +344,10 @@ def _check_validation(plan: FitPlan) -> None:
         )
     twice = next((name for name, count in Counter(plan.measured).items() if count > 1), None)
     if twice is not None:
-        raise ConfigError(f"validation_data: two metrics would be named {twice!r}. Give the sets other names.")
+        raise ConfigError(
+            f"validation_data: two numbers would be named {twice!r}. Give the sets, or what a step returns, other "
+            "names."
+        )
 
 
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:

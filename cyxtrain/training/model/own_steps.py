@@ -26,7 +26,7 @@ from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.sums import correct_of
-from cyxtrain.metrics.weighting import BatchLoss, Weighting, is_scalar, loss_in_output
+from cyxtrain.metrics.weighting import BatchLoss, Weighting, batch_loss_of, is_scalar, loss_in_output
 from cyxtrain.optim.optimizers import described_name, needs_closure, parameters_of
 from cyxtrain.optim.precision import Precision
 from cyxtrain.training.model.forward import ModelCall
@@ -50,6 +50,7 @@ class BuiltIn:
         weight: What the latest loss was divided by, if that is not the number of rows.
         update: What a step's `optimize` does; None: nothing, in an evaluation.
         losses: What the step has called `optimize` with.
+        pair: The (sum, weight) that the latest call had.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, precision: Precision) -> None:
@@ -60,6 +61,7 @@ class BuiltIn:
         self.weight: Tensor | float | None = None
         self.update: Update | None = None
         self.losses: list[Tensor] = []
+        self.pair: tuple[Any, Any] | None = None
 
     def __call__(self, given: Any) -> dict[str, Any]:
         """Return "loss" and what else the built-in step measures of a batch, and the model's "output"."""
@@ -95,9 +97,12 @@ class BuiltIn:
         """Call `update`; return the loss, detached."""
         if isinstance(loss, Tensor) and self.weight is not None:
             loss = loss * self.weight, self.weight
+        self.pair = None
+        if not callable(loss):
+            value, weight = checked_loss(loss)
+            self.pair = None if weight is None else (value.detach(), weight)
         if self.update is None:
-            value, weight = checked_loss(loss() if callable(loss) else loss)
-            self.losses.append(value.detach() if weight is None else value.detach() / weight)
+            self.losses.append(mean_of_loss(*checked_loss(loss() if callable(loss) else loss)))
             return self.losses[-1]
         known = [*trainer.optimizers]
         if name is None:
@@ -311,7 +316,8 @@ class StepCall(ModelCall):
             named = result if isinstance(result, Mapping) else {} if result is None else {"loss": result}
             if "loss" not in named:
                 built_in.weight = None  # what `optimize` returned is the mean over all ranks
-            result = {"loss": sum(built_in.losses), **named}
+            is_pair = len(built_in.losses) == 1 and built_in.pair is not None
+            result = {"loss": built_in.pair if is_pair else sum(built_in.losses), **named}
         if self._returns_loss and not _has_loss(result):
             raise ConfigError(
                 f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
@@ -422,7 +428,12 @@ def try_update(optimizer: torch.optim.Optimizer, loss: Any, name: str, *, retain
                 f"the loss of optimize does not depend on the parameters of the {described_name(name)} ({kind}): "
                 "compute it from their output, without detach(), item() or no_grad()."
             )
-    return value.detach() if weight is None else value.detach() / weight
+    return mean_of_loss(value, weight)
+
+
+def mean_of_loss(value: Tensor, weight: Any) -> Tensor:
+    """Return the mean of what `checked_loss` returned, detached; 0 if its weight is 0."""
+    return value.detach() if weight is None else batch_loss_of((value.detach(), weight), 1).mean_or_zero
 
 
 def _has_loss(result: Any) -> bool:

@@ -212,6 +212,22 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: trainer_of().fit(LOADER, (INPUTS, TARGETS)),
         r"X is a DataLoader, which gives y itself, .* To validate, give validation_data=\(X_val, y_val\)",
     ),
+    "an iterator twice": (
+        lambda: trainer_of().fit(once := iter(LOADER), once),
+        "one iterator to train on and to validate",
+    ),
+    "an iterator twice, by name": (
+        lambda: trainer_of().fit(once := iter(LOADER), validation_data=once),
+        "one iterator to train on and to validate",
+    ),
+    "a rate that is no number": (
+        lambda: trainer_of(make=lambda model: torch.optim.SGD(model.parameters(), float("nan"))).fit(INPUTS, TARGETS),
+        r"SGD has the learning rates \[nan\]: give finite numbers",
+    ),
+    "classes as texts": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, class_weight={"0": 1.0, "1": 1.0, "2": 1.0}),
+        "it has one for class '0', '1', '2': give one for each class, by its number",
+    ),
     "a pair as X": (lambda: trainer_of().fit((INPUTS, NUMBERS)), r"X and y are two arguments: fit\(X, y\)"),
     "True to resume from": (lambda: trainer_of().fit(INPUTS, TARGETS, resume=True), 'Did you mean "auto", the newest'),
     "one-hot rows of whole numbers": (

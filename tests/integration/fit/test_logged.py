@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -198,6 +199,38 @@ def test_validations_within_an_epoch_and_several_sets_have_it(tmp_path):
         assert (row["val_near_rows"], row["val_far_rows"]) == (9, 7)
     assert history.history["own loss"] == pytest.approx(history.history["loss"]), "of training alone"
     assert (tmp_path / "best.ckpt").exists()
+
+
+def test_outside_of_a_batch_a_number_counts_once_also_after_a_validation_within_an_epoch():
+    values = itertools.count(1)
+    hook = LambdaCallback(on_validation_end=lambda epoch, logs: hook.trainer.log("seen", next(values)))
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", callbacks=hook)
+        settings = {**FIT, "epochs": 1, "max_steps": 4, "validation_freq": 0.5}
+        history = trainer.fit(*make_rows(32), validation_data=VALID, **settings)
+    assert len(history.validations) == 2
+    assert history.history["seen"] == [1.5]
+
+
+@pytest.mark.parametrize("kind", ["step", "metric"])
+def test_what_has_no_weight_counts_as_nothing_also_if_it_is_not_a_number(kind):
+    def mean_of_rare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        own = nn.functional.cross_entropy(output, target, reduction="none")[target == 2]
+        return own.mean() * len(own), torch.tensor(len(own))  # NaN * 0
+
+    def step(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+        output = trainer.model(batch[0])
+        own, count = mean_of_rare(output, batch[1])
+        trainer.log("rare", own / count, weight=count)
+        return nn.functional.cross_entropy(output, batch[1])
+
+    inputs, targets = ROWS
+    order = targets.argsort(stable=True)
+    more: dict[str, Any] = {"metrics": {"rare": mean_of_rare}} if kind == "metric" else {"test_step": step}
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", **more)
+        found = [trainer.evaluate(inputs[order], targets[order], batch_size=size)["rare"] for size in (4, len(inputs))]
+    assert found[0] == pytest.approx(found[1])
 
 
 def test_a_validation_number_that_a_callback_logs_at_the_end_of_an_epoch_is_monitored(tmp_path):

@@ -496,6 +496,21 @@ def test_the_area_under_the_curve_is_no_number_if_all_rows_are_of_one_class(labe
         assert math.isnan(trainer.evaluate(inputs, torch.full_like(targets, label))["auc"])
 
 
+@pytest.mark.parametrize("targets", [(0, 1, 1), (0, 0, 1), (1, 1, 1), (0, 0, 0), (1, 0, 1)])
+@pytest.mark.parametrize("predicted", [(1, 1, 1), (0, 0, 0), (0, 1, 1), (1, 1, 0)])
+def test_the_coefficient_of_matthews_is_scikit_learns_also_of_one_class(targets, predicted):
+    scores = torch.tensor(predicted).double() * 2 - 1
+    with one_process():
+        for output, loss in (
+            (scores[:, None], "bce_with_logits"),
+            (torch.stack([-scores, scores], 1), "cross_entropy"),
+        ):
+            y = torch.tensor(targets)
+            trainer = cx.DistributedTrainer(nn.Identity(), loss, metrics=["matthews"])
+            found = trainer.evaluate(output, y[:, None].double() if output.shape[1] == 1 else y)["matthews"]
+            assert found == pytest.approx(expected.matthews_corrcoef(targets, predicted), abs=1e-12)
+
+
 def test_several_outputs_are_averaged_as_scikit_learn_does():
     inputs, _ = make_rows(ROWS)
     targets = torch.stack([inputs.sum(1), 5 * inputs[:, 0]], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -336,6 +337,58 @@ def test_numbers_of_a_step_are_known_by_name_also_if_they_come_late_or_on_one_ra
             np.testing.assert_allclose(evaluation[name], evaluated[name], rtol=1e-9, err_msg=name)
 
 
+def step_of_a_rare_class(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    """Returns a number that most batches do not have, those of the dry run neither."""
+    inputs, targets = batch
+    losses = functional.cross_entropy(trainer.model(inputs), targets, reduction="none")
+    own = losses[targets == CLASSES - 1]
+    return {"loss": losses.mean(), "rare": own.mean() if len(own) else None}
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_number_that_only_training_or_only_the_validation_is_tried_with_is_none_of_another_name(is_last):
+    inputs, targets = data()
+    order = targets.argsort(stable=True)
+    first, other = (inputs[order], targets[order]), (inputs[order.flip(0)], targets[order.flip(0)])
+    given = (first, other) if is_last else (other, first)
+    with one_process():
+        trainer = Trainer(make_model("float64"), None, "sgd", train_step=step_of_a_rare_class)
+        settings = {"epochs": 1, "batch_size": 8, "validation_batch_size": 8, "shuffle": False, "verbose": False}
+        history = trainer.fit(*given[0], validation_data=given[1], **settings).history
+    assert all(math.isfinite(history[name][0]) for name in ("rare", "val_rare"))
+
+
+def pair_of(trainer: Trainer, batch: Any) -> tuple[Tensor, Tensor]:
+    """Returns (sum, weight) of the rows of one class, which many batches do not have."""
+    losses = functional.cross_entropy(trainer.model(batch[0]), batch[1], reduction="none")
+    counted = (batch[1] == 1).to(losses.dtype)
+    return (losses * counted).sum(), counted.sum()
+
+
+def optimizing_a_pair(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    return {"shown": trainer.optimize(pair_of(trainer, batch))}
+
+
+def losses_of_pairs(step: Callable[[Trainer, Any], Any]) -> list[float]:
+    inputs, targets = data()
+    order = targets.argsort(stable=True)
+    inputs, targets = inputs[order], targets[order]
+    model = make_model("float64")
+    trainer = Trainer(model, None, torch.optim.SGD(model.parameters(), 0.1), train_step=step)
+    before = trainer.evaluate(inputs, targets, batch_size=4).loss
+    settings = {"epochs": 2, "effective_batch_size": 8, "shuffle": False, "verbose": False, "validation_batch_size": 4}
+    history = trainer.fit(inputs, targets, validation_data=(inputs, targets), **settings)
+    return [before, *history.train_losses, *history.val_losses]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_loss_with_its_weight_is_the_same_number_returned_or_optimized(world_size):
+    with one_process():
+        expected = losses_of_pairs(pair_of)
+    for found in everywhere(world_size, losses_of_pairs, optimizing_a_pair):
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
 def many_kinds(trainer: Trainer, batch: Any) -> dict[str, Any]:
     """Returns everything that is a number, and much that is none."""
     loss = functional.cross_entropy(trainer.model(batch[0]), batch[1])
@@ -498,6 +551,12 @@ def failed(trainer: Trainer, batch: Any) -> Any:
         (returned(lambda loss: {"total": loss}), "a dictionary with total, and no loss"),
         (returned(lambda loss: loss.expand(3)), r"a tensor of shape \[3\], and no loss"),
         (returned(lambda loss: loss.detach()), "the loss does not depend on the model's parameters"),
+        (
+            returned(lambda loss: {"loss": loss, "learning_rate": 3.0}),
+            "the step returns 'learning_rate': fit records a number",
+        ),
+        (returned(lambda loss: {"loss": loss, "epoch": 3.0}), "the step returns 'epoch': fit records"),
+        (returned(lambda loss: (loss, math.nan)), "its weight is nan: a weight is a count"),
         (failed, r"train_step failed, tried on a batch of shape \[8, 4\]: ValueError: not enough values to unpack"),
     ],
 )
@@ -508,6 +567,15 @@ def test_steps_that_cannot_work_are_refused_by_name(step, words):
         Trainer(model, None, "sgd", train_step=step).fit(*data(), **SETTINGS)
     assert (flat(model.parameters()) == before).all()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("weight", [None, "3", torch.ones(2), -1.0, math.nan], ids=str)
+def test_a_weight_that_is_no_count_is_refused(weight):
+    with (
+        one_process(),
+        pytest.raises(cx.ConfigError, match=r"its weight is .*: a weight is a count, of rows or tokens"),
+    ):
+        cx.DistributedTrainer(make_model("float64"), lambda output, _: (output.sum(), weight)).fit(*data(), **SETTINGS)
 
 
 def test_what_has_no_step_is_refused_by_name():

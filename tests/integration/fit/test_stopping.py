@@ -202,6 +202,15 @@ def test_nothing_is_written_where_nobody_asked_for_checkpoints(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_after_the_last_step_ends_the_program_in_good_order(number):
+    hook = cx.callbacks.LambdaCallback(on_train_end=lambda logs: signal.raise_signal(number))
+    trainer = cx.DistributedTrainer(nn.Linear(FEATURES, CLASSES), "cross_entropy", callbacks=hook)
+    with one_process(), pytest.raises(SystemExit) as ended:
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
+    assert ended.value.code == 128 + number
+
+
 def test_an_error_in_flight_is_not_replaced_by_a_signal(tmp_path):
     def both() -> None:
         strike(signal.SIGINT)

@@ -141,6 +141,7 @@ def test_programs_join_at_the_launchers_port(tmp_path: Path, before: tuple[str, 
         ones = torch.ones(1)
         dist.all_reduce(ones)
         print(int(ones))
+        dist.destroy_process_group()  # without, PyTorch's Gloo may abort at exit
     """
     words = [sys.executable, "-m", "cyxtrain.launch", "-n", "2", "--", *before, write_script(tmp_path, source)]
     done = subprocess.run(words, env=environment(), capture_output=True, timeout=110, check=False)

@@ -108,8 +108,8 @@ if mistake == "ctrl-c":
 
 
 GOLDEN = {
-    "targets": "CrossEntropyLoss wants class indices of an integer dtype, and y has dtype float32: convert it with "
-    "y.long(), or y.astype('int64') in NumPy.",
+    "targets": "CrossEntropyLoss wants class indices of an integer dtype, and y has dtype float32: give "
+    "y.long(), or numpy.asarray(y).astype('int64').",
     "no y": "y is missing: the loss compares the model's output with it. Only a model that computes its own loss "
     "(loss_fn=None) does without.",
     "keyword": "fit has no argument 'epoch'. Did you mean 'epochs'?",

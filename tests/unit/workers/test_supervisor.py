@@ -126,6 +126,23 @@ def test_a_failure_caused_by_another_rank_is_not_the_first(tmp_path: Path) -> No
     assert b"[rank 2] PeerLostError: rank 1 has ended\n" in done.stderr
 
 
+def test_a_rank_that_still_ends_after_its_error_is_the_first(tmp_path: Path) -> None:
+    source = """
+        if rank == 1:
+            import atexit
+            atexit.register(time.sleep, 60)
+            atexit.register(ready)  # first
+            raise ValueError("the true cause")
+        wait_for("ready1")
+        from cyxtrain.errors import PeerLostError
+        raise PeerLostError("rank 1 has failed", rank=1, during="all_reduce")
+    """
+    done = run_script(tmp_path, 2, source)
+    assert done.returncode == 1
+    assert b"rank 1 failed first (exit code 1); its last lines on stderr:\nTraceback" in done.stderr
+    assert done.stderr.endswith(b"\nValueError: the true cause\n")
+
+
 def test_the_first_failure_is_the_earliest_of_those_that_blame_nobody() -> None:
     def ended(index: int, code: int) -> RankExit:
         return RankExit(index, f"rank {index}", code, None, at_seconds=float(index))
@@ -354,9 +371,13 @@ def test_the_grace_is_a_setting_and_an_invalid_one_is_refused(tmp_path: Path) ->
         launcher.send_signal(signal.SIGTERM)
         launcher.communicate(timeout=supervisor.GRACE_SECONDS)
         assert launcher.returncode == 143
-    assert run("--grace", "0", "1", "true").returncode == 2
+    for grace in ("0", "1e10", "inf"):
+        assert run("--grace", grace, "1", "true").returncode == 2
     refused = run("1", "true", env=environment(CYXTRAIN_GRACE_SECONDS="soon"))
-    assert b"CYXTRAIN_GRACE_SECONDS='soon' in the environment must be a number of seconds above 0." in refused.stderr
+    assert (
+        b"CYXTRAIN_GRACE_SECONDS='soon' in the environment must be a number of seconds above 0, at most"
+        in refused.stderr
+    )
 
 
 def test_nohup_means_what_it_says(tmp_path: Path) -> None:
