@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from cyxtrain.environment import process_env, standard_streams
-from cyxtrain.errors import PeerLostError, RendezvousError, on_all_ranks
+from cyxtrain.errors import PeerLostError, RendezvousError
 from cyxtrain.notebook.worker import NAME, Answer, Channel, Job, Ready, Release, Report, Signal
 from cyxtrain.training.stopping import stopping_signals
 from cyxtrain.workers.machine import free_port, launch_environment
@@ -205,7 +205,7 @@ class Pool:
                 if event.number not in received and on_signal(event.number):
                     self._send(event)
                 elif event.number == signal.SIGINT:
-                    raise on_all_ranks(KeyboardInterrupt())  # the workers end, too
+                    raise KeyboardInterrupt
                 else:
                     raise SystemExit(128 + event.number)
                 received.add(event.number)

@@ -242,7 +242,7 @@ def _validation(
     """Return the sets of validation data by name; a mapping of arrays is one set, with inputs by name."""
     if arrays[1] is None and isinstance(validation, SupportsArray):  # X without y
         validation = (validation, None)
-    if isinstance(arrays[0], Iterator) and validation is arrays[0]:
+    if isinstance(arrays[0], Iterator) and validation is arrays[0] and settings.steps_per_epoch is None:
         raise ConfigError("fit got one iterator to train on and to validate, and it gives each batch once: give two.")
     if groups is not None:
         require(bool(settings.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
