@@ -35,6 +35,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_two_checkouts_take_turns_and_each_is_imported_from_its_own_folder(tmp_path):
     here = BENCHMARKS.parent
     printed, results = run_benchmark(
