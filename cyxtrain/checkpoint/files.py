@@ -39,8 +39,8 @@ _REMEDIES = {
 def replacing(path: str | os.PathLike[str], what: str, *, synchronizes: bool = True) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block succeeds, and leaves nothing when it fails.
 
-    A temporary file beside it is written, synchronized and renamed, then the folder is synchronized: a power cut leaves
-    the new content after the block, and the old before it. Unless it `synchronizes`, that holds for a kill alone.
+    A temporary file beside it is written, synchronized and renamed, then the folder is synchronized: after a power cut
+    the file has its old content or, after the block, the new one. Without `synchronizes` that holds for a kill alone.
     """
     target = Path(local_path(f"the path of a {what}", path))
     with temporary_file(target, f"{what} {target}") as (file, temporary):

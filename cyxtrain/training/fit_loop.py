@@ -304,7 +304,7 @@ class FitLoop:
         """Validate, save the best and stop if a callback asks for it; training continues with the same generators."""
         step.guard.wait_for_verdict()
         began = time.perf_counter()
-        self._logged.rows = 1  # of a batch, until then
+        self._logged.rows = 1  # numbers that hooks log from here on are not of the batch
         with generators_kept(self._device):
             self._ddp.sync_buffers()
             if not self._validate():

@@ -212,7 +212,7 @@ def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes
 
 
 def _has_own_error(last_lines: bytes | None) -> bool:
-    """Return whether a rank's stderr has a traceback of an error that blames no other rank, and is no Ctrl-C."""
+    """Return whether stderr ends with the traceback of an error other than Ctrl-C that does not blame another rank."""
     _, _, last = (last_lines or b"").rpartition(TRACEBACK)
     return bool(last) and not _BLAMES_ANOTHER.search(last) and b"\nKeyboardInterrupt" not in last
 

@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: trainer_of().fit(once := iter(LOADER), validation_data=once),
         "one iterator to train on and to validate",
     ),
-    "a rate that is no number": (
+    "a learning rate that is NaN": (
         lambda: trainer_of(make=lambda model: torch.optim.SGD(model.parameters(), float("nan"))).fit(INPUTS, TARGETS),
         r"SGD has the learning rates \[nan\]: give finite numbers",
     ),

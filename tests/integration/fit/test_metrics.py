@@ -477,7 +477,7 @@ def test_classes_without_a_row_have_no_part_in_what_is_ranked():
 
 
 @pytest.mark.parametrize("name", ["auc", "average_precision", "auc_weighted", "auc_per_class"])
-def test_what_is_ranked_is_no_number_without_a_row_that_counts(name):
+def test_what_is_ranked_is_nan_without_a_row_that_counts(name):
     model, _, (inputs, classes), _ = task("classes")
     loss = nn.CrossEntropyLoss(ignore_index=CLASSES - 1)
     with one_process():
@@ -489,7 +489,7 @@ def test_what_is_ranked_is_no_number_without_a_row_that_counts(name):
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
-def test_the_area_under_the_curve_is_no_number_if_all_rows_are_of_one_class(label):
+def test_the_area_under_the_curve_is_nan_if_all_rows_are_of_one_class(label):
     model, loss, (inputs, targets), _ = task("logits")
     with one_process():
         trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=["auc"])

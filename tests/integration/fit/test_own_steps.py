@@ -346,7 +346,7 @@ def step_of_a_rare_class(trainer: Trainer, batch: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_a_number_that_only_training_or_only_the_validation_is_tried_with_is_none_of_another_name(is_last):
+def test_a_number_that_only_some_batches_have_may_be_absent_in_the_dry_run_of_training_or_validation(is_last):
     inputs, targets = data()
     order = targets.argsort(stable=True)
     first, other = (inputs[order], targets[order]), (inputs[order.flip(0)], targets[order.flip(0)])
@@ -570,7 +570,7 @@ def test_steps_that_cannot_work_are_refused_by_name(step, words):
 
 
 @pytest.mark.parametrize("weight", [None, "3", torch.ones(2), -1.0, math.nan], ids=str)
-def test_a_weight_that_is_no_count_is_refused(weight):
+def test_a_weight_that_is_negative_or_not_a_number_is_refused(weight):
     with (
         one_process(),
         pytest.raises(cx.ConfigError, match=r"its weight is .*: a weight is a count, of rows or tokens"),
