@@ -316,7 +316,8 @@ class _Drawn:
         compresses = self.own_step is None and self.model not in ("sparse", "complex") and self._chance(0.1)
         if compresses:
             ddp["compression"] = self._in_turns("compression", ["bf16", "fp16", "powersgd"])
-        if self.model in ("unused", "branch") or self.own_step:
+        has_idle_head = self.loss == "m_none"
+        if self.model in ("unused", "branch") or self.own_step or has_idle_head:
             ddp.pop("static_graph", None)
             if ddp:  # otherwise the trainer's own config allows them
                 ddp["find_unused_parameters"] = True

@@ -48,7 +48,8 @@ def _container(spec: Spec) -> Variant | None:
     is_named = spec.task == "multi" or spec.computes_loss
     if other is None or spec.batch[0] != "eff" or weighs or splits or is_named or spec.group_by_length:
         return None
-    if other == "loader" and spec.drop_last:
+    # A loader's batch size is the one that learning rates are given for.
+    if other == "loader" and (spec.drop_last or spec.learning_rate_scaling):
         return None
     # Rows that are collated lie otherwise in memory than rows of one tensor: the metrics differ in the last digit.
     return Variant(_change(spec, data=other), _WEIGHTS, ("history",))
