@@ -10,12 +10,15 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,29 @@ def machine() -> None:
     say("passed", f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, PyTorch {torch.__version__}, NCCL {nccl}")
 
 
+def wait_for_autograd(loss: Tensor) -> None:
+    """Runs one more backward; returns when autograd's thread for the device has let go of it.
+
+    A backward keeps a copy of the caller's context variables, which that thread drops after `backward` has returned. A
+    process that ends just then is aborted before Python 3.14: the thread wants the interpreter, which is gone.
+    """
+
+    class Mark:
+        pass
+
+    dropped = threading.Event()
+    variable: ContextVar[Mark | None] = ContextVar("mark", default=None)
+
+    def backward() -> None:
+        mark = Mark()
+        weakref.finalize(mark, dropped.set)
+        variable.set(mark)
+        loss.backward()
+
+    copy_context().run(backward)
+    assert dropped.wait(30), "autograd's thread still holds the context of a backward"
+
+
 def reducer() -> None:
     """Gradients through the buckets have the bits of plain ones."""
     width = 2048 if IS_REAL else 64
@@ -115,6 +141,7 @@ def reducer() -> None:
                 model(rows).square().mean().backward()
             pairs = zip(plain.parameters(), averaged.parameters(), strict=True)
             assert all(torch.equal(one.grad, other.grad) for one, other in pairs), "gradients differ"
+        wait_for_autograd(plain(rows).square().mean())
         say("passed", f"backend {dist.get_backend()}")
 
 
