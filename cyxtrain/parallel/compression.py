@@ -7,6 +7,7 @@ Source: Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compre
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +34,9 @@ def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankG
         if config.compression is None or bucket.numbers.dtype not in COMPRESSIBLE:
             continue
         if config.compression == "powersgd":
-            exchange = LowRankExchange(bucket.numbers, end, bucket.gradients(), config.matrix_approximation_rank)
-            found.update({bucket.names[number]: gradient for number, gradient in exchange.gradients.items()})
+            width = config.matrix_approximation_rank
+            exchange = LowRankExchange(bucket.numbers, end, bucket.gradients(), bucket.names, width)
+            found.update(exchange.by_name)
             bucket.exchange = exchange
         else:
             bucket.exchange = HalfPrecisionExchange(bucket.numbers, end, _NARROW[config.compression])
@@ -123,18 +125,21 @@ class LowRankExchange(GradientExchange):
     as large as the gradients.
     """
 
-    def __init__(self, numbers: Tensor, gradients_end: int, gradients: Sequence[Tensor], width: int) -> None:
+    def __init__(
+        self, numbers: Tensor, gradients_end: int, gradients: Sequence[Tensor], names: Sequence[str], width: int
+    ) -> None:
         super().__init__(numbers, gradients_end)
-        self.gradients: dict[int, LowRankGradient] = {}  # those that are exchanged as thin matrices, by number
+        self.by_name: dict[str, LowRankGradient] = {}  # those that are exchanged as thin matrices
         self._whole = [self._flags]
-        for number, gradient in enumerate(gradients):
+        for number, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
             matrix = as_matrix(gradient)
             columns = columns_of(matrix, width)
             if columns:
-                self.gradients[number] = LowRankGradient(number, matrix, columns, seed=number)
+                # By its name: the first directions depend neither on the process nor on the size of buckets.
+                self.by_name[name] = LowRankGradient(number, matrix, columns, seed=zlib.crc32(name.encode()))
             else:
                 self._whole.append(matrix.reshape(-1))
-        low_rank = list(self.gradients.values())
+        low_rank = list(self.by_name.values())
         shapes = [(each.matrix.shape[0], each.query.shape[1]) for each in low_rank]
         self._first, parts = _joined([*((len(part), 1) for part in self._whole), *shapes], numbers)
         self._whole_parts, self._lefts = parts[: len(self._whole)], parts[len(self._whole) :]
@@ -147,7 +152,7 @@ class LowRankExchange(GradientExchange):
         self._group, self._scale = group, scale
         for part, whole in zip(self._whole_parts, self._whole, strict=True):
             part.view(-1).copy_(whole)
-        for gradient, left in zip(self.gradients.values(), self._lefts, strict=True):
+        for gradient, left in zip(self.by_name.values(), self._lefts, strict=True):
             gradient.project(left, scale)
         self._pending = [MeanWork(self._first, group)]
 
@@ -156,9 +161,9 @@ class LowRankExchange(GradientExchange):
         self.wait()
         for part, whole in zip(self._whole_parts, self._whole, strict=True):
             whole.copy_(part.view(-1))
-        for gradient, left, right in zip(self.gradients.values(), self._lefts, self._rights, strict=True):
+        for gradient, left, right in zip(self.by_name.values(), self._lefts, self._rights, strict=True):
             gradient.project_back(left, right)
-        if self.gradients:
+        if self.by_name:
             self._pending = [MeanWork(self._second, self._group)]
 
     @property
@@ -169,7 +174,7 @@ class LowRankExchange(GradientExchange):
     @override
     def complete(self, *, is_finite: bool, unused: Collection[int]) -> None:
         """Set the approximations; keep what they leave out, except of a step that cannot be taken."""
-        for gradient, right in zip(self.gradients.values(), self._rights, strict=True):
+        for gradient, right in zip(self.by_name.values(), self._rights, strict=True):
             gradient.complete(right, self._scale, keeps_error=is_finite and gradient.number not in unused)
 
 

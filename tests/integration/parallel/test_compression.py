@@ -264,10 +264,22 @@ def test_any_dense_gradient_is_a_matrix_in_place(shape, random):
     assert sorted(gradient.reshape(-1).tolist()) == list(range(1, gradient.numel() + 1))
 
 
-def test_the_first_directions_are_the_same_wherever_they_are_drawn():
-    queries = [LowRankGradient(3, torch.zeros(8, 6), 2, seed=3).query for _ in range(2)]
-    assert torch.equal(*queries)
-    assert torch.linalg.matrix_rank(queries[0]) == 2
+def first_directions(bucket_size_mb: float) -> dict[str, Tensor]:
+    ddp = cx.DistributedDataParallel(
+        network(), compression="powersgd", matrix_approximation_rank=2, bucket_size_mb=bucket_size_mb
+    )
+    return {name: gradient.query for name, gradient in ddp._reducer.low_rank.items()}
+
+
+@on_ranks(2)
+def test_the_first_directions_depend_on_the_name_and_not_on_the_size_of_buckets():
+    one_each, together = first_directions(MANY_BUCKETS), first_directions(25)
+    assert len(together) > 1
+    assert one_each.keys() == together.keys()
+    assert_same_on_all_ranks(together)
+    for name, query in together.items():
+        assert torch.equal(one_each[name], query)
+        assert torch.linalg.matrix_rank(query) == 2
 
 
 def kept(name: str, rows: int = 8) -> dict[str, LowRankGradient]:
