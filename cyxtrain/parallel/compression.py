@@ -34,8 +34,8 @@ def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankG
         if config.compression is None or bucket.numbers.dtype not in COMPRESSIBLE:
             continue
         if config.compression == "powersgd":
-            width = config.matrix_approximation_rank
-            exchange = LowRankExchange(bucket.numbers, end, bucket.gradients(), bucket.names, width)
+            gradients = dict(zip(bucket.names, bucket.gradients(), strict=True))
+            exchange = LowRankExchange(bucket.numbers, end, gradients, config.matrix_approximation_rank)
             found.update(exchange.by_name)
             bucket.exchange = exchange
         else:
@@ -125,13 +125,11 @@ class LowRankExchange(GradientExchange):
     as large as the gradients.
     """
 
-    def __init__(
-        self, numbers: Tensor, gradients_end: int, gradients: Sequence[Tensor], names: Sequence[str], width: int
-    ) -> None:
+    def __init__(self, numbers: Tensor, gradients_end: int, gradients: Mapping[str, Tensor], width: int) -> None:
         super().__init__(numbers, gradients_end)
         self.by_name: dict[str, LowRankGradient] = {}  # those that are exchanged as thin matrices
         self._whole = [self._flags]
-        for number, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+        for number, (name, gradient) in enumerate(gradients.items()):
             matrix = as_matrix(gradient)
             columns = columns_of(matrix, width)
             if columns:

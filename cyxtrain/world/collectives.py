@@ -33,7 +33,6 @@ from cyxtrain.world.consensus import backends_of
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
-
 _ARGUMENTS = {
     "tensor": "This rank's tensor; unless a list or `output` takes the result, it is overwritten with it.",
     "tensor_list": "A tensor for each rank, which gets that of the rank.",

@@ -60,7 +60,6 @@ _NO_OPTIONS = {"params", "lr", "initial_lr"}
 """Entries of a parameter group that are not compared as options; learning rates are compared by initial value."""
 _DATA = {"data": "the training data differ", "validation": "the validation data differ"}
 
-
 Checkpoint = tuple[CheckpointState, str]
 """A checkpoint, and its name for messages."""
 HeaderLines = list[tuple[str, str]]
