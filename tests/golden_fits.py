@@ -177,7 +177,7 @@ def resumed() -> list[Any]:
 
 def in_batches() -> list[Any]:
     torch.manual_seed(1)
-    trainer = cx.DistributedTrainer(mlp(), nn.CrossEntropyLoss(), "adam")
+    trainer = cx.DistributedTrainer(mlp(), CROSS_ENTROPY, "adam")
     losses = [trainer.train_on_batch(X[first : first + 50], MASKED[first : first + 50])[0] for first in (0, 50, 100)]
     return [numbers(losses), state_of(trainer.model)]
 

@@ -1,7 +1,8 @@
 """Compare the losses and weights of two checkouts bit by bit: `python tests/golden_losses.py OLD NEW`.
 
-A refactoring must not change a bit. Fits on 1, 2 and 3 ranks, and all_reduces (`golden_fits.py`), print hexadecimal
-losses and hashes of weights; the exit code is 1 if a line differs. It takes two minutes for each checkout.
+A refactoring must not change a bit. Fits on 1, 2 and 3 ranks, also over TCP and Gloo, and all_reduces
+(`golden_fits.py`) print hexadecimal losses and hashes of weights; the exit code is 1 if a line differs. It takes two
+minutes for each checkout.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def golden(root: Path) -> list[str]:
     for name, (count, differing) in WORLDS.items():
         with tempfile.TemporaryDirectory() as folder:
             own = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CYXTRAIN_SECRET": "x", "GOLDEN_FOLDER": folder}
+            own["CYXTRAIN_TRANSPORT"] = "auto"  # whatever this shell has set
             command = [sys.executable, "-m", "cyxtrain", "launch", "-n", str(count), "--", sys.executable, str(PROGRAM)]
             variables = {**os.environ, **own, **differing}
             ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)

@@ -128,6 +128,7 @@ def make_loss_scale(config: DistributedTrainingConfig) -> LossScale | None:
 def _as_float32(number: float) -> float:  # as GradScaler's
     return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
+
 Number = Tensor | float
 """A weight or a factor of a loss; on an accelerator it stays there, so that the host need not wait."""
 

@@ -31,7 +31,6 @@ KILLED_SECONDS = DRAIN_SECONDS + 3.0
 SLICE_SECONDS = 0.5
 """The longest wait in one piece: on Windows Ctrl-C arrives only between two."""
 
-
 Policy = Callable[[RankExit], bool]
 """Returns whether the end of one rank stops the others."""
 
