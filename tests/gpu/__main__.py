@@ -210,7 +210,8 @@ def main() -> int:
     chosen = [step for step in steps_for(given.device) if not given.only or step.name in given.only]
     for step in chosen:
         kept = 0.0 if step.name == "speed" or chosen[-1].name != "speed" else KEPT_FOR_SPEED
-        seconds = min(step.seconds, deadline - time.monotonic() - kept)
+        longest = step.seconds if given.device == "cuda" else 2 * step.seconds  # the stand-in computes on cores
+        seconds = min(longest, deadline - time.monotonic() - kept)
         if seconds < 5:
             rows.append({"name": step.name, "what": step.what, "status": "not run", "note": "the time was over"})
             continue

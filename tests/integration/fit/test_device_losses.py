@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device_losses import CASES, ONCE_PER_EPOCH, STEPS, draw, fit_on_both, fit_on_both_with_ranks, step_by_hand
+from device_losses import CASES, ONCE_PER_EPOCH, draw, fit_on_both, fit_on_both_with_ranks, step_by_hand
 from stand_in import fakegpu
 from stand_in.running import run_on_stand_in
 
@@ -13,9 +13,7 @@ def test_no_step_waits_for_what_a_loss_counts_and_the_bits_are_those_of_the_cpu(
     (found,) = run_on_stand_in(fakegpu_folder, 1, fit_on_both, list(CASES))
     for name, (agrees, values, waits) in found.items():
         assert agrees, (name, values)
-        # (sum, weight) of one's own may be 0 / 0, whose gradients nothing clears: only there the host asks, once.
-        expected = STEPS if name == "a pair" else 0
-        assert expected <= sum(waits.values()) <= expected + ONCE_PER_EPOCH, (name, waits)
+        assert sum(waits.values()) <= ONCE_PER_EPOCH, (name, waits)
 
 
 @pytest.mark.nightly
