@@ -21,8 +21,9 @@ from cyxtrain.errors import CheckpointError, ConfigError, brief
 _PARAMETERS = ("params", "param_names")
 # optimizers whose state is not shaped like the parameters
 _OWN_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
-# settings that the program decides, not the checkpoint
-_WAYS = ("fused",)
+# How numbers are computed: the program decides, not the checkpoint. PyTorch gives "differentiable" to groups that are
+# added once an optimizer without that option (Adafactor) has loaded a state.
+_WAYS = ("fused", "differentiable")
 
 
 def optimizer_state_by_name(

@@ -100,6 +100,26 @@ def test_an_optimizer_with_few_options_is_loaded_again_and_again(kind):
         load_optimizer_state_by_name(optimizer, net, saved.optimizer, saved.optimizer_groups)
 
 
+@pytest.mark.parametrize("kind", [Own, torch.optim.Adafactor, torch.optim.AdamW])
+@pytest.mark.parametrize("loads_before", [False, True])
+def test_a_group_that_is_added_after_a_state_was_loaded_fits_one_that_was_added_before(kind, loads_before):
+    """PyTorch gives it options that the optimizer was not built with."""
+
+    def grown(loads):
+        net = model()
+        optimizer = kind(net[0].parameters())
+        if loads:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.add_param_group({"params": [*net[2].parameters(), *net[3].parameters()]})
+        train(net, optimizer, 1, 0)
+        return net, optimizer
+
+    saved = through_a_checkpoint(*grown(loads_before))
+    net, optimizer = grown(not loads_before)
+    load_optimizer_state_by_name(optimizer, net, saved.optimizer, saved.optimizer_groups)
+    assert len(optimizer_state_by_name(optimizer, net)[0]) == len(saved.optimizer)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_next_steps_are_bit_identical_in_any_order_of_parameters_and_groups(name):
     net = model()
