@@ -21,8 +21,7 @@ from cyxtrain.errors import CheckpointError, ConfigError, brief
 _PARAMETERS = ("params", "param_names")
 # optimizers whose state is not shaped like the parameters
 _OWN_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
-# How numbers are computed: the program decides, not the checkpoint. PyTorch gives "differentiable" to groups that are
-# added once an optimizer without that option (Adafactor) has loaded a state.
+# What the program decides. PyTorch adds "differentiable" to groups that come after a state was loaded (Adafactor).
 _WAYS = ("fused", "differentiable")
 
 
