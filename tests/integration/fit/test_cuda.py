@@ -121,8 +121,7 @@ def test_no_step_waits_for_what_a_loss_counts():
     for name, (wanted, ours, waits) in found.value.items():
         assert ours == pytest.approx(wanted, abs=1e-2), name
         # Tries before the fit, and sums when it is over, may wait.
-        at_most = device_losses.STEPS * (1.5 if name == "a pair" else 0.5)
-        assert len(waits) < at_most, (name, waits)
+        assert len(waits) < device_losses.STEPS / 2, (name, waits)
 
 
 @pytest.mark.parametrize("compression", [None, "fp16", "powersgd"])
