@@ -59,6 +59,8 @@ def _accumulation(spec: Spec) -> Variant | None:
     has_buffer = spec.loss == "mod_buf" or spec.model == "buffer"
     if spec.has_lists or spec.batch[0] != "eff" or spec.own_step or has_buffer or not spec.is_exact:
         return None
+    if spec.learning_rate_scaling:  # from the rows of `accumulation_steps` micro-batches
+        return None
     return Variant(_change(spec, accumulation_steps=3 if spec.accumulation_steps == 1 else 1), (), _BOTH)
 
 
