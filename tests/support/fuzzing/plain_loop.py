@@ -216,7 +216,7 @@ def _rates(spec: Spec, total: int, steps_per_epoch: int, optimizers: list[Any]) 
 
     def set_rates(step: int) -> None:
         for number, optimizer in enumerate(optimizers):
-            factor = shape(step // steps_per_epoch if in_epochs else step - warmup)
+            factor = shape(step // steps_per_epoch if in_epochs else max(0, step - warmup))
             if step < warmup:
                 factor = (step + 1) / warmup
             elif number and spec.scheduler in ("linear", "cosine"):  # which only the first one has
