@@ -51,8 +51,13 @@ def _container(spec: Spec) -> Variant | None:
     # A loader's batch size is the one that learning rates are given for.
     if other == "loader" and (spec.drop_last or spec.learning_rate_scaling):
         return None
+    changed = _change(spec, data=other)
+    # A tensor's ignored targets are known beforehand; those of a data set are counted in each step, and the loss of
+    # uneven shares is then divided in another order.
+    if spec.loss.startswith(("ce", "nn_ce", "tok")):
+        return Variant(changed, (), _BOTH) if spec.is_exact else None
     # Rows that are collated lie otherwise in memory than rows of one tensor: the metrics differ in the last digit.
-    return Variant(_change(spec, data=other), _WEIGHTS, ("history",))
+    return Variant(changed, _WEIGHTS, ("history",))
 
 
 def _accumulation(spec: Spec) -> Variant | None:
