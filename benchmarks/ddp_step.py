@@ -36,7 +36,7 @@ import launches
 from text_tables import Table
 
 MODELS = ("mlp", "convnet")
-TRANSPORTS = ("tcp", "unix", "cma", "auto")
+TRANSPORTS = ("tcp", "unix", "auto")
 GLOO, IN_STEP, APART, ALONE = "pytorch-gloo", "in-step", "apart", "alone"
 _BARE = (IN_STEP, APART, ALONE)
 _LAUNCH_SECONDS = 600.0

@@ -5,8 +5,8 @@ The limit of a row is the larger of two times, both measured by `raw_ranks.py` w
 - rounds x the time of one byte: half a round trip, or an exchange in which all send and receive at once, whichever is
   less. ceil(log2 N) rounds are the least in which all ranks can hear of all.
 - the bytes that each rank must move, moved by all ranks at once. Over TCP: sent to the next rank while as many come
-  from the previous one, through buffers that stay in a cache. On the same host: copied from memory to memory (the byte
-  goes through a Unix socket then).
+  from the previous one, through buffers that stay in a cache. On the same host: copied from memory to memory, once,
+  however they get to another rank (the byte goes through a Unix socket then).
 
 Bytes of each rank, for S bytes and N ranks: all_reduce 2 (N-1)/N S, all_gather and reduce_scatter (N-1)/N S (Patarasuk
 and Yuan, Bandwidth optimal all-reduce algorithms, 2009); broadcast S, along a chain; barrier none.

@@ -100,7 +100,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=20, help="launches of each; they take turns")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--transports", nargs="*", choices=("tcp", "unix", "cma", "auto"), default=["tcp", "auto"])
+    parser.add_argument("--transports", nargs="*", choices=("tcp", "unix", "auto"), default=["tcp", "auto"])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(_SIZES), help="bytes, of a collective's tensor")
     parser.add_argument("--seconds-per-size", type=float, default=0.05, help="of a launch; at least 3 calls are made")
     parser.add_argument("--joins", type=int, default=20, help="of a launch; 0: none")

@@ -38,7 +38,7 @@ from text_tables import Table
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
 SIZES = (4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20)
-TRANSPORTS = ("tcp", "unix", "cma", "auto")
+TRANSPORTS = ("tcp", "unix", "auto")
 _MIB = 1 << 20
 _LAUNCH_SECONDS = 600.0
 

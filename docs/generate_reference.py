@@ -70,11 +70,11 @@ ENVIRONMENT = (
     ),
     (
         "CYXTRAIN_TRANSPORT",
-        "`auto`, `cma`, `unix`, `tcp`",
+        "`auto`, `unix`, `tcp`",
         "`auto`",
         "",
-        "The transport between ranks on one machine: reading each other's memory, Unix sockets or TCP. "
-        "`auto` takes the first that works.",
+        "The transport between ranks on one machine: Unix sockets with shared memory, or TCP. `auto` takes the first "
+        "that works.",
     ),
     (
         "CYXTRAIN_COMMUNICATION",

@@ -148,7 +148,8 @@ class RingOptions:
     checksums: bool = False
     """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
     transport: str = "auto"
-    """Between ranks of one machine (CYXTRAIN_TRANSPORT): cma, unix, tcp, or auto: the first of them that works."""
+    """Between ranks of one machine (CYXTRAIN_TRANSPORT): unix, tcp, or auto: the first of them that works. The older
+    "cma" is auto, with a warning."""
     is_restarted: bool = False
     """Whether a launcher has restarted this rank (CYXTRAIN_ATTEMPT): previous ranks may still be ending."""
     communication: str = "auto"

@@ -124,12 +124,8 @@ def _gpus() -> list[Check]:
 
 def _transports(failures: Mapping[str, str], requested: str) -> list[Check]:
     """Return the transports; TCP and the one that CYXTRAIN_TRANSPORT requests must work."""
-    texts = {
-        "cma": "processes read each other's memory",
-        "unix": "Unix sockets",
-        "tcp": "the loopback interface",
-    }
-    used = next((name for name, failure in failures.items() if not failure), "") if requested == "auto" else requested
+    texts = {"unix": "Unix sockets, and memory that processes share", "tcp": "the loopback interface"}
+    used = requested if requested in failures else next((name for name, failure in failures.items() if not failure), "")
     found = []
     for name, failure in failures.items():
         state = _OK if not failure else _BROKEN if name in ("tcp", requested) else _NO

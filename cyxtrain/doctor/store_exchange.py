@@ -55,7 +55,7 @@ class PeerResult:
     detail: str = ""
     """The cause in words: "no answer within 5 s"."""
     transport: str = ""
-    """How the ring would send data from here: cma, unix or tcp; empty: the peer is on another machine."""
+    """How the ring would send data from here: unix or tcp; empty: the peer is on another machine."""
     round_trip_seconds: float = 0.0
     """Median; this and the next two only if this rank has measured."""
     bytes_per_second: float = 0.0
@@ -110,8 +110,7 @@ class Pair:
         """How the ring would send data between them: what works from both sides; empty: nothing does."""
         if not self.is_ok:
             return ""
-        found = {result.transport for result in self.results}
-        return next((name for name in ("tcp", "unix", "cma") if name in found), "tcp")
+        return "unix" if all(result.transport == "unix" for result in self.results) else "tcp"
 
 
 class AnswerDeadline(Deadline):

@@ -8,8 +8,8 @@
     CYXTRAIN_SECRET               what every rank must know to join; the launcher makes one for each run
     CYXTRAIN_HEARTBEAT_TIMEOUT_MS milliseconds of silence after which a rank on another machine counts as lost; 30000
     CYXTRAIN_CHECKSUMS            1: every frame of the ring carries a checksum; default 0
-    CYXTRAIN_TRANSPORT            between ranks of one machine: cma (they read each other's memory), unix (sockets
-                                  without a network), tcp, or auto, the default: the first of them that works
+    CYXTRAIN_TRANSPORT            between ranks of one machine: unix (sockets without a network, and memory that they
+                                  share), tcp, or auto, the default: the first of them that works
     CYXTRAIN_COMMUNICATION        of collectives with async_op=True: thread, inline, or auto, the default: a thread
                                   if there are several machines or free cores
     CYXTRAIN_RUN                  name of the launcher's run: after a restart, training resumes from its checkpoints

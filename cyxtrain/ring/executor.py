@@ -2,9 +2,6 @@
 
 It runs in the calling thread and cannot deadlock at any size: sends and receives progress independently, and every wait
 ends at the deadline or when the group fails.
-
-Memory that peers read in place stays unchanged until they acknowledge it at the end of the operation. An all_reduce
-overwrites a chunk only after its readers have finished.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import NamedTuple
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.messages import Mailbox
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
-from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Transfer
+from cyxtrain.ring.schedules.algorithms import Multicast, OnReceive, Span, Transfer
 from cyxtrain.ring.schedules.reduction import Buffers, Stage
 from cyxtrain.ring.schedules.selector import SHORT_BYTES
 from cyxtrain.ring.wire.frames import (
@@ -37,7 +34,6 @@ from cyxtrain.ring.wire.frames import (
     mismatch,
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
-from cyxtrain.ring.wire.peer_read import LargePages
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     CorruptData,
@@ -48,19 +44,14 @@ from cyxtrain.ring.wire.transfers import (
     UnexpectedHeader,
     begin_sending,
     begin_sending_frame,
-    is_advertised,
-    reduce_advertised,
 )
 
-_NO_BYTES = memoryview(b"")
 _MISMATCH_CHECK_SECONDS = 0.1
 """After this wait a rank checks the links from which it expects nothing yet."""
 _LONG_SECONDS = 0.5
 """After this wait a rank tells all ranks which one it waits for, so that a timeout names the slow rank."""
 _SPIN_SECONDS = 1e-4
 """How long a rank polls before it blocks: waking up takes longer than most answers."""
-_SPIN_SECONDS_PER_BYTE, _LONGEST_SPIN_SECONDS = 3e-10, 1e-3
-"""Additional polling per byte that peers read from this rank, and its limit."""
 _COUNTER_SPIN_SECONDS = 1e-3
 """Polling of a progress counter: nothing wakes a rank that waits for it."""
 _SHORTEST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1e-4, 2e-3
@@ -94,28 +85,18 @@ class Executor:
         self._poller = Poller()
         self._receive_buffer = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))
         self.spin_before_blocking = True  # not while another thread needs the GIL
-        self._peers_read_memory = any(link.advertises for link in links.values())
-        self._pages = LargePages()
-        self._acks_expected: set[int] = set()
-        self._acks_owed: set[int] = set()
 
     def run(self, operation: Operation, stages: Iterable[Stage], timeout: timedelta) -> None:
         """Do this rank's part of an operation; any error ends the group."""
         identity, deadline = operation.identity(), Deadline(timeout.total_seconds())
         try:
-            for schedule, buffers, more in stages:
-                if self._peers_read_memory:
-                    self._pages.note(buffers.source)
+            for schedule, buffers in stages:
                 call = _Call(operation, deadline, identity, buffers)
                 for step in schedule:
                     if isinstance(step, Transfer):
                         self._transfer(step, call)
-                    elif isinstance(step, Multicast):
-                        self._multicast(step, call)
                     else:
-                        self._read_reduce(step, call)
-                if not more and (self._acks_expected or self._acks_owed):
-                    self._acknowledge(call)
+                        self._multicast(step, call)
         except BaseException as error:
             raise self._fail_group(error, operation) from None
 
@@ -174,52 +155,26 @@ class Executor:
         incoming: _Incoming | None = None
         if to is not None:
             link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            advertised = is_advertised(link.advertises, len(payload), transfer.on_receive)
-            outgoing = begin_sending(link, call.identity, payload, advertised=advertised)
-            if advertised:
-                self._acks_expected.add(to)
+            outgoing = begin_sending(link, call.identity, payload)
         if peer is not None:
             first, end = transfer.receive
             if transfer.on_receive is OnReceive.REPLACE and (end - first) * item <= SHORT_BYTES:
                 incoming = self._short(peer, transfer.receive, call)
             else:
                 incoming = self._incoming(peer, transfer.receive, transfer.on_receive, call)
-                if incoming.advertised:
-                    self._acks_owed.add(peer)
         self._progress(outgoing, incoming, call.operation, call.deadline)
         if transfer.on_receive is OnReceive.EXCHANGE and isinstance(incoming, Incoming):
             incoming.combine(peer_first=incoming.link.rank < self._rank)
-
-    def _read_reduce(self, step: ReadReduce, call: _Call) -> None:
-        payloads = []
-        for peer in step.sources:
-            payloads.append(self._incoming(peer, step.span, OnReceive.READ_REDUCE, call))
-            self._progress(None, payloads[-1], call.operation, call.deadline)
-        reduce_advertised(payloads, step.span, call.buffers)
-        self._acks_owed.update(step.sources)
-
-    def _acknowledge(self, call: _Call) -> None:
-        """Acknowledge the peers that this rank read from; wait until its own buffers are acknowledged."""
-        read, advertised = sorted(self._acks_owed), sorted(self._acks_expected)
-        spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _SPIN_SECONDS_PER_BYTE, _LONGEST_SPIN_SECONDS)
-        self._acks_owed.clear()
-        self._acks_expected.clear()
-        self._send_to_all(read, header(expected_header(call.identity, 0), _NO_BYTES, checksums=self._checksums), call)
-        for peer in advertised:
-            self._progress(None, self._short(peer, NOTHING, call), call.operation, call.deadline, spin_seconds)
 
     def _multicast(self, step: Multicast, call: _Call) -> None:
         source, item = call.buffers.source, call.buffers.item_bytes
         if step.to:
             payload = source[step.send[0] * item : step.send[1] * item]
             frame = header(expected_header(call.identity, len(payload)), payload, checksums=self._checksums) + payload
-            self._send_to_all(step.to, frame, call)
+            for rank in step.to:
+                self._progress(begin_sending_frame(self._links[rank], frame), None, call.operation, call.deadline)
         for peer, span in zip(step.sources, step.receive, strict=True):
             self._progress(None, self._short(peer, span, call), call.operation, call.deadline)
-
-    def _send_to_all(self, ranks: Iterable[int], frame: bytes, call: _Call) -> None:
-        for rank in ranks:
-            self._progress(begin_sending_frame(self._links[rank], frame), None, call.operation, call.deadline)
 
     def _short(self, peer: int, span: Span, call: _Call) -> ShortIncoming:
         item = call.buffers.item_bytes

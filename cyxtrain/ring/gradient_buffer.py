@@ -10,6 +10,7 @@ import torch
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting
+from cyxtrain.ring.shared_memory.meeting import Meeting
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import make_segment
 from cyxtrain.ring.wire.persistent import Exchange
@@ -30,7 +31,7 @@ class SharedGradientBuffer:
     @property
     def description(self) -> str:
         """Its reduction, as errors describe it."""
-        return self._reduction.header.describe()
+        return self._reduction.meeting.header.describe()
 
     @property
     def is_known_finite(self) -> bool:
@@ -46,7 +47,7 @@ class SharedGradientBuffer:
 
         Cost: two meetings of all ranks; each reads and writes its chunk of every rank's elements once.
         """
-        self._group.run_persistent(self._reduction.header, self._rounds(), timeout_of(opts))
+        self._group.run_persistent(self._reduction.meeting.header, self._rounds(), timeout_of(opts))
         return [self.tensor]
 
     def _rounds(self) -> Iterator[Exchange]:
@@ -78,7 +79,8 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
         # Each is numbered: of two alike, one rank could start the one, and another rank the other.
         header = persistent.header(Reduction.AVG, dtype, (count,), 0, root=next(persistent.numbers))
         if array is not None and header is not None:
-            rows, counters = segment.rows(place, array, count), segment.counters(place)
-            reduction = SharedMemoryReduce(header, persistent.selector, rows, counters, checks=True)
+            rows, words = segment.rows(place, array, count), segment.counters(place)
+            meeting = Meeting(header, persistent.selector, words)
+            reduction = SharedMemoryReduce(meeting, persistent.selector, rows, words, checks=True)
             buffers[place] = SharedGradientBuffer(group, reduction)
     return buffers

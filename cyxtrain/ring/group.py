@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch.distributed import Store
 
@@ -31,12 +32,10 @@ from cyxtrain.ring.schedules.algorithms import FEW_RANKS, Span, even_spans
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory_of
 from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
 from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
-from cyxtrain.ring.shared_memory.reduce import StagedReductions
-from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.shared_memory.staged import StagedCollectives
 from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, dtype_code, in_call
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.payload import check_target, check_tensor, copy_back, flat_copy_of, flat_view_of, overlap, write
-from cyxtrain.ring.wire.peer_read import PeerMemory
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
 
 _LEAVE_SECONDS = 1.0
@@ -64,10 +63,10 @@ class Connections:
         machines, room = [entry.machine for entry in result.table], [entry.room for entry in result.table]
         self.overlaps = is_worth_it(options.communication, machines, room)
         sums = result.checksums if options.checksums else None
-        self.links = {peer: _link(result, rank, peer, global_ranks[peer], sums) for peer in sockets[Role.COLLECTIVES]}
-        self.message_links = {
-            peer: Link(sock, global_ranks[peer], checksums=sums) for peer, sock in sockets[Role.MESSAGES].items()
-        }
+        self.links, self.message_links = (
+            {peer: Link(sock, global_ranks[peer], sums) for peer, sock in sockets[role].items()}
+            for role in (Role.COLLECTIVES, Role.MESSAGES)
+        )
         controls = {global_ranks[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
         others = {global_ranks[peer]: result.table[peer].process for peer in self.links}
         own = result.table[rank].process
@@ -79,12 +78,9 @@ class Connections:
 
     @property
     def transport(self) -> str:
-        """How collectives reach the other ranks: "cma", "unix", "tcp", or "cma within a machine, tcp between"."""
+        """How collectives reach the other ranks: "unix", "tcp", or "unix within a machine, tcp between"."""
         found = {link.transport for link in self.links.values()}
-        near = " and ".join(sorted(found - {"tcp"}))
-        if not near:
-            return "tcp"
-        return f"{near} within a machine, tcp between" if "tcp" in found else near
+        return found.pop() if len(found) == 1 else "unix within a machine, tcp between"
 
     def abandon(self) -> None:
         """Close everything without a goodbye, in a forked child."""
@@ -138,7 +134,7 @@ class Group:
         self._selector = AlgorithmSelector(rank, world_size, (rank,)) if connections is None else connections.selector
         self._executor = SingleRankExecutor() if connections is None else connections.executor
         self.persistent = PersistentOps({} if connections is None else connections.links, self._selector, generation)
-        self._staged = StagedReductions(self.persistent)
+        self._staged = StagedCollectives(self.persistent, self._global_ranks)
         self._registry.add(self)
 
     def _connect(self, store: Store, timeout: timedelta, options: RingOptions) -> Connections:
@@ -190,15 +186,31 @@ class Group:
                 return
         flat = flat_view_of(check_target(tensor))
         with self._lock:
-            staged = self._staged.find(tensor, reduction)
-            if staged is not None:
-                self.run_persistent(staged.header, staged.run(memory_of(flat)), timeout)
-            else:
+            memory = memory_of(flat)
+            if not self._run_staged(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
                 operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
                 stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
                 self._executor.run(operation, stages, timeout or self.timeout)
             copy_back(flat, tensor)
-            self._staged.create_after(self, tensor, reduction, timeout)
+            self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
+
+    def _run_staged(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        source: memoryview,
+        target: memoryview,
+        timeout: timedelta | None,
+        reduction: Reduction = Reduction.NONE,
+        root: int | None = None,
+    ) -> bool:
+        """Do a collective by way of shared memory if it is staged; return whether it is."""
+        self._check_root(root)
+        staged = self._staged.find(kind, tensor, reduction, root)
+        if staged is None:
+            return False
+        self.run_persistent(staged.header, staged.run(source, target), timeout)
+        return True
 
     def run_persistent(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
         """Run a persistent operation. Cost: its exchanges, see `PersistentHeader`."""
@@ -234,23 +246,20 @@ class Group:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
             return
         spans = even_spans(check_target(output).numel(), self.world_size)
-        own = source[slice(*spans[self.rank])]
-        if self._selector.reads_in_place(spans, source.element_size()):
-            # Other ranks read the source: only this rank's part may change.
-            flat = flat_view_of(output)
-            if flat.data_ptr() != own.data_ptr():
-                flat = own.clone() if overlap(flat, source) else flat.copy_(own)
-            with self._lock:
-                operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
-                self._executor.run(operation, plan.by_reading(memory_of(source), spans), timeout or self.timeout)
-            copy_back(flat, output)
-            return
-        flat = source.clone()
+        own = slice(*spans[self.rank])
+        target = flat_view_of(output)
+        if overlap(target, source):
+            target = torch.empty_like(target)
         with self._lock:
+            if self._run_staged(Kind.REDUCE_SCATTER, output, memory_of(source), memory_of(target), timeout, reduction):
+                copy_back(target, output)
+                return
+            flat = source.clone()
             operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
             stages = plan.by_tree() if plan.is_few else plan.by_chunks(spans)
             self._executor.run(operation, stages, timeout or self.timeout)
-        write(flat[slice(*spans[self.rank])], output)
+            write(flat[own], output)
+            self._staged.create_after(self, Kind.REDUCE_SCATTER, output, reduction, timeout)
 
     def _reduce_scatter_uneven(
         self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None, sizes: Sequence[int]
@@ -272,11 +281,10 @@ class Group:
         flat: Tensor,
         reduction: Reduction,
         dst: int | None = None,
-        parts: int = 1,
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Operation, ReductionPlan]:
-        """Number a reduction of `parts` times `flat`; an unsupported dtype is refused before."""
-        use_numpy = self._selector.sums_identically(parts * flat.numel(), flat.element_size())
+        """Number a reduction of `flat`; an unsupported dtype is refused before."""
+        use_numpy = self._selector.sums_identically(flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, use_numpy=use_numpy)
         operation = self._operation(kind, tensor, reduction, dst, shape)
         return operation, ReductionPlan(reduction, flat, combiner, self._scratch, self._selector)
@@ -286,11 +294,13 @@ class Group:
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
-            operation = self._operation(Kind.BROADCAST, tensor, root=src)
-            schedule = self._selector.broadcast(flat.numel(), src, flat.element_size())
-            stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
-            self._executor.run(operation, [stage], timeout or self.timeout)
-        copy_back(flat, tensor)
+            if not self._run_staged(Kind.BROADCAST, tensor, memory, memory, timeout, root=src):
+                operation = self._operation(Kind.BROADCAST, tensor, root=src)
+                schedule = self._selector.broadcast(flat.numel(), src, flat.element_size())
+                stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
+                self._executor.run(operation, [stage], timeout or self.timeout)
+            copy_back(flat, tensor)
+            self._staged.create_after(self, Kind.BROADCAST, tensor, Reduction.NONE, timeout)
 
     def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
         """Return rank 0's file descriptor on every rank; see `segment.Ranks`. Call it within `exclusive`."""
@@ -303,13 +313,15 @@ class Group:
         spans = even_spans(tensor.numel(), self.world_size)
         own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
         memory = memory_of(gathered)
-        schedule = self._selector.all_gather(spans, gathered.element_size())
         with self._lock:
-            operation = self._operation(Kind.ALL_GATHER, tensor)
             if source.data_ptr() != own.data_ptr():
                 own.copy_(source)
-            stage = Stage(schedule, Buffers(memory, memory, gathered.element_size()))
-            self._executor.run(operation, [stage], timeout or self.timeout)
+            if not self._run_staged(Kind.ALL_GATHER, tensor, memory, memory, timeout):
+                operation = self._operation(Kind.ALL_GATHER, tensor)
+                schedule = self._selector.all_gather(spans, gathered.element_size())
+                stage = Stage(schedule, Buffers(memory, memory, gathered.element_size()))
+                self._executor.run(operation, [stage], timeout or self.timeout)
+            self._staged.create_after(self, Kind.ALL_GATHER, tensor, Reduction.NONE, timeout)
 
     def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
         """Copy the tensor of every rank into the flat `gathered` of rank `dst`."""
@@ -399,14 +411,17 @@ class Group:
         shape: tuple[int, ...] | None = None,
     ) -> Operation:
         """Number the next collective; the caller holds the lock until it has run."""
-        if root is not None and not 0 <= root < self.world_size:
-            raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
+        self._check_root(root)
         code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
         name = -1 if root is None else self._global_ranks[root]
         self._begin(operation := Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
         return operation
+
+    def _check_root(self, root: int | None) -> None:
+        if root is not None and not 0 <= root < self.world_size:
+            raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
 
     def _begin(self, operation: Numbered) -> None:
         """Make an operation the current one, unless the group has failed."""
@@ -448,7 +463,7 @@ class Group:
             self.fail("it left while another of its threads was in a collective.")
             self._lock.acquire()
         try:
-            left, self._left, self._staged = self._left, True, StagedReductions(self.persistent)
+            left, self._left, self._staged = self._left, True, StagedCollectives(self.persistent, self._global_ranks)
             if self._connections is not None and not left:
                 peer_failure = self._registry.peer_failure(self._created_at)
                 if peer_failure is not None:  # the cause: a goodbye would be reported instead
@@ -468,7 +483,7 @@ class Group:
         """Close all connections without a goodbye, as a forked child does."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
-        self._collective_thread, self._staged = None, StagedReductions(self.persistent)
+        self._collective_thread, self._staged = None, StagedCollectives(self.persistent, self._global_ranks)
         if self._connections is not None:
             self._connections.abandon()
 
@@ -481,21 +496,14 @@ class Group:
             self._monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
 
 
-def _link(result: RendezvousResult, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
-    memory = PeerMemory(result.table[peer].process.pid) if peer in result.readable_by_rank[rank] else None
-    advertises = rank in result.readable_by_rank[peer]
-    return Link(result.sockets[Role.COLLECTIVES][peer], name, memory, advertises=advertises, checksums=checksums)
-
-
 def _selector(result: RendezvousResult, rank: int) -> AlgorithmSelector:
-    machines, readable = [entry.machine for entry in result.table], result.readable_by_rank
+    machines = [entry.machine for entry in result.table]
     ranks, cores = range(len(machines)), min(entry.cores for entry in result.table)
     are_together = len(set(machines)) == 1
     return AlgorithmSelector(
         rank,
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
-        can_read_peers=all(other in readable[reader] for reader in ranks for other in ranks if other != reader),
         shares_memory=result.all_unix and len(ranks) <= FEW_RANKS,
         oversubscribed=are_together and len(ranks) > max(2, cores),
         core_per_rank=are_together and len(ranks) <= cores,

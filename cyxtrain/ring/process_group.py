@@ -305,7 +305,7 @@ class RingOperations:
 
     @property
     def transport(self) -> str:
-        """How collectives reach other ranks: "cma", say, or "cma within a machine, tcp between"; alone: "none"."""
+        """How collectives reach other ranks: "unix", say, or "unix within a machine, tcp between"; alone: "none"."""
         return self._group.transport
 
     def set_timeout(self, timeout: timedelta) -> None:

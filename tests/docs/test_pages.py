@@ -112,10 +112,12 @@ def test_the_table_of_a_header_covers_every_byte_with_its_type():
     assert [first for first, *_ in fields] == [0, *(end for _, end, *_ in fields)][:-1]
     assert fields[-1][1] == frames.HEADER_BYTES
     assert all(end - first == sizes[kind] for first, end, _, kind in fields)
-    known = next(first for first, _, field, _ in fields if field == "address")
+    known = next(end for _, end, field, _ in fields if field == "payload")
     assert known == frames.EXPECTED_BYTES
     assert f"first {known} bytes" in page("ring")
     assert f"header of {frames.HEADER_BYTES} bytes" in page("ring")
+    assert f"| of the {fields[-1][0]} bytes before;" in page("ring")
+    assert f"| 2 | version | u8 | of the protocol: {frames.PROTOCOL_VERSION} |" in page("ring")
 
 
 PLAIN = Operation(Kind.ALL_REDUCE, 1, Reduction.SUM, dtype_code(torch.float32), (2, 3), 0, 0)
@@ -155,6 +157,7 @@ def test_the_table_of_a_control_frame_covers_its_header():
     rows = re.findall(r"^\| (\d+)(?:-(\d+))? \|", table, flags=re.MULTILINE)
     assert [int(first) for first, _ in rows] == [0, *(int(last or first) + 1 for first, last in rows)][:-1]
     assert int(rows[-1][1]) + 1 == frames.CONTROL_HEADER_BYTES == struct.calcsize(">2sBBI8s8s")
+    assert f"| 2 | version | u8 | {frames.PROTOCOL_VERSION} |" in table
 
 
 KIB = 1024
@@ -165,7 +168,8 @@ KIB = 1024
     [
         ("up to 16 KiB, up to 8 ranks", (16 * KIB, 8), (selector.SHORT_BYTES, algorithms.FEW_RANKS)),
         ("Up to 256 KiB it is a tree", 256 * KIB, selector.FEW_BYTES),
-        ("of 128 KiB and more", 128 * KIB, selector.ADVERTISED_BYTES),
+        ("of more than 16 KiB are *staged*", 16 * KIB, selector.SHORT_BYTES),
+        ("a window of 2 MiB in shared memory", 2048 * KIB, selector.WINDOW_BYTES),
         ("in segments of 1 MiB", 1024 * KIB, selector.SEGMENT_BYTES),
         ("one of 256 at a time", 256, accept._MAX_STRANGERS),
         ("Suspended for 4 s, or gone for 0.5 s", (4, 0.5), (heartbeat.STOPPED_SECONDS, heartbeat.GONE_SECONDS)),

@@ -24,12 +24,12 @@ pytestmark = [
 
 # --- ranks that are killed ------------------------------------------------------------------------------------------
 
-TRANSPORTS = ["tcp", "unix", "cma"]
 KILLS = [
-    (activity, 2 + turn % 5, turn, TRANSPORTS[turn % 3])
+    (activity, 2 + turn % 5, turn, "unix" if turn % 3 else "tcp")
     for turn, activity in enumerate([*ACTIVITIES, "in a fit", "in the handshake"])
 ]
-KILLS += [("while others read its memory", 4, 100, "cma"), ("in the middle of a chunk", 3, 101, "cma")]
+KILLS += [("in a large sum", 4, 100, "unix"), ("in the middle of a chunk", 3, 101, "unix")]
+KILLS += [("in a large sum", 2, 102, "unix")]  # with a core for each they wait by progress counters, without by frames
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """One contract of all collectives, held against the ring, Gloo and, where there are GPUs, NCCL.
 
 contract_cases.py is the table: what is called, and what a backend does not do. By day it is the ring alone, with one
-and two ranks; 'pytest -m nightly' goes through everything, with one to five ranks, and the ring over TCP, Unix
-sockets and memory that is read in place. The first two differ in the socket alone, so two ranks are enough for the
-second; and three for Gloo, which shows that the table is right.
+and two ranks; 'pytest -m nightly' goes through everything, with one to five ranks, and the ring over TCP. Three ranks
+are enough for Gloo, which shows that the table is right.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ pytestmark = [
 BY_DAY = [("ring", 1), ("ring", 2)]
 MOST_RANKS = {"ring": 5, "gloo": 3}
 BY_NIGHT = [(backend, size) for backend, most in MOST_RANKS.items() for size in range(1, most + 1)]
-BY_NIGHT += [(f"ring over {transport}", size) for transport in ("tcp", "cma") for size in range(2, 6)]
-BY_NIGHT += [("ring over unix", 2)]
+BY_NIGHT += [("ring over tcp", size) for size in range(2, 6)]
 SHOWN = 10
 
 _worlds: dict[tuple[str, int, bool], list[contract_cases.Outcome] | AssertionError] = {}

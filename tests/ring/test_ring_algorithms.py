@@ -1,7 +1,7 @@
 """The schedules, without sockets: what each leaves, in which order it sums, and that every rank hears of every other.
 
 Where nothing else is said a send happens only together with its receive: such a schedule needs no buffer anywhere.
-test_ring_peer_read.py has what ranks read in each other's memory.
+test_ring_lockstep.py has every order in which ranks may go on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import itertools
 
 import pytest
-from lockstep import Lockstep, apart, buffered, handed_over_where_long, offered, own
+from lockstep import Lockstep, apart, buffered, handed_over_where_long, own
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import chunks, even_spans
@@ -246,56 +246,24 @@ def test_of_a_meeting_by_way_of_rank_0_nobody_goes_before_all_have_come(world_si
     assert Lockstep(schedules, [[] for _ in schedules], way=buffered).run().all_heard()
 
 
-# --- ranks that read each other -------------------------------------------------------------------------------------
-
-
 @everywhere
-def test_folding_leaves_each_rank_its_chunk_in_the_order_of_the_ring(world_size, count):
-    spans = chunks(count, world_size)
-    schedules = [algorithms.read_reduce(rank, world_size, spans) for rank in range(world_size)]
-    for way in (offered, buffered):
-        ranks = Lockstep(schedules, [own(rank, count) for rank in range(world_size)], way=way).run()
-        assert ranks.all_heard()
-        for rank, (start, end) in enumerate(spans):
-            assert ranks.results[rank][start:end] == summed(ring_order(rank, world_size), end - start, start)
-
-
-@everywhere
-def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count):
-    spans = chunks(count, world_size)
-    schedules = [
-        [*algorithms.read_reduce(rank, world_size, spans), *algorithms.read_gather(rank, world_size, spans)]
-        for rank in range(world_size)
-    ]
-    ranks = Lockstep(schedules, [own(rank, count) for rank in range(world_size)], way=offered).run()
-    assert ranks.all_heard()
-    assert ranks.results == [summed_in_chunks(spans, world_size)] * world_size
-
-
-@everywhere
-def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
+def test_telling_spans_brings_every_span_to_all(world_size, count):
     spans = even_spans(count, world_size)
-    gathering = [algorithms.read_gather(rank, world_size, spans) for rank in range(world_size)]
-    multicast_spans = [[algorithms.multicast_spans(rank, world_size, spans[rank], spans)] for rank in range(world_size)]
-    for schedules, way in (
-        (gathering, offered),
-        (multicast_spans, buffered),
-    ):  # few bytes fit into the kernel's buffers
-        buffers = [[None] * (world_size * count) for _ in range(world_size)]
-        for rank, (start, end) in enumerate(spans):
-            buffers[rank][start:end] = own(rank, count)
-        ranks = Lockstep(schedules, buffers, way=way).run()
-        assert ranks.all_heard()
-        assert ranks.results == [[element for rank in range(world_size) for element in own(rank, count)]] * world_size
+    schedules = [[algorithms.multicast_spans(rank, world_size, spans[rank], spans)] for rank in range(world_size)]
+    buffers = [[None] * (world_size * count) for _ in range(world_size)]
+    for rank, (start, end) in enumerate(spans):
+        buffers[rank][start:end] = own(rank, count)
+    ranks = Lockstep(schedules, buffers, way=buffered).run()
+    assert ranks.all_heard()
+    assert ranks.results == [[element for rank in range(world_size) for element in own(rank, count)]] * world_size
 
 
 @everywhere
-def test_fan_out_and_telling_of_bring_the_buffer_of_any_rank_to_all(world_size, count):
-    ways = ((algorithms.fan_out, offered), (lambda *of: [algorithms.multicast_from(*of)], buffered))
-    for src, (schedule, way) in itertools.product(range(world_size), ways):
+def test_telling_of_one_brings_the_buffer_of_any_rank_to_all(world_size, count):
+    for src in range(world_size):
         buffers = [own(rank, count) for rank in range(world_size)]
-        schedules = [schedule(rank, world_size, count, src) for rank in range(world_size)]
-        ranks = Lockstep(schedules, buffers, way=way).run()
+        schedules = [[algorithms.multicast_from(rank, world_size, count, src)] for rank in range(world_size)]
+        ranks = Lockstep(schedules, buffers, way=buffered).run()
         assert ranks.all_heard()
         assert ranks.results == [own(src, count)] * world_size
 
@@ -308,16 +276,13 @@ def test_the_costs_are_what_the_docstrings_say(world_size, count):
         schedule = algorithms.reduce_scatter(rank, world_size, spans)
         assert len(schedule) == world_size - 1
         assert sum(end - start for _, (start, end), *_ in schedule) == rest
-        *offers, fold = algorithms.read_reduce(rank, world_size, spans)
-        assert len(offers) == len(fold.sources) == world_size - 1
-        assert sum(end - start for _, (start, end), *_ in offers) == rest
-        read = [step.receive for step in algorithms.read_gather(rank, world_size, spans)]
-        assert sum(end - start for start, end in read) == rest
+        schedule = algorithms.all_gather(rank, world_size, spans, tuple(range(world_size)))
+        assert len(schedule) == world_size - 1
+        assert sum(end - start for _, _, _, (start, end), _ in schedule) == rest
 
 
-def copies_of_rank_0(rank, world_size):
-    chain = algorithms.broadcast(rank, world_size, 100, 0, 10, range(world_size))
-    return chain, algorithms.fan_out(rank, world_size, 100, 0)
+def chain_from_rank_0(rank, world_size):
+    return algorithms.broadcast(rank, world_size, 100, 0, 10, range(world_size))
 
 
 @pytest.mark.parametrize("world_size", RANKS)
@@ -333,7 +298,7 @@ def test_every_schedule_first_speaks_to_the_next_rank_and_hears_the_previous(wor
                 algorithms.dissemination_barrier(rank, world_size)[0],
                 algorithms.reduce_scatter(rank, world_size, spans)[0],
                 algorithms.all_gather(rank, world_size, spans, range(world_size))[0],
-                *(schedule[0] for schedule in copies_of_rank_0(rank, world_size) if world_size > algorithms.FEW_RANKS),
+                *([chain_from_rank_0(rank, world_size)[0]] if world_size > algorithms.FEW_RANKS else []),
                 algorithms.gather(rank, world_size, spans, 0, (0, 1))[0],
                 algorithms.scatter(rank, world_size, spans, 0, (0, 1))[0],
                 algorithms.all_to_all(rank, world_size, spans, spans)[0],
@@ -343,16 +308,13 @@ def test_every_schedule_first_speaks_to_the_next_rank_and_hears_the_previous(wor
 
 
 @pytest.mark.parametrize("world_size", RANKS[1:])
-def test_who_reads_or_tells_directly_speaks_to_all_before_it_hears_anybody(world_size):
+def test_who_tells_all_directly_speaks_to_all_before_it_hears_anybody(world_size):
     """So that whoever is in another collective and waits for it hears of this one, whomever it waits for."""
-    spans = chunks(100, world_size)
     for rank in range(world_size):
         for schedule in (
-            algorithms.read_reduce(rank, world_size, spans),
-            algorithms.read_gather(rank, world_size, spans),
             [algorithms.multicast_rows(rank, world_size, 1)],
             [algorithms.multicast_from(rank, world_size, 1, world_size - 1)],
-            *([] if world_size > algorithms.FEW_RANKS else copies_of_rank_0(rank, world_size)),
+            *([] if world_size > algorithms.FEW_RANKS else [chain_from_rank_0(rank, world_size)]),
         ):
             first = apart(schedule)[: world_size - 1]
             assert {step.send_to for step in first} == set(range(world_size)) - {rank}

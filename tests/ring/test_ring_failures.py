@@ -95,10 +95,10 @@ def test_a_peer_that_trickles_does_not_move_the_deadline():
 
 @WORLDS
 def test_an_interrupted_rank_is_named_to_the_others(world_size, monkeypatch, cores):
-    def interrupting(*args):
+    def interrupting(*args, **keywords):
         if threading.current_thread().name == "rank 1":
             raise KeyboardInterrupt
-        combine(*args)
+        combine(*args, **keywords)
 
     def rank_main(group):
         if group.rank() != 1:

@@ -12,9 +12,9 @@ from worlds import run_threads
 from cyxtrain.config import RingOptions
 from cyxtrain.ring import RingProcessGroup
 
-TRANSPORTS = ["tcp", "unix", "cma"]
-SIDES = [4, 80, 600]
-"""Few bytes, those that pass through common memory, and many."""
+TRANSPORTS = ["tcp", "unix"]
+SIDES = [4, 80, 750]
+"""Few bytes, those that fit into a window of shared memory, and those that need two."""
 
 
 def made_there(side: int, value: float, *, transposed: bool = False) -> Tensor:

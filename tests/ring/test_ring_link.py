@@ -166,8 +166,3 @@ def test_a_connection_within_a_machine_holds_no_more_than_a_cache(address, near)
             asked = other.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         assert as_it_comes != asked
         assert found == (asked if near else as_it_comes)
-
-
-def test_what_cannot_be_read_breaks_the_link(pair):
-    with pytest.raises(LinkBroken, match="rank 1"):
-        pair[0].read(0, memoryview(bytearray(1)))

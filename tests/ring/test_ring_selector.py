@@ -8,22 +8,23 @@ import pathlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep import Lockstep, Way, own
+from lockstep import Lockstep, buffered, own
 
 from cyxtrain.environment.processes import Process
 from cyxtrain.ring import group
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
-from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, ReadReduce, chunks, even_spans
+from cyxtrain.ring.schedules import algorithms
+from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, chunks, even_spans
 from cyxtrain.ring.schedules.selector import (
-    ADVERTISED_BYTES,
     FEW_BYTES,
+    ORDERS_WRITES,
     SEGMENT_BYTES,
+    SHORT_BYTES,
     AlgorithmSelector,
     Path,
     is_latency_bound,
 )
-from cyxtrain.ring.wire.transfers import is_advertised
 
 KIB = 1024
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -37,27 +38,14 @@ PLACES = {
 }
 
 
-def routes_of(places, unread=(), cores=64):
-    """The routes of every rank, where each can read all of its machine but for the pairs (reader, other) named."""
+def routes_of(places, *, cores=64, all_unix=False):
+    """The routes of every rank; the ranks but for the first have so many cores."""
     ranks = range(len(places))
     table = [
         RankRecord(len(places), Process(place, 100 + rank, 0), host="127.0.0.1", cores=cores if rank else 64)
         for rank, place in enumerate(places)
     ]
-    readers = [
-        {other for other in ranks if other != rank and places[other] == places[rank] and (rank, other) not in unread}
-        for rank in ranks
-    ]
-    return [group._selector(RendezvousResult(table=table, readable_by_rank=readers), rank) for rank in ranks]
-
-
-def way_of(routes, item_bytes):
-    """What is offered where ranks of one machine read each other, as long as a payload is long enough."""
-
-    def way(sender, receiver, length, then):
-        return Way.OFFERED if is_advertised(routes[sender].can_read_peers, length * item_bytes, then) else Way.BUFFERED
-
-    return way
+    return [group._selector(RendezvousResult(table=table, all_unix=all_unix), rank) for rank in ranks]
 
 
 def crossings(links, places):
@@ -70,7 +58,7 @@ def gathered(routes, spans, item_bytes):
     for rank, (start, end) in enumerate(spans):
         buffers[rank][start:end] = own(rank, end - start)
     schedules = [route.all_gather(spans, item_bytes) for route in routes]
-    ranks = Lockstep(schedules, buffers, way=way_of(routes, item_bytes)).run()
+    ranks = Lockstep(schedules, buffers, way=buffered).run()
     return ranks, [element for rank, (start, end) in enumerate(spans) for element in own(rank, end - start)]
 
 
@@ -85,13 +73,12 @@ def test_the_ring_visits_every_machine_once_and_is_the_same_for_all(places):
     assert sorted(ring) == list(range(len(places)))
     visited = [place for place, _ in itertools.groupby(places[rank] for rank in ring)]
     assert sorted(visited) == sorted(set(places))
-    assert [route.can_read_peers for route in routes] == [places == "aaaa"] * len(places)
 
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 def test_all_gather_enters_every_machine_over_one_link(places):
     machines = len(set(places))
-    ranks, everything = gathered(routes_of(places), even_spans(3, len(places)), ADVERTISED_BYTES)
+    ranks, everything = gathered(routes_of(places), even_spans(3, len(places)), SHORT_BYTES)
     assert ranks.results == [everything] * len(places)
     assert len(crossings(ranks.links, places)) == (machines if machines > 1 else 0)
 
@@ -101,8 +88,8 @@ def test_broadcast_enters_every_machine_over_one_link(places):
     routes, size, machines = routes_of(places), len(places), len(set(places))
     ring = routes[0].ring
     for src in range(size):
-        schedules = [route.broadcast(50, src, ADVERTISED_BYTES) for route in routes]
-        ranks = Lockstep(schedules, [own(rank, 50) for rank in range(size)], way=way_of(routes, ADVERTISED_BYTES)).run()
+        schedules = [route.broadcast(50, src, SHORT_BYTES) for route in routes]
+        ranks = Lockstep(schedules, [own(rank, 50) for rank in range(size)], way=buffered).run()
         assert ranks.results == [own(src, 50)] * size
         # It ends before it has come round: the machine of the first is entered only where the first is in its middle.
         before = places[ring[ring.index(src) - 1]]
@@ -135,14 +122,28 @@ def test_ranks_of_one_machine_that_turn_up_one_after_the_other_keep_their_order(
     assert list(routes_of("acbbac")[0].ring) == [0, 4, 1, 5, 2, 3]
 
 
-@pytest.mark.parametrize("unread", [(0, 1), (2, 1)])
-def test_one_pair_that_cannot_read_sends_all_of_them_around_the_ring(unread):
-    routes = routes_of("aaa", unread=[unread])
-    assert [route.can_read_peers for route in routes] == [False] * 3
-    spans = chunks(90, 3)
-    for route in routes:
-        assert not any(isinstance(step, ReadReduce) for step in route.reduce_scatter(spans, ADVERTISED_BYTES))
-        assert len(route.all_gather(spans, ADVERTISED_BYTES)) == 2
+@pytest.mark.parametrize(
+    ("places", "all_unix", "shares"),
+    [
+        ("aa", True, True),
+        ("a" * 8, True, True),
+        ("a" * 9, True, False),  # more words of counters than there are places for
+        ("aaa", False, False),
+        ("aab", False, False),
+    ],
+)
+def test_few_ranks_whom_unix_sockets_connect_share_memory(places, all_unix, shares):
+    routes = routes_of(places, all_unix=all_unix)
+    assert [route.shares_memory for route in routes] == [shares] * len(places)
+    for count, item_bytes in ((0, 4), (4 * KIB, 4), (4 * KIB + 1, 4), (16 * KIB + 1, 1), (2**30, 8)):
+        long = count * item_bytes > 16 * KIB
+        assert {route.is_staged(count, item_bytes) for route in routes} == {shares and long}
+
+
+@pytest.mark.parametrize(("places", "cores", "counts"), [("aaa", 3, True), ("aaa", 2, False), ("aab", 64, False)])
+def test_ranks_with_a_core_each_show_their_progress_in_memory(places, cores, counts):
+    routes = routes_of(places, cores=cores, all_unix=True)
+    assert [route.uses_counters for route in routes] == [counts and ORDERS_WRITES] * len(places)
 
 
 # --- what sums in which order ---------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count,
     ring = tuple(range(world_size))
     for routes in (
         AlgorithmSelector(0, world_size, ring),
-        AlgorithmSelector(world_size - 1, world_size, ring, can_read_peers=True),
+        AlgorithmSelector(world_size - 1, world_size, ring, shares_memory=True),
     ):
         is_tiny = routes.is_tiny(count, item_bytes)
         assert is_tiny == (world_size <= 8 and count * item_bytes <= 16 * KIB)
@@ -170,7 +171,7 @@ def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count,
 
 @given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
 def test_nobody_sends_much_to_all_before_it_listens(world_size, count, item_bytes):
-    """Such sends would wait for each other where the kernel's buffers are full; what is read is not sent."""
+    """Such sends would wait for each other where the kernel's buffers are full."""
     routes, spans = AlgorithmSelector(0, world_size, tuple(range(world_size))), even_spans(count, world_size)
     for schedule in (routes.all_gather(spans, item_bytes), routes.broadcast(count, 1, item_bytes)):
         first = schedule[0]
@@ -182,37 +183,35 @@ def test_nobody_sends_much_to_all_before_it_listens(world_size, count, item_byte
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
-def test_what_is_read_is_summed_in_the_order_of_what_is_sent(world_size):
-    """Elements are as large as an eighth of an advertised payload, so that a few of them lie around every limit."""
-    item_bytes = ADVERTISED_BYTES // 8
-    near, far = routes_of("a" * world_size), routes_of("abcdefgh"[:world_size])
-    folded = []
-    for count in range(2 * 8 * world_size + 2):
+def test_over_machines_all_reduce_sums_in_the_same_order_as_on_one(world_size):
+    """A ring that enters every machine once copies; what sums goes from rank to rank."""
+    for count in (0, 1, world_size - 1, world_size, 2 * world_size + 1):
         spans = chunks(count, world_size)
         found = []
-        for routes in (near, far):
+        for places in ("a" * world_size, "abcdefgh"[:world_size], "abababab"[:world_size]):
             schedules = [
-                [*route.reduce_scatter(spans, item_bytes), *route.all_gather(spans, item_bytes)] for route in routes
+                [
+                    *algorithms.reduce_scatter(rank, world_size, spans),
+                    *route.all_gather(spans, SHORT_BYTES + 1),
+                ]
+                for rank, route in enumerate(routes_of(places))
             ]
             buffers = [own(rank, count) for rank in range(world_size)]
-            found.append(Lockstep(schedules, buffers, way=way_of(routes, item_bytes)).run().results)
-        assert found[0] == found[1], count
-        assert found[0] == found[0][:1] * world_size
-        if any(isinstance(step, ReadReduce) for step in near[0].reduce_scatter(spans, item_bytes)):
-            folded.append(count)
-    assert folded == list(range(8 * world_size, 2 * 8 * world_size + 2))  # from an offer for each rank on
+            found.append(Lockstep(schedules, buffers, way=buffered).run().results)
+        assert found == [[found[0][0]] * world_size] * 3, count
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_gather_and_broadcast_bring_the_same_around_the_limit(world_size):
+    item_bytes = SHORT_BYTES // 8
     for count in (0, 1, 7, 8, 9, 17):
         for places in ("a" * world_size, "abab"[:world_size]):
             routes = routes_of(places)
-            ranks, everything = gathered(routes, even_spans(count, world_size), ADVERTISED_BYTES // 8)
+            ranks, everything = gathered(routes, even_spans(count, world_size), item_bytes)
             assert ranks.results == [everything] * world_size
-            schedules = [route.broadcast(count, world_size - 1, ADVERTISED_BYTES // 8) for route in routes]
+            schedules = [route.broadcast(count, world_size - 1, item_bytes) for route in routes]
             buffers = [own(rank, count) for rank in range(world_size)]
-            ranks = Lockstep(schedules, buffers, way=way_of(routes, ADVERTISED_BYTES // 8)).run()
+            ranks = Lockstep(schedules, buffers, way=buffered).run()
             assert ranks.results == [own(world_size - 1, count)] * world_size
 
 
@@ -221,18 +220,16 @@ def test_all_gather_and_broadcast_bring_the_same_around_the_limit(world_size):
 SIZES = {
     "up to 16 KiB": (1, 16 * KIB),
     "up to 256 KiB": (16 * KIB + 4, 256 * KIB),
-    "up to 1 MiB": (256 * KIB + 4, 1024 * KIB),
-    "up to 4 MiB": (2048 * KIB, 4096 * KIB),
-    "more": (4096 * KIB + 4, 100 * 1024 * KIB),
+    "more": (256 * KIB + 4, 100 * 1024 * KIB),
 }
-SHARED = {"shares_memory": True, "can_read_peers": True}
+SHARED = {"shares_memory": True}
 SELECTORS = {
     "Unix sockets": [(2, SHARED), (3, SHARED), (8, SHARED)],
     "cores shared": [(size, {**SHARED, "oversubscribed": True}) for size in (3, 8)],
-    "no reading": [(2, {"shares_memory": True}), (8, {"shares_memory": True})],
-    "more than 8 ranks of one machine": [(9, {"can_read_peers": True})],
+    "more than 8 ranks of one machine": [(9, {})],
     "TCP, or several machines": [(2, {}), (8, {})],
 }
+STAGED = "staged in shared memory"
 
 
 def table_of_paths():
@@ -251,16 +248,15 @@ def test_every_cell_of_the_table_is_what_the_selector_chooses():
         for place, worlds in SELECTORS.items():
             for (world_size, facts), byte_count in itertools.product(worlds, byte_counts):
                 selector = AlgorithmSelector(0, world_size, tuple(range(world_size)), **facts)
-                path = selector.path(-(-byte_count // 4), 4)
-                assert path.value == table[size][place], (size, place, world_size, byte_count)
+                count = -(-byte_count // 4)
+                chosen = STAGED if selector.is_staged(count, 4) else selector.path(count, 4).value
+                assert chosen == table[size][place], (size, place, world_size, byte_count)
 
 
-@given(st.integers(1, 16), st.integers(0, 2**23), st.booleans(), st.booleans(), st.booleans())
-def test_what_is_not_staged_takes_a_path_with_the_same_order_of_sums(world_size, count, shares, reads, crowded):
-    facts = {"shares_memory": shares, "can_read_peers": reads, "oversubscribed": crowded}
-    selector = AlgorithmSelector(0, world_size, tuple(range(world_size)), **facts)
-    other = selector.path(count, 4, may_stage=False)
-    assert other is not Path.STAGED
-    assert selector.path(count, 4) in (other, Path.STAGED)
+@given(st.integers(1, 16), st.integers(0, 2**23), st.booleans(), st.booleans())
+def test_what_is_not_staged_takes_a_path_with_the_same_order_of_sums(world_size, count, shares, crowded):
+    ring = tuple(range(world_size))
+    path = AlgorithmSelector(0, world_size, ring, shares_memory=shares, oversubscribed=crowded).path(count, 4)
+    assert path is AlgorithmSelector(0, world_size, ring, oversubscribed=crowded).path(count, 4)
     if world_size > 1:
-        assert is_latency_bound(world_size, count, 4) == (other not in (Path.READ, Path.RING))
+        assert is_latency_bound(world_size, count, 4) == (path is not Path.RING)

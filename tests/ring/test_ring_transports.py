@@ -1,4 +1,4 @@
-"""TCP, Unix sockets and memory that is read in place: the same bits over each, and the one that was asked for."""
+"""TCP, and Unix sockets with shared memory: the same bits over each, and the one that was asked for."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from transport_ranks import brought, cases, digest
 from worlds import free_port, run_threads
 
 from cyxtrain.config import RingOptions
-from cyxtrain.ring.rendezvous import dial, listen, rendezvous
-from cyxtrain.ring.wire.peer_read import PeerMemory
+from cyxtrain.ring.rendezvous import dial, listen
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
-    pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process read another's memory"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="ranks share memory, and find each other by name, on Linux alone"
+    ),
 ]
-TRANSPORTS = ["tcp", "unix", "cma"]
+TRANSPORTS = ["tcp", "unix"]
 
 
 def world(transport, world_size, checksums=False, full=False):
@@ -97,7 +98,7 @@ def test_every_collective_gives_the_documented_bits_over_every_transport_around_
     check_bits(transport, world_size)
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("cma", 3)])
+@pytest.mark.parametrize(("transport", "world_size"), [("unix", 3)])
 def test_and_with_checksums(transport, world_size):
     check_bits(transport, world_size, checksums=True)
 
@@ -119,9 +120,8 @@ def test_of_several_nans_all_ranks_get_the_same_bits(transport, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_which_nan_stays_does_not_depend_on_the_transport(world_size):
-    tcp, unix, cma = (small_world(transport, world_size)[0]["nans"] for transport in TRANSPORTS)
+    tcp, unix = (small_world(transport, world_size)[0]["nans"] for transport in TRANSPORTS)
     assert unix == tcp
-    assert cma == tcp
 
 
 # --- the one that was asked for -------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_which_nan_stays_does_not_depend_on_the_transport(world_size):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_collectives_travel_as_asked(transport, world_size):
     for found in small_world(transport, world_size):
-        assert (found["transport"], found["direct"]) == (transport, transport == "cma")
+        assert (found["transport"], found["shares memory"]) == (transport, transport == "unix")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -141,21 +141,30 @@ def test_nobody_listens_at_a_unix_socket_any_more_when_all_have_met(transport, w
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_by_itself_the_ring_reads_memory_on_one_machine(world_size):
+def test_by_itself_the_ring_shares_memory_on_one_machine(world_size):
     for variables in ({}, {"CYXTRAIN_TRANSPORT": "auto"}, {"CYXTRAIN_TRANSPORT": ""}):
         for found in values(run_ranks(world_size, transport_ranks.join_and_say, **variables)):
-            assert (found["transport"], found["direct"], found["unix"]) == ("cma", True, [])
+            assert (found["transport"], found["shares memory"], found["unix"]) == ("unix", True, [])
+
+
+def test_cma_is_auto_and_rank_0_warns_once_and_says_what_to_do():
+    first, second = values(run_ranks(2, transport_ranks.join_and_make_groups, CYXTRAIN_TRANSPORT="cma"))
+    assert [first["transports"], second["transports"]] == [["unix"] * 3] * 2
+    assert second["told"] == []
+    (told,) = first["told"]
+    assert told.startswith("CYXTRAIN_TRANSPORT=cma: ranks do not read each other's memory any more; they share memory")
+    assert told.endswith("Unset CYXTRAIN_TRANSPORT.")
 
 
 def check_refused(message):
-    assert re.search(r"rank \d was started with CYXTRAIN_TRANSPORT=(unix|cma) and rank \d with (unix|cma)\. ", message)
-    assert {"unix", "cma"} <= set(re.split(r"[ .=]", message))
+    assert re.search(r"rank \d was started with CYXTRAIN_TRANSPORT=(unix|tcp) and rank \d with (unix|tcp)\. ", message)
+    assert {"unix", "tcp"} <= set(re.split(r"[ .=]", message))
     assert "Set it to the same value in the environment of every rank." in message
 
 
 def test_ranks_that_were_told_different_transports_are_refused_and_shown_both():
     port = free_port()
-    told = enumerate(["unix", "cma"])
+    told = enumerate(["unix", "tcp"])
     environments = [environment(rank, 2, port, CYXTRAIN_TRANSPORT=transport) for rank, transport in told]
     for ended in run_processes(transport_ranks.join_and_say, environments):
         assert ended.kind == "RendezvousError", ended
@@ -164,8 +173,8 @@ def test_ranks_that_were_told_different_transports_are_refused_and_shown_both():
 
 
 def test_so_are_those_who_agree_with_most():
-    unix, cma = RingOptions(transport="unix"), RingOptions(transport="cma")
-    for error, seconds in meet_all(dist.HashStore(), range(3), 3, r0=unix, r1=cma, r2=unix):
+    unix, tcp = RingOptions(transport="unix"), RingOptions(transport="tcp")
+    for error, seconds in meet_all(dist.HashStore(), range(3), 3, r0=unix, r1=tcp, r2=unix):
         assert error is not None
         check_refused(str(error))
         assert seconds < 1.0
@@ -179,63 +188,22 @@ def travelled(group):
     total = sum(range(group.size() + 1))
     for count in (3, 100_000, 1_000_003):
         assert bool((all_reduce(group, torch.full((count,), 1.0 + group.rank())) == total).all())
-    return group._group.transport, group._group._selector.can_read_peers
+    return group._group.transport, group._group._selector.shares_memory
 
 
-def unreadable_for(monkeypatch, *names):
-    """As where the kernel lets these ranks read nobody."""
-    can_be_read = PeerMemory.can_be_read
-
-    def asked(memory, probe):
-        return threading.current_thread().name not in names and can_be_read(memory, probe)
-
-    monkeypatch.setattr(PeerMemory, "can_be_read", asked)
+def test_ranks_whom_unix_sockets_connect_share_memory():
+    assert run_threads(3, travelled) == [("unix", True)] * 3
 
 
-def test_a_rank_that_can_read_nobody_leaves_all_with_unix_sockets_and_the_right_sums(monkeypatch):
-    unreadable_for(monkeypatch, "rank 1")
-    # Rank 1 reads nobody; the others read it, and each other.
-    assert run_threads(3, travelled) == [("cma", False), ("unix", False), ("cma", False)]
-
-
-def test_where_nobody_can_read_anybody_the_ring_takes_unix_sockets(monkeypatch):
-    unreadable_for(monkeypatch, "rank 0", "rank 1")
-    assert run_threads(2, travelled) == [("unix", False)] * 2
-
-
-def test_where_nobody_offers_its_memory_the_ring_takes_unix_sockets(monkeypatch):
-    monkeypatch.setattr(rendezvous, "allow_peer_reads", lambda: "")
-    assert run_threads(2, travelled) == [("unix", False)] * 2
-
-
-def test_memory_that_was_asked_for_and_cannot_be_read_is_refused_with_a_remedy(monkeypatch):
-    can_be_read = PeerMemory.can_be_read
-    asked = []
-
-    def refused_once(memory, probe):
-        asked.append(probe)
-        return len(asked) > 1 and can_be_read(memory, probe)  # one rank of three asks first
-
-    monkeypatch.setattr(PeerMemory, "can_be_read", refused_once)
-    cma = RingOptions(transport="cma")
-    for error, seconds in meet_all(dist.HashStore(), range(3), 3, r0=cma, r1=cma, r2=cma):
-        assert error is not None
-        assert "CYXTRAIN_TRANSPORT=cma, and rank " in str(error)
-        assert " cannot read the memory of rank " in str(error)
-        assert "both must be processes of the same user, and containers must allow ptrace" in str(error)
-        assert "Unset CYXTRAIN_TRANSPORT" in str(error)
-        assert error.rank in range(3)
-        assert seconds < 2.0
-
-
+@pytest.mark.filterwarnings("ignore:CYXTRAIN_TRANSPORT=cma:FutureWarning")
 @pytest.mark.parametrize("transport", ["auto", "unix", "cma"])
 def test_a_unix_socket_that_cannot_be_reached_leads_to_tcp_or_an_error_where_it_was_asked_for(monkeypatch, transport):
     """As for two containers, that share a kernel and not a network."""
     monkeypatch.setattr(dial, "unix_address", lambda name: f"\0{name}-of-another-network")
-    if transport == "auto":
-        assert run_threads(3, travelled) == [("tcp", False)] * 3
-        return
     options = RingOptions(transport=transport)
+    if transport != "unix":
+        assert run_threads(3, travelled, options=options) == [("tcp", False)] * 3
+        return
     for error, seconds in meet_all(dist.HashStore(), range(2), 2, r0=options, r1=options):
         assert error is not None
         assert "rank 1 cannot reach rank 0 at @cyxtrain-" in str(error)
@@ -249,9 +217,9 @@ def test_a_rank_without_unix_sockets_is_met_over_tcp(monkeypatch):
         return None if threading.current_thread().name == "rank 1" else listen_unix(transport)
 
     monkeypatch.setattr(listen, "listen_unix", none_on_rank_1)
-    # Nobody calls rank 1 there, which calls rank 0; and it offers nothing to be read.
-    mixed = ("cma within a machine, tcp between", False)
-    assert run_threads(3, travelled) == [("cma and unix", False), mixed, mixed]
+    # Nobody calls rank 1 there, which calls rank 0.
+    mixed = ("unix within a machine, tcp between", False)
+    assert run_threads(3, travelled) == [("unix", False), mixed, mixed]
 
 
 def test_without_abstract_names_ranks_of_one_machine_meet_on_tcp(monkeypatch):

@@ -1,8 +1,7 @@
-"""All ranks of a schedule at once, without sockets: what they send, read and offer is moved by hand, in any order.
+"""All ranks of a schedule at once, without sockets: what they send is moved by hand, in any order.
 
-What a rank sends goes in one of three ways. Handed over: together with its receive, so that what comes through here
-needs no buffer anywhere. Buffered: it leaves at once, as a copy. Offered: it stays where it is, and whoever receives
-it reads it there, later.
+What a rank sends goes in one of two ways. Handed over: together with its receive, so that what comes through here
+needs no buffer anywhere. Buffered: it leaves at once, as a copy.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Step, Transfer
-
-GARBAGE = "garbage"
+from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, Step, Transfer
 
 
 class Way(enum.Enum):
@@ -22,20 +19,13 @@ class Way(enum.Enum):
 
     HANDED_OVER = 0
     BUFFERED = 1
-    OFFERED = 2
 
 
 class Sent(NamedTuple):
-    """What is on its way: for an offer, the memory, and how it was when it was offered."""
+    """What is on its way, and of whom its sender had heard."""
 
     payload: list[Any]
     known: frozenset[int]
-    memory: list[Any] | None = None
-    first: int = 0
-
-
-class ChangedError(AssertionError):
-    """An offer is no longer what it was when somebody reads it."""
 
 
 def own(rank: int, count: int) -> list[Any]:
@@ -49,27 +39,22 @@ def combined(one: Any, other: Any) -> Any:
     return ((one[0], other[0]), one[1])
 
 
-def handed_over(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
+def handed_over(sender: int, receiver: int, length: int) -> Way:
     return Way.HANDED_OVER
 
 
-def buffered(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
+def buffered(sender: int, receiver: int, length: int) -> Way:
     return Way.BUFFERED
 
 
-def handed_over_where_long(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
+def handed_over_where_long(sender: int, receiver: int, length: int) -> Way:
     """As where no buffer has room for what is long; what says nothing finds room in any."""
     return Way.HANDED_OVER if length else Way.BUFFERED
 
 
-def offered(sender: int, receiver: int, length: int, on_receive: OnReceive) -> Way:
-    """As where all ranks can read each other, and everything is large; what says nothing needs no memory."""
-    return Way.OFFERED if length and on_receive is not OnReceive.EXCHANGE else Way.BUFFERED
-
-
-def apart(schedule: Sequence[Step]) -> list[ReadReduce | Transfer]:
+def apart(schedule: Sequence[Step]) -> list[Transfer]:
     """The schedule with what a rank tells several, and hears of several, one after the other."""
-    result: list[ReadReduce | Transfer] = []
+    result: list[Transfer] = []
     for step in schedule:
         if isinstance(step, Multicast):
             result += [Transfer(other, step.send, None, NOTHING) for other in step.to]
@@ -87,13 +72,12 @@ class Lockstep:
         schedules: By rank.
         sources: What each rank sends from.
         targets: What each receives into; None: the same.
-        way: How payloads go, by sender, receiver, length, and what is done with them.
+        way: How payloads go, by sender, receiver and length.
         order: Who goes first where several can; the last one moves only when nobody else can. None: by rank.
-        settles: Whether ranks end only when all who read from them have said so, as the mesh sees to it.
 
     Attributes:
-        results: What each rank had in its target when it ended. Its memory is garbage from then on.
-        heard: By rank, of whom it has heard.
+        results: What each rank had in its target when it ended.
+        received: By rank, of whom it has heard.
         links: Between which ranks elements went, as (sender, receiver).
     """
 
@@ -102,10 +86,8 @@ class Lockstep:
         schedules: Sequence[Sequence[Step]],
         sources: list[list[Any]],
         targets: list[list[Any]] | None = None,
-        way: Callable[[int, int, int, OnReceive], Way] = handed_over,
+        way: Callable[[int, int, int], Way] = handed_over,
         order: Sequence[int] | None = None,
-        *,
-        settles: bool = True,
     ) -> None:
         self._size = len(schedules)
         self._schedules = [apart(schedule) for schedule in schedules]
@@ -113,9 +95,6 @@ class Lockstep:
         self._way = way
         self._order = range(self._size) if order is None else order
         self._sent: dict[tuple[int, int], deque[Sent]] = {}
-        self._read: list[set[int]] = [set() for _ in schedules]
-        self._offered: list[set[int]] = [set() for _ in schedules]
-        self._settled = [not settles] * self._size
         self._next = [0] * self._size
         self._kept: list[list[Any] | None] = [None] * self._size
         self.results: list[Any] = [None] * self._size
@@ -136,51 +115,29 @@ class Lockstep:
     def all_heard(self) -> bool:
         return all(len(known) == self._size for known in self.received)
 
-    def _step(self, rank: int) -> ReadReduce | Transfer | None:
-        schedule = self._schedules[rank]
-        return schedule[self._next[rank]] if self._next[rank] < len(schedule) else None
-
-    def _transfer(self, rank: int) -> Transfer:
-        """Return the rank's current step, which is a transfer."""
-        step = self._step(rank)
-        assert isinstance(step, Transfer)
-        return step
+    def _step(self, rank: int) -> Transfer:
+        return self._schedules[rank][self._next[rank]]
 
     def _begin(self, rank: int) -> None:
         """Notes what is to be done in the rank's next step; ends it where there is none."""
-        step = self._step(rank)
-        if step is None and not self._settled[rank]:
-            self._settled[rank] = True
-            self._schedules[rank] += [Transfer(peer, NOTHING, None, NOTHING) for peer in sorted(self._read[rank])]
-            self._schedules[rank] += [Transfer(None, NOTHING, peer, NOTHING) for peer in sorted(self._offered[rank])]
-            step = self._step(rank)
         self._known[rank] = frozenset(self.received[rank])
-        if step is None:
+        if self._next[rank] == len(self._schedules[rank]):
             self.results[rank] = list(self._targets[rank])
-            for memory in (self._sources[rank], self._targets[rank]):
-                memory[:] = [GARBAGE] * len(memory)
             self._open[rank] = set()
-        elif isinstance(step, ReadReduce):
-            self._open[rank] = {"fold"}
-        else:
-            sends, receives = step.send_to is not None, step.receive_from is not None
-            if sends and receives and self._sources is self._targets and step.on_receive is not OnReceive.EXCHANGE:
-                assert step.send[1] <= step.receive[0] or step.receive[1] <= step.send[0], "it sends what it receives"
-            self._open[rank] = ({"send"} if sends else set()) | ({"receive"} if receives else set())
+            return
+        step = self._step(rank)
+        sends, receives = step.send_to is not None, step.receive_from is not None
+        if sends and receives and self._sources is self._targets and step.on_receive is not OnReceive.EXCHANGE:
+            assert step.send[1] <= step.receive[0] or step.receive[1] <= step.send[0], "it sends what it receives"
+        self._open[rank] = ({"send"} if sends else set()) | ({"receive"} if receives else set())
 
     def _advance(self, rank: int) -> bool:
         """Does one thing that the rank can do; returns whether there was one."""
-        step, todo = self._step(rank), self._open[rank]
-        if isinstance(step, ReadReduce):
-            if not all(self._sent.get((source, rank)) for source in step.sources):
-                return False
-            self._read_reduce(rank, step)
-            self._done(rank, "fold")
-            return True
+        todo = self._open[rank]
         if "send" in todo and self._leaves(rank):
             return True
         if "receive" in todo:
-            source = self._transfer(rank).receive_from
+            source = self._step(rank).receive_from
             assert source is not None
             if self._sent.get((source, rank)):
                 self._receive(rank, self._sent[source, rank].popleft())
@@ -188,65 +145,38 @@ class Lockstep:
         return False
 
     def _leaves(self, rank: int) -> bool:
-        step = self._transfer(rank)
+        step = self._step(rank)
         receiver, (first, end) = step.send_to, step.send
         assert receiver is not None
-        memory = self._sources[rank]
-        payload = memory[first:end]
-        assert len(payload) == end - first, "it sends what it does not have"
-        way = self._way(rank, receiver, end - first, step.on_receive)
-        if payload:
+        sent = Sent(self._sources[rank][first:end], self._known[rank])
+        assert len(sent.payload) == end - first, "it sends what it does not have"
+        if sent.payload:
             self.links.add((rank, receiver))
         queue = self._sent.setdefault((rank, receiver), deque())
-        if way is Way.HANDED_OVER:
-            theirs = self._step(receiver)
-            waits = isinstance(theirs, Transfer) and "receive" in self._open[receiver] and theirs.receive_from == rank
-            if not waits or queue:
-                return False
-            known = self._known[rank]
+        if self._way(rank, receiver, end - first) is Way.BUFFERED:
+            queue.append(sent)
             self._done(rank, "send")
-            self._receive(receiver, Sent(payload, known))
             return True
-        offer = way is Way.OFFERED
-        queue.append(Sent(payload, self._known[rank], memory if offer else None, first))
-        if offer:
-            self._offered[rank].add(receiver)
+        waits = "receive" in self._open[receiver] and self._step(receiver).receive_from == rank
+        if not waits or queue:
+            return False
         self._done(rank, "send")
+        self._receive(receiver, sent)
         return True
 
-    def _taken(self, rank: int, source: int, sent: Sent, length: int) -> list[Any]:
-        """Returns a payload, read now where it was offered."""
-        assert len(sent.payload) == length, "another length than is to come"
-        if sent.memory is not None:
-            self._read[rank].add(source)
-            if sent.memory[sent.first : sent.first + length] != sent.payload:
-                raise ChangedError(f"rank {rank} reads of rank {source} what has changed")
-        self.received[rank] |= sent.known
-        return sent.payload
-
     def _receive(self, rank: int, sent: Sent) -> None:
-        step = self._transfer(rank)
+        step = self._step(rank)
         start, end = step.receive
-        assert step.receive_from is not None
-        payload = self._taken(rank, step.receive_from, sent, end - start)
+        assert len(sent.payload) == end - start, "another length than is to come"
+        self.received[rank] |= sent.known
         target = self._targets[rank]
         if step.on_receive is OnReceive.COMBINE:
-            target[start:end] = map(combined, payload, target[start:end])
+            target[start:end] = map(combined, sent.payload, target[start:end])
         elif step.on_receive is OnReceive.EXCHANGE:
-            self._kept[rank] = payload
+            self._kept[rank] = sent.payload
         else:
-            target[start:end] = payload
+            target[start:end] = sent.payload
         self._done(rank, "receive")
-
-    def _read_reduce(self, rank: int, fold: ReadReduce) -> None:
-        start, end = fold.span
-        target = self._targets[rank]
-        parts = [self._taken(rank, other, self._sent[other, rank].popleft(), end - start) for other in fold.sources]
-        parts.append(target[start:end])
-        total = parts[0]
-        for part in parts[1:]:
-            total = list(map(combined, total, part))
-        target[start:end] = total
 
     def _done(self, rank: int, what: str) -> None:
         self._open[rank].discard(what)
@@ -254,7 +184,7 @@ class Lockstep:
             return
         kept = self._kept[rank]
         if kept is not None:
-            step = self._transfer(rank)
+            step = self._step(rank)
             assert step.receive_from is not None
             first, end = step.receive
             here, target = self._targets[rank][first:end], self._targets[rank]

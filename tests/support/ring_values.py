@@ -58,6 +58,12 @@ def made(dtype: torch.dtype, count: int, rank: int, seed: int = 0) -> Tensor:
     return real.to(dtype)
 
 
+def tiled(dtype: torch.dtype, count: int, rank: int) -> Tensor:
+    """Return what a rank brings of many elements: drawn ones, again and again, after a prime number of them."""
+    drawn = made(dtype, min(count, 4099), rank)
+    return drawn.repeat(-(-count // len(drawn)))[:count].clone()
+
+
 def reductions_of(dtype: torch.dtype) -> list[Reduction]:
     return [getattr(Op, name) for name in contract_values.reductions_of(dtype)]
 
@@ -166,16 +172,29 @@ def reduce_all(shape: tuple[int, ...] = (3,), dtype: torch.dtype = torch.float32
     return lambda group: group.allreduce([torch.zeros(shape, dtype=dtype)], options(dist.AllreduceOptions, reduceOp=op))
 
 
-def broadcast(src: int = 0, shape: tuple[int, ...] = (3,)) -> Call:
-    return lambda group: group.broadcast([torch.zeros(shape)], options(dist.BroadcastOptions, rootRank=src))
+def broadcast(src: int = 0, shape: tuple[int, ...] = (3,), dtype: torch.dtype = torch.float32) -> Call:
+    return lambda group: group.broadcast(
+        [torch.zeros(shape, dtype=dtype)], options(dist.BroadcastOptions, rootRank=src)
+    )
 
 
 def reduce(dst: int) -> Call:
     return lambda group: group.reduce([torch.zeros(3)], options(dist.ReduceOptions, rootRank=dst))
 
 
-def gather_all(shape: tuple[int, ...] = (3,)) -> Call:
-    return lambda group: group.allgather([[torch.zeros(shape) for _ in range(group.size())]], [torch.zeros(shape)])
+def gather_all(shape: tuple[int, ...] = (3,), dtype: torch.dtype = torch.float32) -> Call:
+    def call(group: RingProcessGroup) -> Any:
+        outputs = [torch.zeros(shape, dtype=dtype) for _ in range(group.size())]
+        return group.allgather([outputs], [torch.zeros(shape, dtype=dtype)])
+
+    return call
+
+
+def scatter_all(count: int, op: Reduction = Op.SUM) -> Call:
+    """Reduces, and leaves each rank `count` elements."""
+    return lambda group: group.reduce_scatter_single(
+        torch.zeros(count), torch.zeros(count * group.size()), options(dist.ReduceScatterOptions, reduceOp=op)
+    )
 
 
 def exchange(rows: int) -> Call:

@@ -25,7 +25,7 @@ from cyxtrain.ring.rendezvous import handshake
 # What the ranks are in when one of them is killed -> what they do.
 ACTIVITIES = {
     "in the middle of a chunk": "reduce_large",
-    "while others read its memory": "reduce_large",
+    "in a large sum": "sum_large",
     "between buckets": "go_backward",
     "in a barrier": "meet",
     "in a fit": "fit",

@@ -26,6 +26,8 @@ from worlds import wait_until
 import cyxtrain as cx
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.rendezvous import handshake, rendezvous
+from cyxtrain.ring.schedules.kernels import Reduction
+from cyxtrain.ring.wire.frames import Kind
 from cyxtrain.ring.wire.link import Deadline, Poller
 
 MIB = 2**20
@@ -77,6 +79,18 @@ def reduce_large(begin: Callable[[], None]) -> None:
     begin()
     while True:
         cx.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def sum_large(begin: Callable[[], None]) -> None:
+    """From the second on, over Unix sockets, sums go through shared memory in windows."""
+    tensor, world = torch.ones(4 * MIB + 3), dist.group.WORLD
+    cx.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert isinstance(world, RingProcessGroup)
+    staged = world._group._staged.find(Kind.ALL_REDUCE, tensor, Reduction.AVG)
+    assert (staged is not None) == (world.transport == "unix") == (os.environ["CYXTRAIN_TRANSPORT"] != "tcp")
+    begin()
+    while True:
+        cx.all_reduce(tensor, dist.ReduceOp.AVG)
 
 
 def meet(begin: Callable[[], None]) -> None:

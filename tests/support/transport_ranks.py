@@ -39,10 +39,11 @@ def cases(world_size: int, full: bool = False) -> tuple[Case, ...]:
     for dtype, ops in reductions.items() if full else [(dtype, reductions[dtype]) for dtype in by_day]:
         item = DTYPES[dtype].itemsize
         counts = [1, 3, 1037, MIB // item, 1_000_003 // item]
-        counts += around(item, 16 * KIB, 256 * KIB, 128 * KIB * world_size)
+        counts += around(item, 16 * KIB, 256 * KIB, 2 * MIB)
         found += [("all_reduce", dtype, op, count) for op in ops.split() for count in counts]
         for name in ("reduce", "reduce_scatter"):
-            counts = [3, *around(item, 256 * KIB // world_size, 128 * KIB), MIB // item]
+            limits = (limit // world_size for limit in (16 * KIB, 256 * KIB, 2 * MIB))
+            counts = [3, *around(item, *limits), MIB // item]
             found += [(name, dtype, ops.split()[0], count) for count in counts]
     for name, dtype in (("all_gather", "float32"), ("broadcast", "bfloat16"), ("gather", "int64")):
         found += [(name, dtype, "", count) for count in sides(dtype)]
@@ -54,7 +55,7 @@ def cases(world_size: int, full: bool = False) -> tuple[Case, ...]:
 
 def sides(dtype: str) -> list[int]:
     item = DTYPES[dtype].itemsize
-    return [0, 1, 3, 16 * KIB // item, *around(item, 128 * KIB), 256 * KIB // item, MIB // item + 1]
+    return [0, 1, 3, *around(item, 16 * KIB), 256 * KIB // item, MIB // item + 1, 2 * MIB // item + 1]
 
 
 def brought(case: Case, rank: int, world_size: int) -> Tensor:
@@ -125,7 +126,7 @@ def facts() -> dict[str, Any]:
     assert ring is not None
     return {
         "transport": group()._group.transport,
-        "direct": ring.selector.can_read_peers,
+        "shares memory": ring.selector.shares_memory,
         "unix": listening_unix_sockets(),
     }
 
@@ -175,3 +176,27 @@ def join_and_say() -> dict[str, Any]:
             dist.all_reduce(tensor)
             assert bool((tensor == cx.get_world_size()).all())
         return facts()
+
+
+def join_and_make_groups() -> dict[str, Any]:
+    """Joins, makes two more groups, and returns what was warned of on the way, and how all three travelled."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        found = join_and_say_of_groups()
+    told = [str(each.message) for each in caught if issubclass(each.category, FutureWarning)]
+    return {"told": told, "transports": found}
+
+
+def join_and_say_of_groups() -> list[str]:
+    with cx.init():
+        groups = [group()]
+        for _ in range(2):
+            made_group = dist.new_group()
+            assert isinstance(made_group, RingProcessGroup)
+            groups.append(made_group)
+        for each in groups:
+            for _ in range(2):
+                tensor = torch.ones(MIB)
+                dist.all_reduce(tensor, group=each)
+                assert bool((tensor == cx.get_world_size()).all())
+        return [each._group.transport for each in groups]

@@ -74,7 +74,7 @@ def dial(
         except OSError as error:
             if exhausted(error):
                 raise
-            if unix and record.transport == "auto":
+            if unix and record.transport != "unix":
                 unix = False  # they share a kernel but not a network namespace: two containers, say
                 continue
             _await_cause(membership)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import selectors
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from subprocess import PIPE
 from typing import Any
 
 from torch.distributed import Store
@@ -22,19 +19,9 @@ from cyxtrain.ring.rendezvous.handshake import HandshakeError, Hello, RefusedErr
 from cyxtrain.ring.rendezvous.listen import listen, listen_unix
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.rendezvous import own_record
-from cyxtrain.ring.rendezvous.store_client import attempt_in_thread
 from cyxtrain.ring.wire.link import Deadline, watch_over
-from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 
 _CONNECT_SECONDS = 1.0
-_PROCESS_SECONDS = 20.0
-_READABLE_PROGRAM = """
-import ctypes, sys
-token = ctypes.create_string_buffer(bytes.fromhex(sys.argv[1]))
-print(f"{ctypes.addressof(token):x}", flush=True)
-sys.stdin.read()
-"""
-"""Its parent tries to read it. It needs no prctl, as ranks do (`allow_peer_reads`): Yama lets parents read children."""
 
 
 class RankProbe:
@@ -84,13 +71,12 @@ class RankProbe:
         return isinstance(_connection_error(*socket_address(record, unix=False)), ConnectionRefusedError)
 
     def transport_to(self, record: RankRecord) -> str:
-        """Return what the ring would use from this rank: cma, unix or tcp; empty between machines."""
+        """Return what the ring would use from this rank: unix or tcp; empty between machines."""
         if record.machine != self.record.machine:
             return ""
         if not (self.record.unix and record.unix) or _connection_error(*socket_address(record, unix=True)):
             return "tcp"
-        can_read = record.memory and PeerMemory(record.process.pid).can_be_read(record.memory)
-        return "cma" if can_read else "unix"
+        return "unix"
 
     def close(self) -> None:
         """Close every socket."""
@@ -112,18 +98,14 @@ class RankProbe:
 
 
 def try_transports() -> dict[str, str]:
-    """Return for each transport, the fastest first, why it does not work here; empty: it works.
-
-    Cost: one process, a tenth of a second.
-    """
+    """Return for each transport, the fastest first, why it does not work here; empty: it works."""
     other = "Linux only" if sys.platform != "linux" else "not available on this system"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tcp = _connection_error(listener.family, listener.getsockname())
     near = listen_unix("auto")
     with near or contextlib.nullcontext():
         unix = _connection_error(near.family, near.getsockname()) if near else other
-    cma = _read_error() if allow_peer_reads() else other
-    return {"cma": cma, "unix": str(unix or ""), "tcp": str(tcp or "")}
+    return {"unix": str(unix or ""), "tcp": str(tcp or "")}
 
 
 def _connection_error(family: int, address: Any) -> OSError | None:
@@ -135,24 +117,3 @@ def _connection_error(family: int, address: Any) -> OSError | None:
         except OSError as error:
             return error
     return None
-
-
-def _read_error() -> str:
-    """Return why this process cannot read another one's memory."""
-    token = secrets.token_hex(16)
-    command = [sys.executable, "-I", "-S", "-c", _READABLE_PROGRAM, token]
-    try:
-        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as child:
-            try:
-                assert child.stdout is not None
-                address = attempt_in_thread(child.stdout.readline, _PROCESS_SECONDS)
-                if PeerMemory(child.pid).can_be_read(f"{address} {token}"):
-                    return ""
-                _, printed = child.communicate(timeout=_PROCESS_SECONDS)
-            finally:
-                child.kill()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"cannot run a second process: {type(error).__name__}"
-    if child.returncode:
-        return f"a second process failed: {(printed.strip().splitlines() or ['no error printed'])[-1]}"
-    return "the kernel does not let one process read another's memory"

@@ -37,8 +37,6 @@ class RankRecord:
     port: int = 0
     unix: str = ""
     """Abstract Unix socket at which it listens too, for ranks of its machine, as "@name"; empty: none."""
-    memory: str = ""
-    """What ranks of its machine need to try to read its memory; empty if they must not."""
     transport: str = "auto"
     room: int = 0
     """How many ranks like it its machine can run with a core free for each."""

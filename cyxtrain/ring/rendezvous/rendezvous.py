@@ -20,7 +20,7 @@ import secrets
 import selectors
 import socket
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -41,7 +41,6 @@ from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
 from cyxtrain.ring.wire.link import LOST_PACKETS, POLL_SECONDS, Deadline, Poller, backoff, watch_over
-from cyxtrain.ring.wire.peer_read import PeerMemory, allow_peer_reads
 
 _LENGTH_BYTES = 4
 _MAX_BYTES = 1 << 16
@@ -53,6 +52,10 @@ _NO_SECRET = (
     "CYXTRAIN_SECRET is not set: every process that reaches rank 0's port and speaks this protocol can join this run "
     "or end it. Set CYXTRAIN_SECRET to the same long random text on every rank (python -c 'import secrets; "
     "print(secrets.token_hex(32))'); require_secret=True in DistributedConfig refuses to start without."
+)
+_NO_READING = (
+    "CYXTRAIN_TRANSPORT=cma: ranks do not read each other's memory any more; they share memory, which is faster and "
+    "needs no permission. Unset CYXTRAIN_TRANSPORT."
 )
 
 
@@ -67,8 +70,6 @@ class RendezvousResult:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     """Waits for the listener and unauthenticated connections; `SelectorKey.data` is the callback."""
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PEER_ROLES})
-    readable_by_rank: list[set[int]] = field(default_factory=list)
-    """By rank, the ranks whose memory it can read."""
     all_unix: bool = False
     """Whether Unix sockets connect all ranks for collectives."""
     checksums: Checksums | None = None
@@ -148,6 +149,8 @@ class _Connector:
         if options.secret is None and own.rank == 0:
             # Explicit: not attributable to user code, and shown once per process.
             warnings.warn_explicit(_NO_SECRET, UserWarning, "cyxtrain", 1, registry=_warned)
+        if options.transport == "cma" and own.rank == 0:
+            warnings.warn_explicit(_NO_READING, FutureWarning, "cyxtrain", 1, registry=_warned)
         assert result.listeners is not None
         self._secret = _secret(options, result.table[0])
         self._checksums = result.checksums = Checksums(self._secret, own.run)
@@ -180,10 +183,10 @@ class _Connector:
             self._watch_for_disconnect(peer)
         while self._awaited:
             self._wait(POLL_SECONDS)
-        readable = self._await_all_connected()
+        self._await_all_connected()
         sockets = result.sockets[Role.COLLECTIVES]
-        result.readable_by_rank, result.all_unix = _compare_tables(
-            self._rank, self._global_ranks, result.table, readable, sockets, self._checksums, self._membership.deadline
+        result.all_unix = _compare_tables(
+            self._rank, self._global_ranks, result.table, sockets, self._checksums, self._membership.deadline
         )
         if self._listeners.unix is not None:
             self._acceptor.remove(self._listeners.unix)
@@ -192,16 +195,11 @@ class _Connector:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(sock)
 
-    def _await_all_connected(self) -> list[int]:
-        """Wait until all ranks are connected, so that all of them get the cause if one fails first.
-
-        Return the ranks whose memory this one can read.
-        """
-        readable: list[int] = []
+    def _await_all_connected(self) -> None:
+        """Wait until all ranks are connected, so that all of them get the cause if one fails first."""
         membership = self._membership
         try:
             try:
-                readable = self._find_readable()
                 membership.report_connected()
                 pauses = backoff()
                 while not membership.all_connected():
@@ -213,30 +211,6 @@ class _Connector:
             # If the store is lost, all connections of this rank exist: the monitor will receive what has happened.
             if not membership.store.lost:
                 raise
-        return readable
-
-    def _find_readable(self) -> list[int]:
-        """Return the ranks whose memory this one can read.
-
-        Raises RendezvousError if CYXTRAIN_TRANSPORT=cma, and the kernel does not allow it.
-        """
-        table, own = self._result.table, self._result.table[self._rank]
-        readable = []
-        for peer, record in enumerate(table):
-            if peer == self._rank or record.machine != own.machine or own.transport not in ("auto", "cma"):
-                continue
-            family = self._result.sockets[Role.COLLECTIVES][peer].family
-            is_unix = family not in (socket.AF_INET, socket.AF_INET6)
-            if is_unix and PeerMemory(record.process.pid).can_be_read(record.memory):
-                readable.append(peer)
-            elif own.transport == "cma":
-                raise RendezvousError(
-                    f"CYXTRAIN_TRANSPORT=cma, and rank {self._global_ranks[self._rank]} cannot read the memory of rank "
-                    f"{self._global_ranks[peer]}: both must be processes of the same user, and containers must allow "
-                    "ptrace. Unset CYXTRAIN_TRANSPORT: then the ring uses the fastest transport that works.",
-                    rank=self._global_ranks[peer],
-                )
-        return readable
 
     def _wait(self, seconds: float) -> None:
         """Poll once: serve connections, and raise the error if the rendezvous has failed."""
@@ -342,7 +316,6 @@ def own_record(rank: int, world_size: int, listeners: Listeners, options: RingOp
         host=str(host),
         port=int(port),
         unix=listeners.unix_name,
-        memory=allow_peer_reads() if listeners.unix_name and options.transport in ("auto", "cma") else "",
         transport=options.transport,
         room=cores // (torch.get_num_threads() + 1),
         cores=cores,
@@ -359,18 +332,14 @@ def _compare_tables(
     rank: int,
     global_ranks: Sequence[int],
     table: Sequence[RankRecord],
-    readable: Iterable[int],
     sockets: Mapping[int, socket.socket],
     checksums: Checksums,
     deadline: Deadline,
-) -> tuple[list[set[int]], bool]:
-    """Compare the table of records with all other ranks, and exchange whose memory each can read. All ranks call it.
+) -> bool:
+    """Compare the table of records with all other ranks; return whether Unix sockets connect all. All ranks call it.
 
     If two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
     about 11 KiB each way between each two ranks. Nothing has been sent on the sockets yet.
-
-    Returns:
-        (by rank, whose memory it can read; whether Unix sockets connect all ranks).
 
     Raises:
         RendezvousError: Another rank has another table (with the fields that differ), has ended or is silent.
@@ -379,12 +348,11 @@ def _compare_tables(
     own = _digests(table)
     all_unix = not any(sock.family in (socket.AF_INET, socket.AF_INET6) for sock in sockets.values())
     padding = " " * _PADDING_BYTES
-    body = json.dumps({"reads": sorted(readable), "all_unix": all_unix, "padding": padding, **own}).encode()
+    body = json.dumps({"all_unix": all_unix, "padding": padding, **own}).encode()
     for sock in sockets.values():
         watch_over(sock)
         with contextlib.suppress(OSError):  # a lost connection is noticed below
             sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body))
-    readable_by_rank = [set(readable) for _ in global_ranks]
     for peer, sock in sorted(sockets.items()):
         place = f"{table[peer].host}:{table[peer].port}"
         received = _receive_table(sock, global_ranks[peer], place, deadline)
@@ -401,9 +369,8 @@ def _compare_tables(
                 "value on every rank, or choose another MASTER_PORT.",
                 rank=global_ranks[peer],
             )
-        readable_by_rank[peer] = {other for other in range(len(global_ranks)) if other in theirs.get("reads", [])}
         all_unix = all_unix and theirs.get("all_unix") is True
-    return readable_by_rank, all_unix
+    return all_unix
 
 
 def _digests(table: Sequence[RankRecord]) -> dict[str, str]:

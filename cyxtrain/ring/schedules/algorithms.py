@@ -30,8 +30,6 @@ class OnReceive(enum.IntEnum):
     """Combine them with the target, piece by piece."""
     EXCHANGE = 2
     """Combine them with the target once that was sent; the lower rank's elements are the first operand."""
-    READ_REDUCE = 3
-    """Read them in place, with those of other ranks."""
 
 
 class Transfer(NamedTuple):
@@ -42,13 +40,6 @@ class Transfer(NamedTuple):
     receive_from: int | None
     receive: Span
     on_receive: OnReceive = OnReceive.REPLACE
-
-
-class ReadReduce(NamedTuple):
-    """Combine `span` of all sources in their order, and own elements last; ranks read each other's memory."""
-
-    sources: tuple[int, ...]
-    span: Span
 
 
 class Multicast(NamedTuple):
@@ -64,7 +55,7 @@ class Multicast(NamedTuple):
 
 
 SILENCE = Multicast((), NOTHING, (), ())
-Step = Transfer | ReadReduce | Multicast
+Step = Transfer | Multicast
 
 
 @functools.lru_cache(maxsize=256)
@@ -213,34 +204,6 @@ def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
     """Return (into, from) rows, in order, that give `chunk` as `reduce_scatter` sums it, in row chunk + 1."""
     first = (chunk + 1) % world_size
     return [(first, (first + distance) % world_size) for distance in range(1, world_size)]
-
-
-@functools.lru_cache(maxsize=256)
-def read_reduce(rank: int, world_size: int, spans: Spans) -> list[Step]:
-    """Leave in `spans[rank]` the combination of all ranks, by reading their memory. Cost: N - 1 frames, one step."""
-    others = _others(rank, world_size)
-    advertised: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
-    return [*advertised, ReadReduce(tuple(others), spans[rank])]
-
-
-@functools.lru_cache(maxsize=256)
-def read_gather(rank: int, world_size: int, spans: Spans) -> list[Step]:
-    """Bring `spans[r]` of every rank r to all, by reading memory. Cost: N - 1 frames, one round."""
-    others = _others(rank, world_size)
-    advertised: list[Step] = [Transfer(other, spans[rank], None, NOTHING) for other in others]
-    return advertised + [Transfer(None, NOTHING, other, spans[other]) for other in others]
-
-
-def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
-    """Bring the buffer of `src` to all, by reading its memory. Cost: N - 1 frames; each rank reads the buffer."""
-    whole, others = (0, count), tuple(_others(rank, world_size))
-    advertised = [Transfer(other, whole, None, NOTHING) for other in others]
-    transfers = advertised if rank == src else [Transfer(None, NOTHING, src, whole)]
-    if world_size > FEW_RANKS:
-        return [*dissemination_barrier(rank, world_size), *transfers]
-    last = tuple(other for other in others if other != src)
-    hears = Multicast((), NOTHING, last, (NOTHING,) * len(last))
-    return [*transfers, hears] if rank == src else [Multicast(others, NOTHING, (), ()), *transfers, hears]
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import ReadReduce, Spans, Step
+from cyxtrain.ring.schedules.algorithms import Spans, Step
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, divide
 from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
 
@@ -24,11 +24,10 @@ class Buffers(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A part of an operation: one schedule on some memory; `more`: another follows on the same memory."""
+    """A part of an operation: one schedule on some memory."""
 
     schedule: Sequence[Step]
     buffers: Buffers
-    more: bool = False
 
 
 class ReductionPlan:
@@ -49,8 +48,8 @@ class ReductionPlan:
         self._scratch = scratch
         self._selector = selector
         self._averages = reduction is Reduction.AVG
-        self._path = selector.path(flat.numel(), self._item_bytes, may_stage=False)
-        self.is_few = self._path not in (Path.READ, Path.RING)
+        self._path = selector.path(flat.numel(), self._item_bytes)
+        self.is_few = self._path is not Path.RING
 
     def stages(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
         """Reduce every element, by tree or by chunks, whichever suits the size.
@@ -80,20 +79,11 @@ class ReductionPlan:
     def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> Iterator[Stage]:
         """Leave this rank's span reduced and the others partial; then move the spans as `rest` says."""
         buffers = self._buffers()
-        yield Stage(self._selector.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
+        yield Stage(algorithms.reduce_scatter(self._selector.rank, self._selector.world_size, spans), buffers)
         if self._averages:
             divide(self._flat[slice(*spans[self._selector.rank])], self._selector.world_size)
         if rest is not None:
             yield Stage(rest, buffers)
-
-    def by_reading(self, source: memoryview, spans: Spans) -> Iterator[Stage]:
-        """Leave this rank's span of all sources reduced; others read `source`, which does not change, by `spans`."""
-        *advertised, fold = algorithms.read_reduce(self._selector.rank, self._selector.world_size, spans)
-        assert isinstance(fold, ReadReduce)
-        buffers = self._buffers()._replace(source=source)
-        yield Stage([*advertised, fold._replace(span=(0, self._flat.numel()))], buffers)
-        if self._averages:
-            divide(self._flat, self._selector.world_size)
 
     def _buffers(self) -> Buffers:
         return Buffers(self._memory, self._memory, self._item_bytes, self._combiner, self._scratch.memory)

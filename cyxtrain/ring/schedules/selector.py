@@ -1,7 +1,7 @@
 """Selects the schedule of a collective.
 
 The order of summation follows from world size and bytes alone. The place of the ranks decides only how elements travel:
-on one machine they are read in place or shared; across machines, copies along a ring enter each machine once.
+on one machine by way of shared memory; across machines, copies along a ring enter each machine once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
 """Whether other cores see a core's writes in their order."""
 SHORT_BYTES = 1 << 14
 """Up to this size a payload fits into any socket buffer, and costs little more than an empty one."""
-ADVERTISED_BYTES = 1 << 17
-"""From this size on a payload that the receiver can read in place is not sent."""
 SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
-LONGEST_STAGED_BYTES = 4 << 20
-"""Up to this size a tensor is reduced through shared memory: larger ones leave the cache, and two copies cost more."""
+WINDOW_BYTES = 2 << 20
+"""Bytes that a rank has in shared memory at once: with more they leave the cache, and two copies cost more."""
 FEW_BYTES = 1 << 18
 """Up to this size latency decides how long a reduction takes, above it bandwidth."""
 
@@ -38,9 +36,7 @@ class Path(enum.Enum):
 
     MULTICAST = "every rank sends to all"
     RANK_0 = "by way of rank 0"
-    STAGED = "staged in shared memory"
     DOUBLING = "recursive doubling"
-    READ = "chunks read in place"
     RING = "ring"
 
 
@@ -51,23 +47,21 @@ class AlgorithmSelector:
     rank: int
     world_size: int
     ring: tuple[int, ...]  # all ranks, those of one machine next to each other
-    can_read_peers: bool = False  # whether every rank can read the memory of every other
     shares_memory: bool = False  # whether they are few, on one machine, and Unix sockets connect them all
     oversubscribed: bool = False  # three or more share the cores of one machine: fewer messages are then faster
     core_per_rank: bool = False  # whether all are on one machine, with a core for each
 
-    def path(self, count: int, item_bytes: int, *, may_stage: bool = True) -> Path:
-        """Return how so many elements are reduced; the table in docs/ring.md specifies it.
+    def is_staged(self, count: int, item_bytes: int) -> bool:
+        """Return whether so many elements go by way of shared memory, if frames carry no checksums."""
+        return self.shares_memory and count * item_bytes > SHORT_BYTES
 
-        `may_stage` tells whether NumPy adds such elements, and frames carry no checksums.
-        """
+    def path(self, count: int, item_bytes: int) -> Path:
+        """Return how so many elements are reduced that are not staged; the table in docs/ring.md specifies it."""
         if self.is_tiny(count, item_bytes):
             return Path.RANK_0 if self.oversubscribed else Path.MULTICAST
-        if may_stage and self.shares_memory and SHORT_BYTES < count * item_bytes <= LONGEST_STAGED_BYTES:
-            return Path.STAGED
         if is_latency_bound(self.world_size, count, item_bytes):
             return Path.DOUBLING
-        return Path.READ if self.reads_in_place(algorithms.chunks(count, self.world_size), item_bytes) else Path.RING
+        return Path.RING
 
     def is_tiny(self, count: int, item_bytes: int) -> bool:
         """Return whether elements are so few that no send waits, and a round costs more than they do."""
@@ -96,29 +90,15 @@ class AlgorithmSelector:
         """Return whether each sum is made on one rank only, or from the same operands on all."""
         return self.is_tiny(count, item_bytes) or not is_latency_bound(self.world_size, count, item_bytes)
 
-    def reduce_scatter(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
-        """Leave in `spans[rank]` the combination of all ranks."""
-        if self.reads_in_place(spans, item_bytes):
-            return algorithms.read_reduce(self.rank, self.world_size, spans)
-        return algorithms.reduce_scatter(self.rank, self.world_size, spans)
-
     def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Bring `spans[r]` of every rank r to all."""
         if self.is_tiny(max(end - first for first, end in spans), item_bytes):
             return [algorithms.multicast_spans(self.rank, self.world_size, spans[self.rank], spans)]
-        if self.reads_in_place(spans, item_bytes):
-            return algorithms.read_gather(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
         """Bring the buffer of `src` to all."""
         if self.is_tiny(count, item_bytes):
             return [algorithms.multicast_from(self.rank, self.world_size, count, src)]
-        if self.reads_in_place(((0, count),), item_bytes):
-            return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)
         return algorithms.broadcast(self.rank, self.world_size, count, src, segment, self.ring)
-
-    def reads_in_place(self, spans: Spans, item_bytes: int) -> bool:
-        """Return whether all these spans are read in place: no send waits for another rank then."""
-        return self.can_read_peers and all((end - first) * item_bytes >= ADVERTISED_BYTES for first, end in spans)

@@ -5,9 +5,8 @@ the expected header and compares bytes before it uses the payload, so that a hos
 control frame is a short JSON text on the control connection.
 
 Header, big-endian: magic "CX", protocol version (u8), generation (u32), operation, reduction, dtype and number of
-dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and
-two checksums (u64 each, checksums.py; 0 if they are off): of the payload, and of the header before. The address is 0 if
-the payload follows; otherwise the receiver reads the payload there (peer_read.py).
+dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), and two checksums
+(u64 each, checksums.py; 0 if they are off): of the payload, and of the header before.
 """
 
 from __future__ import annotations
@@ -25,18 +24,16 @@ from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrame
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 _MAGIC = b"CX"
 MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
 _NUMBER = struct.Struct(">Q")
 _LENGTH = struct.Struct(">Q")
-_ADDRESS = struct.Struct(">Q")
 _NO_SUMS = bytes(2 * SUM_BYTES)
-_NO_ADDRESS_NO_SUMS = bytes(_ADDRESS.size) + _NO_SUMS
 EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
 """The part of a header that the receiver knows in advance."""
-HEADER_BYTES = EXPECTED_BYTES + len(_NO_ADDRESS_NO_SUMS)
+HEADER_BYTES = EXPECTED_BYTES + len(_NO_SUMS)
 _CONTROL = struct.Struct(">2sBBI8s")
 CONTROL_HEADER_BYTES = _CONTROL.size + SUM_BYTES
 _TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
@@ -181,14 +178,11 @@ def put_sequence(frame: memoryview, sequence: int) -> None:
     _NUMBER.pack_into(frame, _SIGNATURE.size, sequence)
 
 
-def header(begin: bytes, payload: memoryview, *, checksums: Checksums | None, address: int = 0) -> bytes:
-    """Return the header of a transfer that `begin`s as `expected_header` says.
-
-    Without `checksums` it carries none. At an `address` the receiver reads the payload; 0: it follows.
-    """
+def header(begin: bytes, payload: memoryview, *, checksums: Checksums | None) -> bytes:
+    """Return the header of a transfer that `begin`s as `expected_header` says; without `checksums` it carries none."""
     if checksums is None:
-        return begin + (_ADDRESS.pack(address) + _NO_SUMS if address else _NO_ADDRESS_NO_SUMS)
-    head = begin + _ADDRESS.pack(address) + checksums.of(payload)
+        return begin + _NO_SUMS
+    head = begin + checksums.of(payload)
     return head + checksums.of(head)
 
 
@@ -230,12 +224,6 @@ def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
 def payload_sum(head: bytes | bytearray) -> bytes:
     """Return the payload's checksum in a header."""
     return bytes(head[-2 * SUM_BYTES : -SUM_BYTES])
-
-
-def payload_address(head: bytes | bytearray) -> int:
-    """Return the payload's address in the sender's memory; 0: it follows the header."""
-    address: int = _ADDRESS.unpack_from(head, EXPECTED_BYTES)[0]
-    return address
 
 
 def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:

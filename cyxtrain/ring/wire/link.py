@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from cyxtrain.errors import reason_of
 from cyxtrain.ring.wire.checksums import Checksums
-from cyxtrain.ring.wire.peer_read import PeerMemory, address_of
 
 POLL_SECONDS = 0.05
 """The longest pause between two checks of a condition."""
@@ -133,27 +132,14 @@ def _stay_in_cache(sock: socket.socket) -> None:
 
 
 class Link:
-    """A connected, non-blocking stream to the peer `rank`; the maker of the socket closes it.
+    """A connected, non-blocking stream to the peer `rank`; the maker of the socket closes it."""
 
-    `memory` is the peer's, if this process can read it; `advertises` tells whether the peer can read this one's.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        rank: int,
-        memory: PeerMemory | None = None,
-        *,
-        advertises: bool = False,
-        checksums: Checksums | None = None,
-    ) -> None:
+    def __init__(self, sock: socket.socket, rank: int, checksums: Checksums | None = None) -> None:
         sock.setblocking(False)
         _set_options(sock, _DATA_OPTIONS)
         _stay_in_cache(sock)
         self.rank = rank
-        self.advertises = advertises
         self.checksums = checksums
-        self._memory = memory
         self._sock = sock
         self._fileno = sock.fileno()
 
@@ -162,15 +148,8 @@ class Link:
         return self._fileno
 
     @property
-    def reads(self) -> bool:
-        """Whether the peer's memory can be read."""
-        return self._memory is not None
-
-    @property
     def transport(self) -> str:
-        """What carries the bytes: "tcp", "unix", or "cma" where large payloads are read from memory."""
-        if self._memory is not None:
-            return "cma"
+        """What carries the bytes: "tcp" or "unix"."""
         return "tcp" if self._sock.family in (socket.AF_INET, socket.AF_INET6) else "unix"
 
     def send(self, data: memoryview | bytes) -> int:
@@ -225,15 +204,6 @@ class Link:
         with contextlib.suppress(OSError):
             return self._sock.recv(size, socket.MSG_PEEK)
         return b""
-
-    def read(self, address: int, into: memoryview) -> None:
-        """Fill `into` from an address in the peer's memory, or raise `LinkBroken`."""
-        try:
-            if self._memory is None:
-                raise OSError("its memory cannot be read")
-            self._memory.read(address, address_of(into), len(into))
-        except OSError as error:
-            raise LinkBroken(self.rank, reason_of(error)) from None
 
     def _nothing(self, error: OSError) -> int:
         """Return 0 if a call would block; raise if it failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,11 @@ from torch import Tensor
 from cyxtrain.environment import accelerator
 from cyxtrain.errors import ConfigError, CyxtrainError
 from cyxtrain.ring.schedules.kernels import memory_of
+
+
+def address_of(memory: memoryview) -> int:
+    """Return the address of writable bytes, at least one."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def check_tensor(tensor: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ from cyxtrain.ring.wire.frames import (
     put_sequence,
 )
 from cyxtrain.ring.wire.link import Link
-from cyxtrain.ring.wire.payload import is_plain
-from cyxtrain.ring.wire.peer_read import address_of
+from cyxtrain.ring.wire.payload import address_of, is_plain
 from cyxtrain.ring.wire.transfers import UnexpectedHeader
 
 MAX_KEPT = 64
@@ -80,15 +79,21 @@ class PersistentOps:
         return bool(self._links)
 
     def header(
-        self, reduction: Reduction, dtype: torch.dtype, shape: tuple[int, ...], payload_bytes: int, root: int = NO_ROOT
+        self,
+        reduction: Reduction,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        payload_bytes: int,
+        root: int = NO_ROOT,
+        kind: Kind = Kind.ALL_REDUCE,
     ) -> PersistentHeader | None:
-        """Return the header of a persistent all_reduce; None: alone, or with checksums, there are none.
+        """Return the header of a persistent operation; None: alone, or with checksums, there are none.
 
-        `root` is the number of the shared buffer that holds the elements.
+        `root` of an all_reduce is the number of the shared buffer that holds the elements.
         """
         if not self._links:
             return None
-        operation = Operation(Kind.ALL_REDUCE, 0, reduction, dtype_code(dtype), shape, root, self._generation)
+        operation = Operation(kind, 0, reduction, dtype_code(dtype), shape, root, self._generation)
         return PersistentHeader(operation, self._links, self.selector, payload_bytes)
 
 

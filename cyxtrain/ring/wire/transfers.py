@@ -5,17 +5,12 @@ Nothing here waits: what the kernel takes or has is moved, and the caller waits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from cyxtrain.ring.schedules.algorithms import OnReceive, Span
 from cyxtrain.ring.schedules.reduction import Buffers
-from cyxtrain.ring.schedules.selector import ADVERTISED_BYTES, SEGMENT_BYTES
-from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
+from cyxtrain.ring.schedules.selector import SEGMENT_BYTES
+from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_sum
 from cyxtrain.ring.wire.link import Link
-from cyxtrain.ring.wire.peer_read import address_of
 
-READ_BYTES = 1 << 18
-"""The same for what is read from another process: half of a usual second-level cache."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
 
@@ -37,16 +32,11 @@ class CorruptData(Exception):  # noqa: N818 - an event inside the ring, never sh
         self.rank = rank
 
 
-def is_advertised(readable: bool, payload_bytes: int, on_receive: OnReceive) -> bool:
-    """Return whether a payload stays in place to be read: both sides must decide alike."""
-    return readable and payload_bytes >= ADVERTISED_BYTES and on_receive is not OnReceive.EXCHANGE
-
-
-def check_header(link: Link, head: bytes, expected: bytes, *, advertised: bool) -> None:
+def check_header(link: Link, head: bytes, expected: bytes) -> None:
     """Raise if a received header is damaged or not the expected one."""
     if is_damaged(head, link.checksums):
         raise CorruptData(link.rank)
-    if not head.startswith(expected) or advertised != bool(payload_address(head)):
+    if not head.startswith(expected):
         raise UnexpectedHeader(link.rank, head)
 
 
@@ -72,12 +62,9 @@ class Outgoing:
         return sent > 0
 
 
-def begin_sending(link: Link, identity: bytes, payload: memoryview, *, advertised: bool) -> Outgoing | None:
-    """Start to send a frame; return its rest. Of an `advertised` payload only the address is sent."""
-    address = address_of(payload) if advertised else 0
-    head = header(expected_header(identity, len(payload)), payload, checksums=link.checksums, address=address)
-    if advertised:
-        return begin_sending_frame(link, head)
+def begin_sending(link: Link, identity: bytes, payload: memoryview) -> Outgoing | None:
+    """Start to send a frame; return its rest."""
+    head = header(expected_header(identity, len(payload)), payload, checksums=link.checksums)
     if len(payload) <= _JOIN_BYTES:
         return begin_sending_frame(link, head + payload)
     sent = link.send_both(head, payload[:SEGMENT_BYTES])
@@ -132,7 +119,7 @@ class ShortIncoming:
         have = self._have = have + count
         if have >= HEADER_BYTES:  # of another header there may come no more
             head = bytes(self._receive_buffer[:HEADER_BYTES])
-            check_header(self.link, head, self._expected, advertised=False)
+            check_header(self.link, head, self._expected)
             if have == len(self._receive_buffer):
                 self._payload[:] = self._receive_buffer[HEADER_BYTES:]
                 checksums = self.link.checksums
@@ -143,15 +130,11 @@ class ShortIncoming:
 
 
 class Incoming:
-    """A transfer to receive: a header, then the payload, piece by piece, replaced or combined.
-
-    If it is `advertised`, the payload is not sent but read in place. It is `done` when all has arrived; of a
-    ReadReduce, the header.
-    """
+    """A transfer to receive: a header, then the payload, piece by piece, replaced or combined."""
 
     __slots__ = (
-        *("_address", "_buffers", "_end", "_expected", "_first", "_head", "_missing", "_room", "_start"),
-        *("_sum", "_sum_expected", "_on_receive", "_total", "done", "link", "advertised"),
+        *("_buffers", "_end", "_expected", "_first", "_head", "_missing", "_on_receive", "_room", "_start"),
+        *("_sum", "_sum_expected", "_total", "done", "link"),
     )
 
     def __init__(
@@ -169,49 +152,30 @@ class Incoming:
         self._buffers = buffers
         self._on_receive = on_receive
         self._head = self._missing = receive_buffer[:HEADER_BYTES]
-        self._address = 0
         self._sum = None if link.checksums is None else link.checksums.begin()
         self._sum_expected = b""
         self.link = link
-        self.advertised = is_advertised(link.reads, self._total, on_receive)
         self.done = False
         self._begin_piece(0)
 
     def advance(self) -> bool:
-        """Receive what has arrived, or read a piece; return whether anything moved."""
+        """Receive what has arrived; return whether anything moved."""
         if self._missing:
             return self._receive_head()
-        if self.advertised:
-            count = len(self._room)
-            self.link.read(self._address + self._start, self._room)
-        else:
-            count = self.link.receive(self._room)
+        count = self.link.receive(self._room)
         if count:
             self._took(count)
         return count > 0
 
-    def read(self, start: int, into: memoryview) -> None:
-        """Read bytes of an advertised payload from `start` on; call it for all of it in order."""
-        self.link.read(self._address + start, into)
-        if self._sum is not None:
-            self._sum.update(into)
-            if start + len(into) == self._total:
-                self._check_sum()
-
     def _receive_head(self) -> bool:
         """Receive the header, and with it what of the payload has arrived, unused until the header is checked."""
-        room = self._room[:0] if self.advertised else self._room  # behind an advertised payload comes another frame
-        count, missing = self.link.receive_both(self._missing, room), len(self._missing)
+        count, missing = self.link.receive_both(self._missing, self._room), len(self._missing)
         self._missing = self._missing[count:]
         if count >= missing:
             head = bytes(self._head)
-            check_header(self.link, head, self._expected, advertised=self.advertised)
-            self._address = payload_address(head)
+            check_header(self.link, head, self._expected)
             self._sum_expected = payload_sum(head)
-            if self._on_receive is OnReceive.READ_REDUCE:
-                self.done = True
-            elif not self.advertised:
-                self._took(count - missing)
+            self._took(count - missing)
         return count > 0
 
     def _begin_piece(self, start: int) -> None:
@@ -219,8 +183,7 @@ class Incoming:
         buffers, self._start = self._buffers, start
         if self._on_receive:
             assert buffers.scratch is not None
-            longest = READ_BYTES if self.advertised else len(buffers.scratch)
-            self._end = end = min(start + longest, self._total)
+            self._end = end = min(start + len(buffers.scratch), self._total)
             self._room = buffers.scratch[: end - start]
         else:
             self._end = end = min(start + SEGMENT_BYTES, self._total)
@@ -254,19 +217,3 @@ class Incoming:
         assert self._sum is not None
         if self.link.checksums.end(self._sum) != self._sum_expected:
             raise CorruptData(self.link.rank)
-
-
-def reduce_advertised(payloads: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
-    """Combine a span of several ranks in their order, and own elements last, in pieces that fit into a cache."""
-    assert buffers.scratch is not None
-    assert buffers.combiner is not None
-    half, item = len(buffers.scratch) // 2, buffers.item_bytes
-    piece = min(READ_BYTES, half) // item
-    for first in range(span[0], span[1], piece):
-        end = min(first + piece, span[1])
-        start, count = (first - span[0]) * item, (end - first) * item
-        payloads[0].read(start, buffers.scratch[:count])
-        for payload in payloads[1:]:
-            payload.read(start, buffers.scratch[half : half + count])
-            buffers.combiner.gather_up(end - first)
-        buffers.combiner.combine(first, end)

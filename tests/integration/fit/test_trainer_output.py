@@ -62,7 +62,7 @@ def test_the_header_has_a_line_for_each_fact(shown):
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in shown[0]["plain"][0].splitlines()[:8])
     assert list(facts) == ["cyxtrain", "world", "backend", "batch", "steps", "data", "device", "model"]
     assert facts["world"] == "2 ranks"
-    assert facts["backend"] == "cpu (cyxtrain's ring, cma)"
+    assert facts["backend"] == "cpu (cyxtrain's ring, unix)"
     assert facts["batch"] == "4 per rank, 8 effective"
     assert facts["steps"] == "3 steps per epoch, epochs 1 to 2"
     assert facts["data"] == "20 rows, and 6 rows for validation"

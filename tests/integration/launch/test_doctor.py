@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -42,7 +44,6 @@ from cyxtrain.doctor.store_exchange import Pair, PeerResult, RankInfo, Roster
 from cyxtrain.environment.processes import Process
 from cyxtrain.ring import Deadline, RankRecord, StoreClient, try_transports
 from cyxtrain.ring.rendezvous import probe
-from cyxtrain.ring.wire.peer_read import allow_peer_reads
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 needs_hosts = pytest.mark.skipif(hosts.why_not() != "", reason=hosts.why_not() or "there can be hosts")
@@ -273,10 +274,21 @@ def test_ranks_that_do_not_fit_together_are_a_fault_also_where_all_pairs_are_wel
 
 
 def test_a_transport_that_was_asked_for_and_is_not_there_is_a_fault():
-    near = Pair(0, 1, (PeerResult(0, 1, transport="unix"), PeerResult(1, 0, "", "", "cma", 1e-4, 1e9, 0.0)))
-    asks = {rank: info(rank, transport="cma") for rank in range(2)}
+    near = Pair(0, 1, (PeerResult(0, 1, transport="unix"), PeerResult(1, 0, "", "", "tcp", 1e-4, 1e9, 0.0)))
+    asks = {rank: info(rank, transport="unix") for rank in range(2)}
     found = world(2, infos=asks, pairs=[near])
-    assert "CYXTRAIN_TRANSPORT=cma, but between rank 0 and rank 1 only unix works." in text(found)
+    assert "CYXTRAIN_TRANSPORT=unix, but between rank 0 and rank 1 only tcp works." in text(found)
+    assert not report.is_healthy(found)
+
+
+def test_a_transport_that_was_asked_for_is_no_fault_where_it_works_or_between_machines():
+    asks = {rank: info(rank, transport="unix") for rank in range(2)}
+    for way in ("unix", ""):
+        pair = Pair(0, 1, (PeerResult(0, 1, transport=way), PeerResult(1, 0, "", "", way, 1e-4, 1e9, 0.0)))
+        found = world(2, infos=asks, pairs=[pair])
+        assert pair.transport == (way or "tcp")
+        assert "CYXTRAIN_TRANSPORT" not in text(found)
+        assert report.is_healthy(found)
 
 
 def test_of_many_pairs_only_what_stands_out_is_shown():
@@ -361,26 +373,43 @@ def test_a_port_that_is_in_use_is_said():
 
 
 def test_a_transport_that_does_not_work_is_broken_only_where_it_is_asked_for():
-    ways = {"cma": "no", "unix": "", "tcp": ""}
-    assert [fact.state for fact in local_checks._transports(ways, "auto")] == ["no", "ok", "ok"]
-    assert "the ring uses it" in local_checks._transports(ways, "auto")[1].text
-    assert [fact.state for fact in local_checks._transports(ways, "cma")] == ["BROKEN", "ok", "ok"]
+    ways = {"unix": "no", "tcp": ""}
+    for requested in ("auto", "cma"):  # which means auto
+        unix, tcp = local_checks._transports(ways, requested)
+        assert (unix.state, unix.text) == ("no", "no")
+        assert (tcp.state, tcp.text) == ("ok", "the loopback interface; the ring uses it")
+    unix, tcp = local_checks._transports(ways, "unix")
+    assert (unix.state, unix.text) == ("BROKEN", "no. CYXTRAIN_TRANSPORT=unix requests it: unset it")
+    assert (tcp.state, tcp.text) == ("ok", "the loopback interface")
     ways["tcp"] = "no"
-    assert local_checks._transports(ways, "auto")[2].state == "BROKEN"
+    assert local_checks._transports(ways, "auto")[1].state == "BROKEN"
 
 
-def test_a_way_that_nobody_can_try_is_none(monkeypatch):
-    monkeypatch.setattr(probe.sys, "executable", "/nowhere/python")
-    assert "cannot run a second process" in try_transports()["cma"]
+@pytest.mark.parametrize(("requested", "used"), [("auto", "unix"), ("cma", "unix"), ("unix", "unix"), ("tcp", "tcp")])
+def test_of_transports_that_work_the_ring_uses_the_fastest_or_the_one_that_is_asked_for(requested, used):
+    found = local_checks._transports({"unix": "", "tcp": ""}, requested)
+    assert [fact.state for fact in found] == ["ok", "ok"]
+    assert [fact.name for fact in found if fact.text.endswith("; the ring uses it")] == [used]
 
 
-@pytest.mark.skipif(not allow_peer_reads(), reason="no process can read another's memory here")
-def test_memory_that_cannot_be_read_is_reported_with_the_reason(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(probe.PeerMemory, "can_be_read", lambda *_: False)
-        assert try_transports()["cma"] == "the kernel does not let one process read another's memory"
-    monkeypatch.setattr(probe, "_READABLE_PROGRAM", "raise SystemExit('out of memory')")
-    assert try_transports()["cma"] == "a second process failed: out of memory"
+def test_transports_are_tried():
+    failures = try_transports()
+    assert list(failures) == ["unix", "tcp"]
+    assert failures["tcp"] == ""
+    assert failures["unix"] == ("" if sys.platform == "linux" else "Linux only")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no abstract Unix sockets")
+def test_a_transport_that_does_not_work_is_reported_with_the_reason(monkeypatch):
+    def listen_and_refuse(_transport):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind("\0nobody-listens-here-" + os.urandom(8).hex())
+        return sock
+
+    monkeypatch.setattr(probe, "listen_unix", listen_and_refuse)
+    assert try_transports() == {"unix": "[Errno 111] Connection refused", "tcp": ""}
+    monkeypatch.setattr(probe, "listen_unix", lambda _transport: None)
+    assert try_transports() == {"unix": "not available on this system", "tcp": ""}
 
 
 def test_the_interface_of_an_address_is_found():
@@ -537,7 +566,7 @@ def test_four_ranks_on_two_hosts_are_well():
     assert found["out"].splitlines()[-1] == "all 6 pairs are OK"
     ways = dict(re.findall(r"^(\d - \d) +ok +(\w+)", found["out"], re.M))
     assert [ways[pair] for pair in ("0 - 2", "0 - 3", "1 - 2", "1 - 3")] == ["tcp"] * 4
-    assert ways["0 - 1"] == ways["2 - 3"] == "cma"
+    assert ways["0 - 1"] == ways["2 - 3"] == "unix"
 
 
 @needs_hosts

@@ -30,7 +30,7 @@ from .spec import Spec
 
 SECONDS = 90.0
 """For one program; the stacks of all ranks are in the log before."""
-TRANSPORTS = ("tcp", "unix", "cma")
+TRANSPORTS = ("tcp", "unix")
 
 
 class Ranks:
