@@ -242,6 +242,9 @@ def is_on_all_ranks(error: BaseException) -> bool:
     return _ON_ALL_RANKS in error.__dict__
 
 
+_speaks: list[Callable[[], bool]] = []
+
+
 def before_raising(function: Callable[[], None]) -> None:
     """Let a function be called for each error of this package, and each on all ranks, before it is raised."""
     _before_raising[:] = [function]
@@ -251,6 +254,17 @@ def prepare_to_raise() -> None:
     """Call what `before_raising` was given."""
     for function in _before_raising:
         function()
+
+
+def speaks_if(function: Callable[[], bool]) -> None:
+    """Let a function say whether this process shows what all ranks would."""
+    _speaks[:] = [function]
+
+
+def warn_together(message: str) -> None:
+    """Warn of what all ranks see alike, on the first of them."""
+    if all(function() for function in _speaks):
+        warn(message)
 
 
 def warn(message: str) -> None:

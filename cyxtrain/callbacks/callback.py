@@ -28,9 +28,8 @@ from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_constructed, takes, unknown_name
-from cyxtrain.errors import CheckpointError, ConfigError, brief, reason_of, warn
+from cyxtrain.errors import CheckpointError, ConfigError, brief, reason_of, warn, warn_together
 from cyxtrain.progress.history import TrainingHistory
-from cyxtrain.world import runtime
 
 Logs = Mapping[str, float]
 
@@ -398,8 +397,8 @@ class Callbacks:
                     if is_own and not same_kinds(state, callback.state_dict()):
                         raise TypeError(f"its state is {brief(state)}")
                     self._writing(callback, callback.load_state_dict, state)
-        if left and runtime.is_master():
-            warn(
+        if left:
+            warn_together(
                 f"{source} has the state of {', '.join(left)}, but fit has no such callback: the run may continue "
                 "differently."
             )

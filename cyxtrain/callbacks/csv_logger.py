@@ -13,7 +13,6 @@ from cyxtrain.checkpoint.files import replacing
 from cyxtrain.config.settings import require, require_boolean
 from cyxtrain.environment.regular_files import local_path, read_text
 from cyxtrain.errors import ConfigError
-from cyxtrain.world import runtime
 
 
 class CSVLogger(Callback):
@@ -52,7 +51,7 @@ class CSVLogger(Callback):
         Raises:
             ConfigError: It is not a regular file or not CSV.
         """
-        if not runtime.is_master():
+        if not self.trainer.is_master():
             return
         self._path = Path(local_path("CSVLogger.filename", self.filename)).absolute()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,7 @@ class CSVLogger(Callback):
 
         A new metric of a later fit gets a new column, empty in earlier lines.
         """
-        if not runtime.is_master():
+        if not self.trainer.is_master():
             return
         logs = logs or {}
         if not self._lines:
@@ -91,7 +90,7 @@ class CSVLogger(Callback):
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write a line for a validation within an epoch, with its step."""
-        if runtime.is_master() and epoch == self.trainer.epoch:  # the epoch is not complete
+        if self.trainer.is_master() and epoch == self.trainer.epoch:  # the epoch is not complete
             self._lines = self._lines or [["epoch", "step", *self.params["metrics"]]]
             self._write(epoch, {"step": self.trainer.step, **(logs or {})})
 

@@ -14,7 +14,6 @@ from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.config.settings import require_boolean, require_integer
 from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import counted
-from cyxtrain.world import runtime
 
 
 class EarlyStopping(Monitoring):
@@ -100,7 +99,7 @@ class EarlyStopping(Monitoring):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Restore the best weights, if requested; an interrupted fit keeps its own."""
-        speaks = bool(self.verbose) and runtime.is_master()
+        speaks = bool(self.verbose) and self.trainer.is_master()
         if speaks and (self.stopped_epoch or self.stop_reason):
             best = f"best at {self._best_place}" if math.isfinite(self.best) else "never finite"
             show(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")

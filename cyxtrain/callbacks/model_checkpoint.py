@@ -16,7 +16,6 @@ from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.environment.regular_files import local_path
 from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import ConfigError
-from cyxtrain.world import runtime
 
 
 class ModelCheckpoint(Monitoring):
@@ -124,12 +123,12 @@ class ModelCheckpoint(Monitoring):
             ) from error
         shown = path
         path = os.path.join(self._folder, local_path("ModelCheckpoint.filepath", path))
-        if runtime.is_master():
+        if self.trainer.is_master():
             os.makedirs(os.path.dirname(path), exist_ok=True)
         if not self.save_weights_only:
             self.trainer.save_checkpoint(path)
-        elif runtime.is_master():
+        elif self.trainer.is_master():
             with self._measured_weights() if self.save_best_only else contextlib.nullcontext():
                 save_weights(self.model, path)
-        if self.verbose and runtime.is_master():
+        if self.verbose and self.trainer.is_master():
             show(f"saved {shown}")

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.config.settings import is_number, require, require_choice, unknown_name
-from cyxtrain.errors import ConfigError, warn
-from cyxtrain.world import runtime
+from cyxtrain.errors import ConfigError, warn_together
 
 
 class Monitoring(Callback):
@@ -82,8 +81,8 @@ class Monitoring(Callback):
         logs = logs or {}
         value, known = logs.get(self.monitor), ", ".join(logs)
         if value is None and self.monitor not in self.params["metrics"]:
-            if runtime.is_master() and not self._has_warned:
-                warn(
+            if not self._has_warned:
+                warn_together(
                     f"{type(self).__name__} monitors {self.monitor!r}, which this epoch has not logged (available: "
                     f"{known}). It waits for an epoch that does."
                 )

@@ -12,9 +12,8 @@ from torch import Tensor
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.monitored_value import require_float
 from cyxtrain.config.settings import require, require_integer
-from cyxtrain.errors import warn
+from cyxtrain.errors import warn_together
 from cyxtrain.optim.clipping import gradient_norm
-from cyxtrain.world import runtime
 
 _COMPUTE = ("forward", "backward", "optimizer")
 
@@ -183,8 +182,8 @@ class SlowRankMonitor(Callback):
         if why:
             is_new = (epoch - 1, rank, why) not in self.slow[-1:]
             self.slow.append((epoch, rank, why))
-            if is_new and runtime.is_master():
-                warn(f"epoch {epoch + 1}: {_describe(ranks, rank, why)}")
+            if is_new:
+                warn_together(f"epoch {epoch + 1}: {_describe(ranks, rank, why)}")
 
 
 def slow_rank(ranks: Sequence[dict[str, float]], threshold: float) -> tuple[int | None, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.progress.display import Display, around_validation, make_display, numbers
-from cyxtrain.world import runtime
 
 
 class ProgressBar(Callback):
@@ -19,7 +18,7 @@ class ProgressBar(Callback):
         self._shown: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._display = make_display(runtime.is_master() and not self.params["verbose"])
+        self._display = make_display(self.trainer.is_master() and not self.params["verbose"])
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._display.begin_epoch(epoch + 1, self.params["epochs"], self.params["steps"])

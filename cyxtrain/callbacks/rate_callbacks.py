@@ -12,7 +12,6 @@ from cyxtrain.config.settings import require, require_integer, takes
 from cyxtrain.environment.standard_streams import show
 from cyxtrain.errors import ConfigError
 from cyxtrain.optim.learning_rates import rates_of
-from cyxtrain.world import runtime
 
 
 class _SettingRates(Callback):
@@ -63,7 +62,7 @@ class LearningRateScheduler(_SettingRates):
                     f"LearningRateScheduler.schedule returned {rate!r} for epoch {epoch}: no learning rate."
                 )
         self.trainer.set_learning_rates(rates)
-        if self.verbose and runtime.is_master():
+        if self.verbose and self.trainer.is_master():
             show(f"epoch {epoch + 1}: the learning rate is {', '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}")
 
 
@@ -137,7 +136,7 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         if rates == before:
             return
         self.trainer.set_learning_rates(rates)
-        if self.verbose and runtime.is_master():
+        if self.verbose and self.trainer.is_master():
             words = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
             show(f"epoch {epoch + 1}: {self.monitor} has not improved, reducing the learning rate to {words}")
 

@@ -21,7 +21,6 @@ from cyxtrain.errors import reason_of, warn
 from cyxtrain.metrics import ConfusionMatrix
 from cyxtrain.optim.clipping import gradient_norm
 from cyxtrain.optim.learning_rates import rates_of
-from cyxtrain.world import runtime
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -99,7 +98,7 @@ class TensorBoard(Callback):
             not (self.profile_batch and self.trainer.config.profile),
             "TensorBoard(profile_batch=...) and fit(profile=...) both profile steps: choose one.",
         )
-        if runtime.is_master():
+        if self.trainer.is_master():
             self._previous_hook = threading.excepthook
             threading.excepthook = self._on_thread_error
             self._folder = os.path.abspath(local_path("TensorBoard.log_dir", self.log_dir))

@@ -3,8 +3,14 @@
 Fields can be assigned freely; `validate()` is called where the settings are used.
 """
 
+from cyxtrain.config.distributed_config import (
+    BackendType,
+    DistributedConfig,
+    RingOptions,
+    complete_config,
+    requested_backend,
+)
 from cyxtrain.config.training import AMPConfig, DDPConfig, DistributedTrainingConfig, create_default_amp_config
-from cyxtrain.config.world import BackendType, DistributedConfig, RingOptions, complete_config, requested_backend
 
 __all__ = [
     "AMPConfig",

@@ -17,8 +17,9 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.order import EpochOrder, Order, load_states, states_of
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sharding import BatchSharding, RowSharding, Sharding, SingleRow, UnevenStep
+from cyxtrain.data.slices import Slices
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
-from cyxtrain.world.runtime import gather_texts, is_master
+from cyxtrain.world.world import World
 
 
 class Place(NamedTuple):
@@ -118,11 +119,10 @@ class RowSource(Protocol):
 class RowFeed(Feed):
     """Rows by number, in passes that each have an order; with `steps_per_epoch` epochs end and begin within them."""
 
-    def __init__(
-        self, source: RowSource, order: Order, config: DistributedTrainingConfig, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, source: RowSource, order: Order, config: DistributedTrainingConfig, world: World) -> None:
         self._source, self._order = source, order
-        self._rank, self._world_size = rank, world_size
+        self._world = world
+        self._slices = Slices.of(world)
         self._continues = config.steps_per_epoch is not None
         self._accumulation_steps = config.accumulation_steps
         self._drop_last = source.drop_last or config.drop_last
@@ -139,7 +139,7 @@ class RowFeed(Feed):
                 "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
             )
         self._batch_size = source.batch_size or config.batch_size
-        self.resume_from(config.effective_batch_size or self._batch_size * config.accumulation_steps * world_size)
+        self.resume_from(config.effective_batch_size or self._batch_size * config.accumulation_steps * world.size)
         if self.steps_per_epoch == 0:
             raise ConfigError(
                 f"drop_last leaves nothing: {counted(self._rows, 'row')}, and a step has "
@@ -149,7 +149,7 @@ class RowFeed(Feed):
     @override
     def resume_from(self, effective_batch_size: int) -> None:
         self.effective_batch_size = self._order.rows_per_step = effective_batch_size
-        most = -(-effective_batch_size // self._world_size)
+        most = -(-effective_batch_size // self._slices.count)
         self.rows_at_once = self._batch_size if self._order.in_batches else -(-most // self._accumulation_steps)
 
     @property
@@ -160,7 +160,10 @@ class RowFeed(Feed):
     @property
     @override
     def micro_batches(self) -> int:
-        return -(-self._batches_per_step // self._world_size) if self._order.in_batches else self._accumulation_steps
+        of_slice = self._accumulation_steps
+        if self._order.in_batches:
+            of_slice = -(-self._batches_per_step // self._slices.count)
+        return of_slice * len(self._slices.owned)
 
     @property
     @override
@@ -173,9 +176,9 @@ class RowFeed(Feed):
         if order is None and self._order.is_drawn:
             order = self._order.to_evaluate()
         if order is not None and order.ends is not None:
-            return BatchSharding(order.ends, self._batches_per_step, self._world_size, drop_last=self._drop_last)
+            return BatchSharding(order.ends, self._batches_per_step, self._slices.count, drop_last=self._drop_last)
         rows = self._rows if order is None else len(order.indices)
-        sizes = (self.effective_batch_size, self.rows_at_once, self._world_size)
+        sizes = (self.effective_batch_size, self.rows_at_once, self._slices.count)
         return RowSharding(rows, *sizes, drop_last=self._drop_last)
 
     @override
@@ -244,10 +247,10 @@ class RowFeed(Feed):
         numbers: Iterator[int],
         copier: DeviceCopier,
     ) -> Iterator[RowShare]:
-        fetch = self._source.fetcher(order, _pieces(sharding, self._rank, steps), number, pinned=copier.prefetches)
+        fetch = self._source.fetcher(order, _pieces(sharding, self._slices, steps), number, pinned=copier.prefetches)
         for step in steps:
-            pieces, global_rows = sharding.shard(self._rank, step)
-            own = [order.rows(piece) for piece in pieces]
+            global_rows = sharding.shard(0, step).global_rows
+            own = [order.rows(piece) for piece in _pieces(sharding, self._slices, range(step, step + 1))]
             share = RowShare(next(numbers), global_rows, own, fetch, copier, keeps=not self._source.is_whole)
             share.count_ranks = functools.partial(sharding.count_ranks, step)
             yield share
@@ -272,7 +275,7 @@ class RowFeed(Feed):
 
     def _warn_of_length(self, number: int, order: EpochOrder) -> None:
         steps, planned = self._sharding(order).steps, self.steps_per_epoch
-        if steps != planned and not self._warned and not self._continues and is_master():
+        if steps != planned and not self._warned and not self._continues and self._world.is_first:
             warn(
                 f"epoch {number + 1} has {counted(steps, 'step')} and the first one had {planned:,}: the length of X "
                 "changes. Schedules use that of the first epoch."
@@ -292,7 +295,7 @@ class RowFeed(Feed):
     def _check(self, order: EpochOrder, expected: int) -> None:
         """Refuse an order that differs between ranks, or from the digest `expected` (0: any)."""
         self._digest = order.digest
-        digests = gather_texts(str(self._digest))
+        digests = self._world.gather(str(self._digest))
         another = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         drawn = "must draw from the generators of torch, NumPy or Python, or from one that is its attribute 'generator'"
         if another is not None:
@@ -313,7 +316,8 @@ class RowFeed(Feed):
             )
 
 
-def _pieces(sharding: Sharding, rank: int, steps: range) -> Iterator[range]:
+def _pieces(sharding: Sharding, slices: Slices, steps: range) -> Iterator[range]:
     # No method: it must not hold the feed. The loader that reads it would keep itself, and its workers, alive.
     for step in steps:
-        yield from sharding.shard(rank, step).pieces
+        for number in slices.owned:
+            yield from sharding.shard(number, step).pieces

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from cyxtrain.config.settings import names_checked, require, require_boolean, require_integer
 from cyxtrain.errors import ConfigError
+from cyxtrain.world import runtime
 
 Indices: TypeAlias = npt.NDArray[np.int64]  # row numbers of a data set
 
@@ -178,16 +178,16 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
         raise ConfigError(f"{owner}: world_size={world_size} and num_replicas={num_replicas} differ. Give one of them.")
     if world_size is None:
         world_size = num_replicas
-    has_group = dist.is_initialized()
-    if not has_group and (rank is None) != (world_size is None):
+    world = runtime.current() if runtime.is_initialized() else None
+    if world is None and (rank is None) != (world_size is None):
         # A guess here would give several ranks the same samples.
         raise ConfigError(
             f"{owner}: rank={rank} and world_size={world_size}. Give both, or neither after cyxtrain.init()."
         )
     if world_size is None:
-        world_size = dist.get_world_size() if has_group else 1
+        world_size = 1 if world is None else world.size
     if rank is None:
-        rank = dist.get_rank() if has_group else 0
+        rank = 0 if world is None else world.rank
     require_integer(owner, "world_size", world_size, 1)
     require_integer(owner, "rank", rank, 0)
     require(

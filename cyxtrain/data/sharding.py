@@ -44,11 +44,11 @@ class Sharding(ABC):
     """The shards of all steps of an epoch."""
 
     steps: int  # the number of steps
-    world_size: int
+    num_slices: int  # parts of a step, one per rank
 
     @abstractmethod
-    def shard(self, rank: int, step: int) -> Shard:
-        """Return what a rank gets in a step."""
+    def shard(self, number: int, step: int) -> Shard:
+        """Return what a slice has of a step."""
 
     @abstractmethod
     def single_row(self, *, together: bool = False) -> SingleRow | None:
@@ -56,12 +56,12 @@ class Sharding(ABC):
 
     def count_ranks(self, step: int) -> int:
         """Return how many ranks have rows in a step: those from 0 on."""
-        return sum(bool(self.shard(rank, step).pieces) for rank in range(self.world_size))
+        return sum(bool(self.shard(number, step).pieces) for number in range(self.num_slices))
 
     def uneven_step(self) -> UnevenStep | None:
         """Return the first step in which ranks have different numbers of micro-batches."""
         for step in self._kinds_of_steps():
-            shards = [self.shard(rank, step) for rank in range(self.world_size)]
+            shards = [self.shard(number, step) for number in range(self.num_slices)]
             counts = [len(shard.pieces) for shard in shards]
             if len(set(counts)) > 1:
                 return UnevenStep(shards[0].global_rows, counts, is_tail=step > 0)
@@ -73,7 +73,7 @@ class Sharding(ABC):
 
     def _rounds(self, step: int) -> list[list[int]]:
         """Return the number of rows of each rank in each micro-batch of a step, by micro-batch and rank."""
-        pieces = [self.shard(rank, step).pieces for rank in range(self.world_size)]
+        pieces = [self.shard(number, step).pieces for number in range(self.num_slices)]
         return [[*map(len, each)] for each in itertools.zip_longest(*pieces, fillvalue=range(0))]
 
 
@@ -97,20 +97,20 @@ class RowSharding(Sharding):
     """Rows are divided one by one: step k has those from k times the effective batch size on."""
 
     def __init__(
-        self, rows: int, effective_batch_size: int, rows_at_once: int, world_size: int, *, drop_last: bool
+        self, rows: int, effective_batch_size: int, rows_at_once: int, num_slices: int, *, drop_last: bool
     ) -> None:
         self._effective_batch_size = effective_batch_size
         self._rows_at_once = rows_at_once
-        self.world_size = world_size
+        self.num_slices = num_slices
         self.steps = rows // effective_batch_size if drop_last else -(-rows // effective_batch_size)
         self._rows = rows
 
     @override
-    def shard(self, rank: int, step: int) -> Shard:
+    def shard(self, number: int, step: int) -> Shard:
         first = step * self._effective_batch_size
         end = min(first + self._effective_batch_size, self._rows)
-        ranks = ranks_with_rows(end - first, self._effective_batch_size, self.world_size)
-        own = range(first + rank, end, ranks) if rank < ranks else range(0)
+        count = ranks_with_rows(end - first, self._effective_batch_size, self.num_slices)
+        own = range(first + number, end, count) if number < count else range(0)
         return Shard(micro_batches_of(own, self._rows_at_once), end - first)
 
     @override
@@ -125,16 +125,16 @@ class RowSharding(Sharding):
 class BatchSharding(Sharding):
     """Batches of a batch sampler, which end at `ends`, are divided: one micro-batch each."""
 
-    def __init__(self, ends: Indices, batches_per_step: int, world_size: int, *, drop_last: bool) -> None:
+    def __init__(self, ends: Indices, batches_per_step: int, num_slices: int, *, drop_last: bool) -> None:
         self._ends = [0, *ends.tolist()]
-        self._batches_per_step, self.world_size = batches_per_step, world_size
+        self._batches_per_step, self.num_slices = batches_per_step, num_slices
         self.steps = len(ends) // batches_per_step if drop_last else -(-len(ends) // batches_per_step)
 
     @override
-    def shard(self, rank: int, step: int) -> Shard:
+    def shard(self, number: int, step: int) -> Shard:
         first = step * self._batches_per_step
         end = min(first + self._batches_per_step, len(self._ends) - 1)
-        own = range(first + rank, end, self.world_size)
+        own = range(first + number, end, self.num_slices)
         return Shard(
             [range(self._ends[batch], self._ends[batch + 1]) for batch in own], self._ends[end] - self._ends[first]
         )

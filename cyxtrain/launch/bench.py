@@ -54,16 +54,16 @@ def bench(config: DistributedConfig, sizes: Sequence[int] = SIZES, seconds: floa
     if config.world_size == 1:
         print(_ONE_RANK, flush=True)
         return 2
-    with runtime.init(dataclasses.replace(config, backend=BackendType.CPU)):
-        is_master, ranks = runtime.is_master(), runtime.get_world_size()
-        if is_master:
+    with runtime.init(dataclasses.replace(config, backend=BackendType.CPU)) as world:
+        if world.is_first:
             print(
-                f"all_reduce (SUM, float32) on {ranks} ranks, ring and Gloo in turns: about {seconds:g} s\n", flush=True
+                f"all_reduce (SUM, float32) on {world.size} ranks, ring and Gloo in turns: about {seconds:g} s\n",
+                flush=True,
             )
         gloo = _gloo(config)
         rows = [_measure(count, gloo, seconds / len(sizes)) for count in sizes]
-    if is_master:
-        print_report(report_of(rows, ranks))
+    if world.is_first:
+        print_report(report_of(rows, world.size))
     return 0
 
 

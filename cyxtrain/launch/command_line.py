@@ -149,7 +149,7 @@ def _evaluate(experiment: Experiment) -> None:
     from cyxtrain.world import runtime
 
     measured = experiment.evaluate()
-    if measured is not None and runtime.is_master():
+    if measured is not None and runtime.current().is_first:
         for name, value in sorted(dict(measured).items(), key=lambda item: item[0] == "accuracy"):
             if not math.isnan(value):
                 click.echo(f"test {name}: {value:.4f}")

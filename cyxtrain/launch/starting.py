@@ -151,7 +151,7 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
     if options.logs is not None:
         options = replace(options, logs=Path(local_path("--logs", options.logs)))
     if options.master_addr:
-        from cyxtrain.config.world import problem_of_address, without_brackets  # imports NumPy
+        from cyxtrain.config.distributed_config import problem_of_address, without_brackets  # imports NumPy
 
         problem = problem_of_address(options.master_addr)
         _require(not problem, f"--master-addr is {options.master_addr!r}: {problem}")

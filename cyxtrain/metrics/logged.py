@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from cyxtrain.config.settings import names_checked, require, require_choice
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, brief, on_all_ranks
 from cyxtrain.metrics.weighting import BatchLoss
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 GRAD_NORM = "grad_norm"
 
@@ -171,24 +170,20 @@ class LoggedNumbers:
                     self.larger_is_better[name] = better
                 self._sums[name] = _joined(reduce, self._sums[name], sums) if name in self._sums else list(sums)
 
-    def over_ranks(self) -> dict[str, float]:
-        """Return the numbers of all ranks; collective."""
+    def over_ranks(self, world: World) -> dict[str, float]:
+        """Return the numbers of the ranks of a world; collective."""
+        if world.sends_nothing:
+            return {name: value() for name, value in self.lazy_values().items()}
         # First an all_reduce: another collective of a rank whose callback calls one alone would not match it.
-        count = torch.tensor(len(self._sums), device="cpu")
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=runtime.cpu_group())
-        if not count:
+        if not world.reduce(torch.tensor(len(self._sums), device="cpu"), dist.ReduceOp.MAX):
             return {}
         joined = LoggedNumbers()
         joined.larger_is_better = self.larger_is_better
         try:
-            joined.restore([json.loads(text) for text in runtime.gather_texts(json.dumps(self.state()))])
+            joined.restore(world.gather_json(self.state()))
         except ConfigError as error:
             raise on_all_ranks(error) from None
-        return joined.values(distributed=False)
-
-    def values(self, *, distributed: bool) -> dict[str, float]:
-        """Return the numbers of all ranks, collectively, or of this rank."""
-        return self.over_ranks() if distributed else {name: value() for name, value in self.lazy_values().items()}
+        return joined.over_ranks(world.alone())
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return a function for each number of this rank."""

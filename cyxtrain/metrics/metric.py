@@ -10,7 +10,6 @@ import base64
 import contextlib
 import copy
 import functools
-import json
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -29,7 +27,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import own_copy
 from cyxtrain.errors import ConfigError, brief
 from cyxtrain.metrics.whole_set import TriedSet
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 
 class Metric(ABC):
@@ -46,12 +44,8 @@ class Metric(ABC):
         """Add a batch of `rows` rows."""
 
     @abstractmethod
-    def local_values(self) -> list[float]:
-        """Return the numbers over this rank's rows; NaN if there were none."""
-
-    @abstractmethod
-    def over_ranks(self) -> list[float]:
-        """Return the numbers over all ranks' rows; collective."""
+    def over_ranks(self, world: World) -> list[float]:
+        """Return the numbers over the rows of all ranks of a world, NaN if there were none; collective."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -110,14 +104,8 @@ class MeanMetric(Metric):
         self.sums = earlier + torch.stack([total.masked_fill(weight == 0, 0.0), weight])
 
     @override
-    def local_values(self) -> list[float]:
-        return [mean_of(self.sums)]
-
-    @override
-    def over_ranks(self) -> list[float]:
-        sums = self.sums.cpu().clone()
-        dist.all_reduce(sums, group=runtime.cpu_group())
-        return [mean_of(sums)]
+    def over_ranks(self, world: World) -> list[float]:
+        return [mean_of(world.reduce(self.sums.cpu().clone()))]
 
     @override
     def reset(self) -> None:
@@ -186,8 +174,8 @@ class LibraryMetric(Metric):
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         # compute() synchronizes with the other ranks only while all ranks call it.
-        self._metric.dist_sync_fn, self._metric.distributed_available_fn = _gathered, self._is_collective
-        self._computes_together = False
+        self._metric.dist_sync_fn, self._metric.distributed_available_fn = self._gathered, self._is_collective
+        self._world = World()  # in which it is computed
         self._metric.compute_with_cache = False
         self._has_seen = False
         self._metric.set_dtype(torch.float64)
@@ -217,23 +205,20 @@ class LibraryMetric(Metric):
             self._metric.update(torch.cat(predictions), torch.cat(answers))
 
     @override
-    def local_values(self) -> list[float]:
-        return self._compute() if self._has_seen else [math.nan] * len(self.names)
-
-    @override
-    def over_ranks(self) -> list[float]:
-        if dist.get_world_size() == 1:
-            return self.local_values()
-        if not any(json.loads(text) for text in runtime.gather_texts(json.dumps(self._has_seen))):
+    def over_ranks(self, world: World) -> list[float]:
+        if not any(world.gather_json(self._has_seen)):
             return [math.nan] * len(self.names)
-        self._computes_together = True
+        self._world = world
         try:
             return self._compute()
         finally:
-            self._computes_together = False
+            self._world = World()
 
     def _is_collective(self) -> bool:
-        return self._computes_together
+        return self._world.size > 1
+
+    def _gathered(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return gathered_states(tensor, self._world)
 
     def _compute(self) -> list[float]:
         self._update_with_kept()
@@ -324,10 +309,10 @@ def _refuse_what_cannot_be_joined(name: str, metric: Any) -> None:
             )
 
 
-def _gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
+def gathered_states(tensor: Tensor, world: World) -> list[Tensor]:
     """Return the tensor of every rank, in rank order; the numbers of rows may differ, or be 0."""
     own = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-    kinds = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
+    kinds = world.gather_json(own)
     largest = max(kinds, key=lambda kind: (len(kind["shape"]), math.prod(kind["shape"])))
     found = []
     for rank, kind in enumerate(kinds):
@@ -335,12 +320,12 @@ def _gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
         shape = [0, *largest["shape"][1:]] if is_empty and largest["shape"] else kind["shape"]
         shape = shape or largest["shape"]  # a rank without rows has one sum, others have one for each output
         dtype = largest["dtype"] if is_empty else kind["dtype"]
-        mine = rank == dist.get_rank()
+        mine = rank == world.rank
         part = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         if mine and not is_empty:
             part.copy_(tensor)
         if not is_empty:
-            dist.broadcast(part, rank, group=runtime.cpu_group())
+            world.broadcast(part, rank)
         found.append(part.to(tensor.device))
     return found
 
@@ -384,14 +369,10 @@ class Metrics:
                 for metric in self._metrics:
                     metric.add(*metric.select(output, target), rows)
 
-    def local_values(self) -> dict[str, float]:
-        """Return each number over this rank's rows."""
-        return {name: value for one in self._metrics for value, name in zip(one.local_values(), one.names, strict=True)}
-
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate each number over this rank's rows."""
         return {
-            name: functools.partial(lambda metric, place: metric.local_values()[place], metric, place)
+            name: functools.partial(lambda metric, place: metric.over_ranks(World())[place], metric, place)
             for metric in self._metrics
             for place, name in enumerate(metric.names)
         }
@@ -400,9 +381,13 @@ class Metrics:
         """Return (sum, count) of this rank, of those metrics that are means."""
         return {metric.name: metric.sums for metric in self._metrics if isinstance(metric, MeanMetric)}
 
-    def over_ranks(self) -> dict[str, float]:
-        """Return each number over all ranks' rows; collective."""
-        return {name: value for one in self._metrics for value, name in zip(one.over_ranks(), one.names, strict=True)}
+    def over_ranks(self, world: World) -> dict[str, float]:
+        """Return each number over the rows of all ranks of a world; collective."""
+        found: dict[str, float] = {}
+        for metric in self._metrics:
+            values = metric.over_ranks(world)  # which may be the first to know their names
+            found.update(zip(metric.names, values, strict=True))
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return this rank's state of each, as JSON values."""

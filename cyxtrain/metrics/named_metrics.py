@@ -31,6 +31,7 @@ from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
 from cyxtrain.metrics.sums import correct_of
 from cyxtrain.metrics.weighting import batch_loss_of
 from cyxtrain.metrics.whole_set import WholeSet
+from cyxtrain.world.world import World
 
 _TOP = re.compile(r"top_([1-9]\d*)$")
 ACCURACY = "accuracy"
@@ -158,7 +159,7 @@ def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows
             with warnings.catch_warnings():  # in a few rows some classes are missing
                 warnings.simplefilter("ignore")
                 metric.add(*metric.select(output, target), rows)
-                metric.local_values()
+                metric.over_ranks(World())
         except ConfigError:
             raise
         except Exception as error:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.config.settings import require
@@ -17,6 +16,7 @@ from cyxtrain.environment.accelerator import HostCopy, from_host, may_use_cuda_g
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics, mean_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
+from cyxtrain.world.world import World
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 # then two more for each number of `Loss.shown`: its sum and its weight
@@ -121,17 +121,12 @@ class MetricSums:
         self._fold()
         return self._sums.cpu()
 
-    def over_ranks(self, group: Any) -> dict[str, float]:
-        """Return loss, accuracy and metrics over all ranks; collective."""
+    def over_ranks(self, world: World) -> dict[str, float]:
+        """Return loss, accuracy and metrics over the ranks of a world; collective."""
         # The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
         # rank, the result has the same bits on any number of ranks.
-        table = self.table.clone()
-        dist.all_reduce(table, group=group)
-        return _measured(exact_sums(table), self._loss) | self.metrics.over_ranks()
-
-    def local_values(self) -> dict[str, float]:
-        """Return loss, accuracy and metrics of this rank."""
-        return _measured(exact_sums(self.table), self._loss) | self.metrics.local_values()
+        table = world.reduce(self.table.clone())
+        return _measured(exact_sums(table), self._loss) | self.metrics.over_ranks(world)
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate loss, accuracy (if there is one) and each metric of this rank."""

@@ -76,4 +76,4 @@ class ReportingDisplay(LiveDisplay):
 
 def display_here(report: Callable[[Any], None], shows: bool) -> Display:
     """Return the display of a fit on this rank."""
-    return ReportingDisplay(report, shows=shows) if runtime.is_master() else Display()
+    return ReportingDisplay(report, shows=shows) if runtime.current().is_first else Display()

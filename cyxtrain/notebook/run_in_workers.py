@@ -55,7 +55,7 @@ def _num_workers(
     trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> int:
     """Return how many processes run a call; below 2: this one."""
-    launched = process_env.is_launched() or (runtime.is_initialized() and runtime.get_world_size() > 1)
+    launched = process_env.is_launched() or (runtime.is_initialized() and runtime.current().size > 1)
     if launched or parts_of_trainer(trainer).is_fitting or keywords.get("distributed") is False:
         return 1
     given = [each for each in (*arguments, keywords.get("config")) if isinstance(each, DistributedTrainingConfig)]

@@ -122,8 +122,8 @@ def run_call(
     stay in the notebook, `not_sent` those of parts that the call does not need.
     """
     try:
-        is_master = runtime.is_master()
-        relays = {name: Relay(name, report if is_master else None) for name in staying}
+        is_first = runtime.current().is_first
+        relays = {name: Relay(name, report if is_first else None) for name in staying}
         trainer: DistributedTrainer
         objects: dict[str, Any] = {}
         trainer, callbacks = read(trainer_path, {**dict.fromkeys(not_sent), **relays}, mapped=False, objects=objects)
@@ -135,7 +135,7 @@ def run_call(
         side_effects.enter()
         if method == FIT:
             keywords["callbacks"] = callbacks
-        digests = AttributeDigests(trainer, parts, objects) if method == FIT and is_master else None
+        digests = AttributeDigests(trainer, parts, objects) if method == FIT and is_first else None
     except BaseException as error:
         _announce(error)
         return CallResult(Failed.of(error)), False
@@ -149,7 +149,7 @@ def run_call(
         if not can_continue:
             _announce(error)
     try:
-        return CallResult(failed, _written(value, digests) if is_master else None), can_continue
+        return CallResult(failed, _written(value, digests) if is_first else None), can_continue
     except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
         return CallResult(failed or Failed.of(error)), False
 

@@ -19,10 +19,9 @@ from torch.optim.lr_scheduler import (
 )
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import ConfigError, counted, warn
+from cyxtrain.errors import ConfigError, counted, warn_together
 from cyxtrain.optim.learning_rates import schedules_in, steps_taken
 from cyxtrain.optim.schedule_classes import GivenSchedule, given_schedule
-from cyxtrain.world import runtime
 
 # the fraction of a rate that is left if a schedule for epochs is stepped per step
 _NEXT_TO_NOTHING = 2e-5
@@ -51,8 +50,7 @@ def check_schedule(
             f"and this fit ends after {scheduler.last_epoch + steps:,}. It is stepped once per {once}: build it "
             "with as many total_steps."
         )
-    if runtime.is_master():
-        _warn_of_length(scheduler, steps, interval, steps_per_epoch)
+    _warn_of_length(scheduler, steps, interval, steps_per_epoch)
 
 
 def _warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, steps_per_epoch: int | None) -> None:
@@ -65,7 +63,7 @@ def _warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, st
     for part in schedules_in(scheduler) if steps_per_epoch and interval == "step" else ():
         if _seems_to_count_epochs(part, steps, steps_per_epoch or 0):
             name = type(part).__name__
-            warn(
+            warn_together(
                 f"the {name} is stepped once per optimizer step, {steps_per_epoch:,} times in an epoch, and seems to "
                 "have been built for one step per epoch: the rate would soon be close to 0. "
                 f'Pass scheduler_interval="epoch", or build it with numbers of steps (2 * '
@@ -77,7 +75,7 @@ def _warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, st
     found = _mismatch(scheduler, taken + steps, f"this fit has {steps:,}" + (f" after {taken:,}" if taken else ""))
     if found:
         once = "optimizer step" if interval == "step" else "epoch"
-        warn(
+        warn_together(
             f"{found} A schedule is stepped once per {once}, on any number of ranks: build it with as many steps as "
             "the fit has (see cyxtrain.count_steps); or pass a function, scheduler=lambda optimizer, total_steps: "
             '..., or a name such as "cosine".'

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.errors import DistributedTrainingError
@@ -155,7 +154,7 @@ class Bucket:
     def _unused_on_all_ranks(self, numbers: Sequence[float]) -> set[int]:
         """Return the slots of the parameters that no rank with samples has used."""
         # In whole ranks: NCCL multiplies by 1/N before it adds, so N shares need not make 1.
-        world_size, absent = dist.get_world_size(self._group), numbers[len(self._parameters)]
+        world_size, absent = self._group.size(), numbers[len(self._parameters)]
         return {
             slot
             for slot, ready in enumerate(self._ready)

@@ -20,6 +20,7 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.errors import CheckpointError
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.exchange import GradientExchange, HalfPrecisionExchange, MeanWork
+from cyxtrain.world.world import World
 
 COMPRESSIBLE = {torch.float32, torch.float64}  # gradients of other types are exchanged uncompressed
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,26 +44,25 @@ def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankG
     return found
 
 
-def gathered_state(gradients: Mapping[str, LowRankGradient], group: Any) -> dict[str, Any]:
+def gathered_state(gradients: Mapping[str, LowRankGradient], world: World) -> dict[str, Any]:
     """Return the state of low-rank gradients: "queries" by name, "errors" of each rank by name.
 
-    All ranks call it, with a group on CPUs. Cost: the gradients once from each rank to each, and as many times the
-    memory as there are ranks.
+    All ranks call it. Cost: the gradients once from each rank to each, and as many times the memory as there are ranks.
     """
     if not gradients:
         return {}
-    ranks = range(dist.get_world_size(group))
+    ranks = range(world.size)
     errors: list[dict[str, Tensor]] = [{} for _ in ranks]
     for name, gradient in gradients.items():
         own = gradient.error.cpu()
         gathered = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(gathered, own, group=group)
+        dist.all_gather(gathered, own, group=world.cpu_group)
         for rank in ranks:
             errors[rank][name] = gathered[rank]
     return {"queries": {name: gradient.query.cpu().clone() for name, gradient in gradients.items()}, "errors": errors}
 
 
-def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any], rank: int, world_size: int) -> None:
+def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any], world: World) -> None:
     """Load what `gathered_state` returned; on another number of ranks, each gets the mean of all errors.
 
     Gradients that are new, or have another shape now, keep their initial state.
@@ -73,8 +73,8 @@ def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any
             if name in queries and queries[name].shape == gradient.query.shape:
                 gradient.query.copy_(queries[name])
             of_ranks = [own[name] for own in errors if name in own and own[name].shape == gradient.error.shape]
-            if len(of_ranks) == world_size:
-                gradient.error.copy_(of_ranks[rank])
+            if len(of_ranks) == world.size:
+                gradient.error.copy_(of_ranks[world.rank])
             elif of_ranks:
                 gradient.error.copy_(torch.stack(of_ranks).mean(0))
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:

@@ -31,7 +31,7 @@ class MeanWork:
         averages = backend in ("ring", "nccl")  # Gloo, for one, has no AVG
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._tensor = tensor
-        self._divisor = 1 if averages else dist.get_world_size(group)
+        self._divisor = 1 if averages else group.size()
         self._work: Any = dist.all_reduce(tensor, op, group, async_op=True)
 
     def wait(self) -> None:
@@ -164,7 +164,7 @@ class HalfPrecisionExchange(GradientExchange):
 
     @override
     def launch(self, group: Any, scale: float) -> None:
-        self._world_size, end = dist.get_world_size(group), len(self._gradients)
+        self._world_size, end = group.size(), len(self._gradients)
         torch.div(self._gradients, self._world_size, out=self._narrow[:end])
         self._narrow[end:] = self._flags  # a sum of ones is exact; a third is not
         self._pending = [dist.all_reduce(self._narrow, dist.ReduceOp.SUM, group, async_op=True)]

@@ -15,6 +15,7 @@ from cyxtrain.config.settings import names_checked
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, on_all_ranks
 from cyxtrain.tensors.layouts import bytes_of
 from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _NAME = "all_gather_with_grad"
 _MOST_DIMENSIONS = 8
@@ -80,7 +81,8 @@ def all_gather_with_grad(tensor: Tensor) -> Tensor:
     if _Recording.is_local and _Recording.calls is not None:
         _Recording.calls.append(GatherCall(tuple(tensor.shape[1:]), tensor.dtype))
         return tensor
-    return tensor if dist.get_world_size() == 1 else _gathered(tensor, _layout_of(tensor))
+    world = runtime.current()
+    return tensor if world.size == 1 else _gathered(tensor, _layout_of(world, tensor), world)
 
 
 @contextlib.contextmanager
@@ -99,16 +101,16 @@ gathers_kept = functools.partial(_recording, is_local=False)
 """Within, records the calls of `all_gather_with_grad` with their results, for `backward_alike`; yields them."""
 
 
-def gather_no_rows(calls: Sequence[GatherCall], device: torch.device) -> None:
+def gather_no_rows(world: World, calls: Sequence[GatherCall], device: torch.device) -> None:
     """Make the calls that other ranks make, on a device, without rows."""
     with torch.enable_grad():
         for call in calls:
             empty = torch.empty((0, *call.row_shape), dtype=call.dtype, device=device)
-            layout = _layout_of(empty)
-            _gathered(empty.requires_grad_(layout.needs_gradient), layout)
+            layout = _layout_of(world, empty)
+            _gathered(empty.requires_grad_(layout.needs_gradient), layout, world)
 
 
-def backward_alike(loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
+def backward_alike(world: World, loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
     """Run backward of a loss, with that of each gather that any rank's loss needs. All ranks call it.
 
     Each gather's backward is a collective: a rank without rows, whose loss is None, takes part in those that the others
@@ -117,8 +119,7 @@ def backward_alike(loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
     if loss is not None and not loss.requires_grad:
         loss = None
     own = _depends_on(loss, kept)
-    anyone = torch.tensor(own, dtype=torch.uint8, device="cpu")
-    dist.all_reduce(anyone, dist.ReduceOp.MAX, group=runtime.cpu_group())
+    anyone = world.reduce(torch.tensor(own, dtype=torch.uint8, device="cpu"), dist.ReduceOp.MAX)
     found = zip(kept, own, anyone.tolist(), strict=True)
     others = [call.rows for call, here, there in found if there and not here and call.rows is not None]
     if loss is not None or others:
@@ -146,8 +147,8 @@ def _depends_on(loss: Tensor | None, kept: Sequence[GatherCall]) -> list[bool]:
     return [each.node in found for each in kept]
 
 
-def _gathered(tensor: Tensor, layout: _Layout) -> Tensor:
-    gathered: Tensor = _Gather.apply(tensor, layout)  # type: ignore[no-untyped-call]
+def _gathered(tensor: Tensor, layout: _Layout, world: World) -> Tensor:
+    gathered: Tensor = _Gather.apply(tensor, layout, world)  # type: ignore[no-untyped-call]
     if _Recording.calls is not None:
         _Recording.calls.append(GatherCall(tuple(tensor.shape[1:]), tensor.dtype, gathered, gathered.grad_fn))
     return gathered
@@ -155,18 +156,18 @@ def _gathered(tensor: Tensor, layout: _Layout) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: _Layout) -> Tensor:
-        ctx.rows = layout.rows
+    def forward(ctx: Any, tensor: Tensor, layout: _Layout, world: World) -> Tensor:
+        ctx.rows, ctx.world = layout.rows, world
         own = tensor.detach().to(layout.dtype).reshape(len(tensor), *layout.row_shape)
-        return gathered_rows(own, layout.rows, runtime.group_for(own.device))
+        return gathered_rows(own, layout.rows, world.group_for(own.device))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         parts = [_padded(part, max(ctx.rows)) for part in gradient.split(ctx.rows)]
         own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts, group=runtime.group_for(own.device))
-        return own[: ctx.rows[dist.get_rank()]], None
+        dist.reduce_scatter(own, parts, group=ctx.world.group_for(own.device))
+        return own[: ctx.rows[ctx.world.rank]], None, None
 
 
 def gathered_rows(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
@@ -185,14 +186,14 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return rows.contiguous() if missing == 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
-def _layout_of(tensor: Tensor) -> _Layout:
+def _layout_of(world: World, tensor: Tensor) -> _Layout:
     """Return the arguments of all ranks; raise on every rank if they do not match."""
     needs_own = tensor.requires_grad and torch.is_grad_enabled()
     kind = [len(tensor), int(needs_own), _DTYPES.index(tensor.dtype), *tensor.shape[1:]]
     own = torch.full([3 + _MOST_DIMENSIONS], -1, dtype=torch.int64, device="cpu")
     own[: len(kind)] = torch.tensor(kind, device="cpu")
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own, group=runtime.cpu_group())
+    gathered = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(gathered, own, group=world.cpu_group)
     kinds = [each.tolist() for each in gathered]
     first = next((kind for kind in kinds if kind[0]), kinds[0])
     for rank, kind in enumerate(kinds):

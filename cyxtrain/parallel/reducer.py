@@ -29,8 +29,9 @@ from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.ring import RingProcessGroup, SharedGradientBuffer
+from cyxtrain.ring import SharedGradientBuffer, gradient_buffers_of, is_ring
 from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
 _SPARSE = -1  # in place of the index of a bucket
@@ -41,7 +42,7 @@ _open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers wit
 class Reducer:
     """The buckets of a module's trained parameters, and the hooks that fill them."""
 
-    def __init__(self, model: nn.Module, config: DDPConfig, num_signals: int = NUM_SIGNALS) -> None:
+    def __init__(self, model: nn.Module, config: DDPConfig, world: World, num_signals: int = NUM_SIGNALS) -> None:
         keep_freed_memory()  # autograd's own gradients are freed in each step, when they were copied to a bucket
         parameters = trained_parameters(model)
         self._model = model
@@ -55,11 +56,11 @@ class Reducer:
         layout = _layout(dense, sparse, config, num_signals)
         self._buckets = [
             Bucket(spec, dense, index, spec is layout[-1], mean, as_view=config.gradient_as_bucket_view)
-            for index, (spec, mean) in enumerate(zip(layout, _gradient_buffers(layout, config), strict=True))
+            for index, (spec, mean) in enumerate(zip(layout, _gradient_buffers(layout, config, world), strict=True))
         ]
         self.low_rank = compress(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
-        self._group: Any = runtime.group_for(self.device)
+        self._world = world
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = self._refuses_unused = False
@@ -139,11 +140,15 @@ class Reducer:
         """Record the parameters' versions: they must not change until backward has averaged their gradients."""
         self._versions = torch_compat.versions_of(self._trained)
 
-    def _use(self, group: Any) -> None:
-        if group is not self._group:
+    @property
+    def _group(self) -> Any:
+        return self._world.group_for(self.device)
+
+    def _use(self, world: World) -> None:
+        if world.group_for(self.device) is not self._group:
             for bucket in self._buckets:
                 bucket.change_group()
-            self._group = group
+        self._world = world
 
     @property
     def received(self) -> list[float]:
@@ -191,9 +196,9 @@ class Reducer:
         for other in _open_reducers:
             other._newer.discard(self)
 
-    def synchronize(self, group: Any, *, absent: bool = False) -> None:
+    def synchronize(self, world: World, *, absent: bool = False) -> None:
         """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros."""
-        self._use(group)
+        self._use(world)
         self._begin()
         self._absent = absent
         if absent:
@@ -228,7 +233,7 @@ class Reducer:
         self._finish(check=not self._allow_unused)
 
     def _begin_backward(self) -> None:
-        self._use(runtime.group_for(self.device))
+        self._use(runtime.following(self._world))
         if self._versions is None:  # the loss is not from the wrapper's forward
             self._check_module()
             self.record_forward()
@@ -263,8 +268,7 @@ class Reducer:
             self._launch(rest=True)
             self._check_versions()
             unused = self._receive()
-            if not isinstance(self._group, RingProcessGroup):
-                runtime.check_default_group()
+            runtime.check_default_group()
         except RuntimeError as error:
             cause = runtime.cause_of(error)
             if cause is None:
@@ -296,14 +300,14 @@ class Reducer:
             if not self.reports and self._unread is None and numbers is not None:
                 unused += bucket.read_flags(numbers)
         began = time.perf_counter()
-        unused += self._sparse.average(self._group, absent=self._absent)
+        unused += self._sparse.average(self._world, absent=self._absent)
         self.seconds += time.perf_counter() - began
         return unused
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
         """Return what measures how long an accelerator waits for its backend; with the ring, the host waits."""
         numbers = self._buckets[0].numbers
-        if numbers.is_cpu or isinstance(self._group, RingProcessGroup):
+        if numbers.is_cpu or is_ring(self._group):
             return _NOT_MEASURED
         if self._device_waits is None:
             self._device_waits = accelerator.Stopwatch(numbers.device)
@@ -393,13 +397,14 @@ def _layout(
     return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, num_signals)]
 
 
-def _gradient_buffers(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedGradientBuffer | None]:
+def _gradient_buffers(
+    layout: Sequence[BucketSpec], config: DDPConfig, world: World
+) -> Sequence[SharedGradientBuffer | None]:
     """Return memory for each bucket that all ranks share, if they can. All ranks call it."""
     are_on_cpu = all(spec.device.type == "cpu" for spec in layout)
-    group = runtime.group_for(torch.device("cpu"))
-    if config.compression is not None or not are_on_cpu or not isinstance(group, RingProcessGroup):
+    if config.compression is not None or not are_on_cpu:
         return [None] * len(layout)
-    return group.make_gradient_buffers([(spec.count, spec.dtype) for spec in layout])
+    return gradient_buffers_of(world.cpu_tensors, [(spec.count, spec.dtype) for spec in layout])
 
 
 class _Backward:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cyxtrain.parallel.bucket import checked_gradient
 from cyxtrain.parallel.exchange import MeanWork
 from cyxtrain.parallel.gathering import gathered_rows
+from cyxtrain.world.world import World
 
 _ABSENT, _NONE, _DENSE = -1, -2, -3
 """What a rank has instead of a number of rows: no samples; no gradient; a dense gradient, as of tied weights."""
@@ -47,13 +48,14 @@ class SparseGradients:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.parameters = parameters
 
-    def average(self, group: Any, *, absent: bool) -> list[nn.Parameter]:
+    def average(self, world: World, *, absent: bool) -> list[nn.Parameter]:
         """Give each parameter its averaged gradient: sparse and coalesced, dense if any rank's is.
 
         Returns the parameters that some rank with samples has not used. Those used on no rank keep no gradient.
         """
         if not self.parameters:
             return []
+        group = world.group_for(self.parameters[0][1].device)
         nothing = _ABSENT if absent else _NONE
         for name, parameter in self.parameters:
             if parameter.grad is not None:
@@ -61,7 +63,7 @@ class SparseGradients:
                 parameter.grad = gradient.coalesce() if gradient.is_sparse else gradient
         own = [nothing if p.grad is None else _rows(p.grad) for _, p in self.parameters]
         mine = torch.tensor(own, device=self.parameters[0][1].device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        gathered = [torch.empty_like(mine) for _ in range(world.size)]
         dist.all_gather(gathered, mine, group)
         unused = []
         counts = zip(*(each.tolist() for each in gathered), strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cyxtrain.config import DDPConfig
 from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import ConfigError, counted
+from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
 from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
@@ -25,6 +25,7 @@ from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 
 class DistributedDataParallel(nn.Module):
@@ -65,18 +66,25 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
         self.module = model
         runtime.require_world("DistributedDataParallel")
-        runtime.join_for_all()  # the world may no longer be valid, such as after a fork
-        self._world_size = world_size = runtime.get_world_size()
+        self._world = world = runtime.join_for_all()  # that of before may be invalid, such as after a fork
         trained_parameters(model)  # refuses lazy modules
         self._reducer: Reducer | None = None
         self._sharing = SharedBuffers(model)
         self._latest = _StepState()
-        if world_size > 1:
+        if world.size > 1:
             torch_compat.require_end_of_backward()
-            check_same_module(model, runtime.cpu_group())
+            check_same_module(model, world)
             if self.config.broadcast_parameters:
-                share_tensors([*model.parameters(), *model.buffers()], self._names)
-            self._reducer = Reducer(model, self.config, self.num_signals)
+                share_tensors(world, [*model.parameters(), *model.buffers()], self._names)
+            self._reducer = Reducer(model, self.config, world, self.num_signals)
+
+    @property
+    def world(self) -> World:
+        """The ranks over which gradients are averaged; of a world that the program has joined since then, as many."""
+        found = runtime.following(self._world)
+        if found is not self._world:  # to set an attribute of a module takes long
+            self._world = found
+        return found
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Call the module, and prepare backward to average gradients.
@@ -85,11 +93,8 @@ class DistributedDataParallel(nn.Module):
             ConfigError: The world has another size than when the model was wrapped, or ranks have changed the module in
                 different ways.
         """
-        if dist.is_initialized() and self._world_size != dist.get_world_size():
-            raise ConfigError(
-                f"the model was wrapped in a world of {counted(self._world_size, 'rank')}, and this is one of "
-                f"{dist.get_world_size()}: wrap it again, so that gradients are averaged over all ranks."
-            )
+        if runtime.is_initialized():
+            runtime.following(self._world)  # refuses one of another size
         averages = self._reducer is not None and torch.is_grad_enabled()
         if averages:
             self._prepare()
@@ -154,10 +159,10 @@ class DistributedDataParallel(nn.Module):
         """
         if self._reducer is not None:
             self._follow_module(tensors_of(self.module)[0])
+            world = self.world
             unsynced = torch.tensor([int(self._reducer.unsynced)], device="cpu")
-            dist.all_reduce(unsynced, dist.ReduceOp.MAX, group=runtime.cpu_group())
-            if unsynced.item():
-                self._reducer.synchronize(runtime.group_for(self._reducer.device))
+            if world.reduce(unsynced, dist.ReduceOp.MAX).item():
+                self._reducer.synchronize(world)
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def update_parameters(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,7 +192,7 @@ class DistributedDataParallel(nn.Module):
     def backward_without_batch(self) -> None:
         """Take part in a step's last backward without samples: what has not accumulated is zero."""
         if self._reducer is not None:
-            self._reducer.synchronize(runtime.group_for(self._reducer.device), absent=not self._reducer.unsynced)
+            self._reducer.synchronize(self.world, absent=not self._reducer.unsynced)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -330,17 +335,17 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ReplicasDifferError: With the rank that differs from most, and the parameters; on every rank.
         """
-        check_replicas([*self.module.named_parameters()], runtime.cpu_group())
+        check_replicas([*self.module.named_parameters()], self.world)
 
     def compression_state(self) -> dict[str, Any]:
         """Return the state of compression on all ranks, for a checkpoint. All ranks call it."""
         low_rank = {} if self._reducer is None else self._reducer.low_rank
-        return gathered_state(low_rank, runtime.cpu_group())
+        return gathered_state(low_rank, self.world)
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load a `state` of `compression_state`, from any number of ranks; raise CheckpointError if it is malformed."""
         if self._reducer is not None and state:
-            load_state(self._reducer.low_rank, state, self.get_rank(), self.get_world_size())
+            load_state(self._reducer.low_rank, state, self._world)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook` average, called with `state`: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
@@ -359,7 +364,7 @@ class DistributedDataParallel(nn.Module):
     def _share_buffers(self, buffers: Sequence[Tensor], *, before_step: bool = False) -> None:
         rows, self._latest.rows = self._latest.rows, 0
         share = self._sharing.share_before_step if before_step else self._sharing.share
-        share(buffers, lambda: [name for name, _ in self.module.named_buffers()], rows)
+        share(self.world, buffers, lambda: [name for name, _ in self.module.named_buffers()], rows)
 
     def _names(self) -> list[str]:
         return [name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
@@ -386,10 +391,11 @@ class DistributedDataParallel(nn.Module):
         reducer = self._reducer
         if reducer is None or reducer.fits(parameters):
             return
-        check_same_module(self.module, runtime.cpu_group())
+        world = self.world
+        check_same_module(self.module, world)
         if self.config.broadcast_parameters:
-            share_tensors(reducer.new_parameters(parameters), self._names)
-        self._reducer = Reducer(self.module, self.config, self.num_signals)
+            share_tensors(world, reducer.new_parameters(parameters), self._names)
+        self._reducer = Reducer(self.module, self.config, world, self.num_signals)
         self._reducer.take_over(reducer)
 
     def close(self) -> None:
@@ -408,7 +414,7 @@ class DistributedDataParallel(nn.Module):
                 "a DistributedDataParallel cannot be pickled: gradients of the copy would not be averaged. Pickle "
                 "get_model(), and wrap it again to train it; copy.deepcopy returns a copy of the bare module."
             )
-        return self.__dict__
+        return {**self.__dict__, "_world": World()}  # process groups cannot be pickled
 
     def state_dict(self, *args: Any, **fields: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's own state: names have no prefix, and load into the bare module."""
@@ -431,15 +437,15 @@ class DistributedDataParallel(nn.Module):
 
     def get_rank(self) -> int:
         """Return this rank."""
-        return runtime.get_rank()
+        return self.world.rank
 
     def get_world_size(self) -> int:
         """Return the number of ranks."""
-        return runtime.get_world_size()
+        return self.world.size
 
     def is_master(self) -> bool:
         """Return whether this is rank 0."""
-        return runtime.is_master()
+        return self.world.is_first
 
 
 def _nothing() -> Tensor | None:

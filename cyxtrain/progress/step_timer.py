@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from cyxtrain.checkpoint.files import replacing
 from cyxtrain.environment import accelerator
 from cyxtrain.environment.regular_files import local_path
 from cyxtrain.errors import warn
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 # Waiting for batches; model and loss; gradients; waiting for other ranks; the update.
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
@@ -84,11 +83,10 @@ class StepTimer:
         within.seconds -= seconds
         self.communication.seconds += seconds
 
-    def over_ranks(self) -> list[dict[str, float]]:
+    def over_ranks(self, world: World) -> list[dict[str, float]]:
         """Return the seconds of each part, over all steps, by rank; collective."""
         self._settle_debts()
-        own = json.dumps({part.name: part.seconds for part in self._parts})
-        return [json.loads(text) for text in runtime.gather_texts(own)]
+        return world.gather_json({part.name: part.seconds for part in self._parts})
 
     def _settle_debts(self) -> None:
         """Subtract an accelerator's communication from the parts in which the host waited for it.
@@ -106,7 +104,8 @@ class StepTimer:
 class Profile:
     """The profile of a fit's steps, as a context manager: each rank writes a trace, rank 0 the table steps.txt."""
 
-    def __init__(self, asked: bool | str, device: torch.device) -> None:
+    def __init__(self, asked: bool | str, device: torch.device, world: World) -> None:
+        self._world = world
         folder = Path(local_path("fit.profile", asked if isinstance(asked, str) else _FOLDER))
         self._folder = folder.absolute() if asked else None
         self._seconds: list[dict[str, float]] = []
@@ -149,7 +148,7 @@ class Profile:
         found = [("profile", "  ".join(f"{name:>13}" for name in PARTS) + "  (ms per step)")]
         for rank, parts in enumerate(self._seconds):
             found.append((f"rank {rank}", "  ".join(f"{1000 * parts[name] / self._steps:>13.3f}" for name in PARTS)))
-        if runtime.is_master():
+        if self._world.is_first:
             with self._warning():
                 text = "".join(f"{what:<11}{how}\n" for what, how in found)
                 with replacing(self._folder / "steps.txt", "profile") as file:
@@ -160,7 +159,7 @@ class Profile:
         assert self._folder is not None
         with self._warning():
             self._folder.mkdir(parents=True, exist_ok=True)
-            trace = self._folder / f"rank-{runtime.get_rank()}.pt.trace.json"
+            trace = self._folder / f"rank-{self._world.rank}.pt.trace.json"
             trace.unlink(missing_ok=True)  # a link is not followed
             profiler.export_chrome_trace(str(trace))
 

@@ -6,7 +6,16 @@ ranks, `schedules/` says who sends what to whom and does the arithmetic, `wire/`
 `collective_thread`, and, for PyTorch, `backend` with `process_group` and `work`.
 """
 
-from cyxtrain.ring.backend import RingProcessGroup, register
+from cyxtrain.ring.backend import (
+    RingProcessGroup,
+    fail,
+    failure_of,
+    gradient_buffers_of,
+    is_ring,
+    raised_failure_of,
+    register,
+    transport_of,
+)
 from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.monitoring.group_registry import WORLD_GROUPS
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
@@ -32,12 +41,18 @@ __all__ = [
     "StoreClient",
     "StoreLostError",
     "await_all_ranks",
+    "fail",
+    "failure_of",
+    "gradient_buffers_of",
     "is_finite",
+    "is_ring",
     "memory_of",
+    "raised_failure_of",
     "reach_store",
     "reach_tcp_store",
     "register",
     "serve_store",
     "share_tcp_store",
+    "transport_of",
     "try_transports",
 ]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment import accelerator, torch_compat
+from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.monitoring.group_registry import WORLD_GROUPS, GroupRegistry
@@ -74,6 +75,37 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         super().shutdown()
         # A reference to this group must not keep the port of the store open.
         self._store = dist.HashStore()
+
+
+def is_ring(group: Any) -> bool:
+    """Return whether a group of PyTorch is one of these, which notices ranks that die."""
+    return isinstance(group, RingProcessGroup)
+
+
+def failure_of(group: Any, during: str) -> CyxtrainError | None:
+    """Return the error that has ended a group; None: none, or another backend's, which does not tell."""
+    return group.group.failure(during) if isinstance(group, RingProcessGroup) else None
+
+
+def raised_failure_of(group: Any) -> CyxtrainError | None:
+    """Return the error that has ended a group, once this rank's program has seen it; otherwise None."""
+    return group.group.raised_failure if isinstance(group, RingProcessGroup) else None
+
+
+def fail(group: Any, reason: str | CyxtrainError) -> None:
+    """End a group because of an error of this rank, and tell all ranks, if the backend can."""
+    if isinstance(group, RingProcessGroup):
+        group.fail(reason)
+
+
+def transport_of(group: Any) -> str:
+    """Return how a group's collectives reach other ranks; "": another backend's way."""
+    return group.transport if isinstance(group, RingProcessGroup) else ""
+
+
+def gradient_buffers_of(group: Any, kinds: Sequence[tuple[int, torch.dtype]]) -> Sequence[SharedGradientBuffer | None]:
+    """Return memory that all ranks share for these numbers of elements, None where they cannot. All ranks call it."""
+    return group.make_gradient_buffers(kinds) if isinstance(group, RingProcessGroup) else [None] * len(kinds)
 
 
 def register() -> None:

@@ -21,7 +21,7 @@ from cyxtrain.data.batches.collate import as_batch, check_parts
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import num_rows
-from cyxtrain.errors import warn
+from cyxtrain.errors import warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.named_metrics import NamedMetrics
@@ -43,6 +43,7 @@ from cyxtrain.training.step import Result, TrainingStep
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
+from cyxtrain.world.world import World
 
 _PRECISION: Final = "fp16"
 _LEARNING_RATE = 1e-3
@@ -89,11 +90,11 @@ class DistributedAMPTrainer:
         optimizer: OptimizerLike | None = None,
         loss_fn: LossLike = None,
     ) -> None:
-        runtime.join_for_all()
+        world = runtime.join_for_all()
         self.accumulation_steps = accumulation_steps
 
         def check() -> tuple[None, dict[str, Any]]:
-            _check_world(rank, world_size)
+            _check_world(world, rank, world_size)
             require_integer("DistributedAMPTrainer", "accumulation_steps", accumulation_steps, 1)
             self.config = create_default_amp_config() if config is None else config
             require(isinstance(self.config, AMPConfig), f"config must be a cyxtrain.AMPConfig(...), got {config!r}.")
@@ -103,8 +104,8 @@ class DistributedAMPTrainer:
             self._loss, self.scaler = Loss(loss_fn), LossScale(self.config)
             return None, self._make_optimizer(_optimizer(optimizer, learning_rate))
 
-        agree_on(check)
-        self._placement = place_model(self.model, self._loss, "auto")
+        agree_on(world, check)
+        self._placement = place_model(world, self.model, self._loss, "auto")
         place_state(self.optimizer)
         rates = {ONLY: LearningRates(self.optimizer, None)}
         self._state = TrainingState(self.model, 0, rates, self.scaler, loss=self._loss)
@@ -126,17 +127,17 @@ class DistributedAMPTrainer:
     @property
     def rank(self) -> int:
         """Rank of this process."""
-        return runtime.get_rank()
+        return self._ddp.world.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return runtime.get_world_size()
+        return self._ddp.world.size
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return runtime.is_master()
+        return self._ddp.world.is_first
 
     @property
     def step(self) -> int:
@@ -172,7 +173,8 @@ class DistributedAMPTrainer:
         `fit(precision="fp16", accumulation_steps=...)` does not.
         """
         runtime.rejoin_after_failure()
-        with ending_group_on_error(), memory_explained(), torch.enable_grad(), self._averaging():
+        world = self._ddp.world
+        with ending_group_on_error(world), memory_explained(world), torch.enable_grad(), self._averaging():
             rows = as_batch(batch)
             if self._step is None:
                 self._step = self._open(rows)
@@ -230,7 +232,7 @@ class DistributedAMPTrainer:
             settings = DistributedTrainingConfig(
                 accumulation_steps=self.accumulation_steps, precision=_PRECISION, amp=self.config
             )
-            state = replace(self._state.to_checkpoint(), config=asdict(settings), metadata=kept)
+            state = replace(self._state.to_checkpoint(self._ddp.world), config=asdict(settings), metadata=kept)
             write_checkpoint(path, state if include_optimizer else replace(state, optimizer={}, optimizer_groups=[]))
         self._state.set(metadata=kept)
 
@@ -244,8 +246,9 @@ class DistributedAMPTrainer:
             CheckpointError: It does not exist, is corrupt, has no optimizer, or belongs to another model.
         """
         runtime.rejoin_after_failure()
-        runtime.check_same_call("load_checkpoint")
-        self._state.load_file(path)
+        world = self._ddp.world
+        world.check_same_call("load_checkpoint")
+        self._state.load_file(world, path)
         self._discard_step()
 
     @contextlib.contextmanager
@@ -268,16 +271,18 @@ class DistributedAMPTrainer:
 
     def _open(self, rows: Rows) -> TrainingStep:
         """Find out from the first batch how the model is called, and what gradients are divided by for now."""
-        device = self._placement.device
+        world, device = self._ddp.world, self._placement.device
         self._loss.inspect(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
         call = ModelCall(self.model, Precision(_PRECISION, device), rows.inputs, rows.targets, self._loss)
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
-            DryRun(self.model, self._loss, call, self._placement, NamedMetrics(), is_of_fit=True).check_weights(rows)
-            if self._loss.warning and self.is_main_process:
-                warn(self._loss.warning)
+            metrics = NamedMetrics()
+            dry_run = DryRun(world, self.model, self._loss, call, self._placement, metrics, is_of_fit=True)
+            dry_run.check_weights(rows)
+            if self._loss.warning:
+                warn_together(self._loss.warning)
         rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""
-        texts = runtime.gather_texts(f"{num_rows(rows.inputs)} {rule}")
+        texts = world.gather(f"{num_rows(rows.inputs)} {rule}")
         counts, rules = zip(*(text.split(" ", 1) for text in texts), strict=True)
         if any(rules):  # a rank may have nothing to count in its first batch
             self._loss.use_num_items(rule_named(next(filter(None, rules)), Batch(0, *self._example)))
@@ -316,9 +321,9 @@ def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> Optimiz
     return optimizer
 
 
-def _check_world(rank: int | None, world_size: int | None) -> None:
+def _check_world(world: World, rank: int | None, world_size: int | None) -> None:
     """Refuse a rank or a world size that is not this process's."""
-    for name, given, own in (("rank", rank, runtime.get_rank()), ("world_size", world_size, runtime.get_world_size())):
+    for name, given, own in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
         require(
             given in (None, own),
             f"DistributedAMPTrainer was given {name}={given!r}, and this process has {name} {own} in the world that it "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 
 from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
@@ -14,7 +13,7 @@ from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.data.rng import generators_as_json
-from cyxtrain.errors import CheckpointError, ConfigError, counted, shortened, warn
+from cyxtrain.errors import CheckpointError, ConfigError, counted, shortened, warn, warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.parallel import DistributedDataParallel
@@ -22,7 +21,6 @@ from cyxtrain.progress.history import validation_of
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.trained import load_state_besides
-from cyxtrain.world import runtime
 from cyxtrain.world.agreement import raise_together
 
 
@@ -38,19 +36,18 @@ class CheckpointManager:
     ) -> None:
         self._state, self._plan, self._ddp, self._logged = state, plan, ddp, logged
         self._config = config = plan.config
+        self._world = plan.world
         self._is_on = config.makes_checkpoints
         self._saved = self._name()
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
-        self._folder = CheckpointFolder(
-            config.checkpoint_dir, None if config.save_on_master_only else runtime.get_rank()
-        )
+        self._folder = CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else self._world.rank)
         with contextlib.suppress(FileNotFoundError):  # the current folder is gone: whoever writes is told
             self._folder.path = self._folder.path.absolute()
         self._before: list[Found] = []
         self._writer: Writer | None = None
-        if self._is_on and (not config.save_on_master_only or runtime.is_master()):
+        if self._is_on and (not config.save_on_master_only or self._world.is_first):
             self._writer = Writer(self._folder)
             self._enter_folder()
             # A kill between a checkpoint and its second name.
@@ -63,7 +60,7 @@ class CheckpointManager:
     def _enter_folder(self) -> None:
         """Tell of other runs in the folder; those that are alive keep their files."""
         state, folder, best = self._state, self._folder, self._folder.file(BEST)
-        if runtime.is_master() and state.run["id"] not in folder.live_runs():
+        if self._world.is_first and state.run["id"] not in folder.live_runs():
             folder.claim(state.run, state.claim)
         folder.remove_leftovers()
         self._before = folder.newest_first()
@@ -73,8 +70,8 @@ class CheckpointManager:
         ended = [each for each in others if each.order[1:] > place or (self._config.keep_best and each.path == best)]
         if live:
             self._step_aside(shortened(live))
-        elif ended and runtime.is_master():
-            warn(
+        elif ended:
+            warn_together(
                 f"{self._config.checkpoint_dir} holds {counted(len(ended), 'checkpoint')} of another training, "
                 f"{shortened(dict.fromkeys(name_of(each.run) for each in ended))}: {name_of(state.run)} replaces those "
                 "with the names of its own. Use another folder for each training (checkpoint_dir)."
@@ -84,11 +81,10 @@ class CheckpointManager:
         """Give this run's files names of their own, because other runs are writing to the folder."""
         run = self._state.run
         self._folder.infix = f"-{run['id'][:ID_CHARACTERS]}"
-        if runtime.is_master():
-            warn(
-                f"{others} is writing to {self._config.checkpoint_dir}, too: the checkpoints of {name_of(run)} have "
-                f"{self._folder.infix} in their names. Use another folder for each training (checkpoint_dir)."
-            )
+        warn_together(
+            f"{others} is writing to {self._config.checkpoint_dir}, too: the checkpoints of {name_of(run)} have "
+            f"{self._folder.infix} in their names. Use another folder for each training (checkpoint_dir)."
+        )
 
     def check(self) -> None:
         """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
@@ -111,7 +107,7 @@ class CheckpointManager:
                 else:
                     self._failing = _reason(error)
                     warn(f'{error} Training continues without; on_save_error="raise" makes this an error.')
-        raise_together(problem)
+        raise_together(self._world, problem)
 
     def is_due(self) -> bool:
         """Return whether a checkpoint is due after the latest step."""
@@ -134,11 +130,11 @@ class CheckpointManager:
                 "logged": self._logged.state(),
                 "stop": self._state.stop_training,
             }
-            texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
-            self._state.set(ranks=[decode_tree(json.loads(text)) for text in texts])
+            ranks = self._world.gather_json(encode_tree(own, "rank"))
+            self._state.set(ranks=[decode_tree(each) for each in ranks])
         self._ddp.sync_buffers()
         state = self._ddp.compression_state()
-        self._state.set(compression=state if self._writer is not None or runtime.is_master() else {})
+        self._state.set(compression=state if self._writer is not None or self._world.is_first else {})
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""
@@ -216,7 +212,7 @@ class CheckpointManager:
             return bool(keep_last) and folder.prune(run, max(2, keep_last), folder.file(name)) > 0
 
         try:
-            self._writer.write(name, self._state.to_checkpoint(), afterwards, make_room)
+            self._writer.write(name, self._state.to_checkpoint(self._world), afterwards, make_room)
         except (CheckpointError, ConfigError) as error:
             self._problem = error  # reported with those that come later
 
@@ -224,7 +220,7 @@ class CheckpointManager:
         """Wait for the previous checkpoint, if `together` for those of all ranks; report its error."""
         problem, raises = self._take_problem(), self._config.on_save_error == "raise"
         if raises or together:
-            raise_together(problem if raises else None)
+            raise_together(self._world, problem if raises else None)
         self._warn_of(problem)
 
     def _take_problem(self) -> Exception | None:
@@ -244,11 +240,10 @@ class CheckpointManager:
             best = self._folder.best(self._state.run.get("id"))
             return (b"", "") if best is None else (checkpoint_bytes(best.path), str(best.path))
 
-        found = read_on_all(read)
+        found = read_on_all(self._world, read)
         if found is None:
-            if runtime.is_master():
-                missing = self._folder.file(BEST)
-                warn(f"load_best: this fit has no {missing}, so the model keeps its last weights. See keep_best.")
+            missing = self._folder.file(BEST)
+            warn_together(f"load_best: this fit has no {missing}, so the model keeps its last weights. See keep_best.")
             return ""
         state, source = found
         load_model_state(self._state.model, state.model, source)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import time
@@ -22,6 +21,7 @@ from typing_extensions import override
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.batches.structure import leaves, with_parts
+from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
@@ -43,8 +43,8 @@ from cyxtrain.training.outside_fit.saved_predictions import (
     joined_rows,
     longest_of,
 )
-from cyxtrain.world import runtime
-from cyxtrain.world.agreement import ending_group_on_error, on_master, raise_together
+from cyxtrain.world.agreement import ending_group_on_error, on_first, raise_together
+from cyxtrain.world.world import World
 
 
 class Evaluation:
@@ -105,22 +105,22 @@ class Evaluation:
 
 def evaluate(call: Call, logged: LoggedNumbers) -> Evaluation:
     """Return loss, accuracy, metrics and what is logged in a call of `DistributedTrainer.evaluate`."""
-    distributed = call.distributed
+    world = call.world
     with call.running() as measured:
-        found = evaluate_rows(call.trainer.model, call.rows, call.callbacks, call, logged, distributed=distributed)
+        found = evaluate_rows(world, call.trainer.model, call.rows, call.callbacks, call, logged)
         assert found is not None
         measured.update(found)
-    return Evaluation(**{**measured, **logged.values(distributed=distributed)})
+    return Evaluation(**{**measured, **logged.over_ranks(world)})
 
 
 def evaluate_rows(
+    world: World,
     model: nn.Module,
     rows: CheckedData,
     callbacks: Callbacks,
     display: Display,
     logged: LoggedNumbers,
     *,
-    distributed: bool = True,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
@@ -132,7 +132,7 @@ def evaluate_rows(
     logged.reserved |= {*loss.shown, *rows.metrics.names}
     batches = rows.source.num_batches(rows.batch_size)
     totals = MetricSums(batches or 1, device, loss, rows.metrics)
-    run = BatchRun(model, rows, "test", callbacks, display, distributed=distributed)
+    run = BatchRun(world, model, rows, "test", callbacks, display)
     whole = [(each, _Outputs(each.structure, owner=f"the metric {each.name}")) for each in rows.metrics.whole_sets]
 
     def evaluate_batch(batch: Batch) -> None:
@@ -150,22 +150,20 @@ def evaluate_rows(
 
     is_stopped = run.all_batches(evaluate_batch, should_stop, begin=logged.begin)
     logged.rows = 1
-    measured = totals.over_ranks(runtime.cpu_group()) if distributed else totals.local_values()
+    measured = totals.over_ranks(world)
     for each, kept in whole:
         kept.is_complete = not is_stopped
-        measured |= _over_whole_set(each, kept, rows, distributed=distributed)
-    measured |= logged.values(distributed=distributed)
+        measured |= _over_whole_set(world, each, kept, rows)
+    measured |= logged.over_ranks(world)
     return None if is_stopped else measured
 
 
-def _over_whole_set(tried: TriedSet, kept: _Outputs, data: CheckedData, *, distributed: bool) -> dict[str, float]:
+def _over_whole_set(world: World, tried: TriedSet, kept: _Outputs, data: CheckedData) -> dict[str, float]:
     """Return the numbers of a metric over all rows, which rank 0 computes; none if the fit stops on any rank."""
     found: dict[str, float] = {}
-    rows = _gathered_rows(kept, data.source, only_master=True, distributed=distributed)
-    if not distributed:
-        return {} if rows is None else tried.results(rows, data.name)
-    on_master(lambda: found.update({} if rows is None else tried.results(rows, data.name)), together=True)
-    return dict(json.loads(runtime.gather_texts(json.dumps(found))[0]))
+    rows = _gathered_rows(world, kept, data.source, only_first=True)
+    on_first(world, lambda: found.update({} if rows is None else tried.results(rows, data.name)))
+    return dict(world.gather_json(found)[0])
 
 
 def predict(call: Call, pad_value: float | None = None) -> Any:
@@ -175,23 +173,23 @@ def predict(call: Call, pad_value: float | None = None) -> Any:
 
     Cost: the shapes of all batches, then the rows once in and once out of each rank.
     """
-    rows, distributed = call.rows, call.distributed
+    rows, world = call.rows, call.world
     outputs = _Outputs(rows.loss.without_own(rows.output), rows.rows_second)
     with call.running():
-        run = BatchRun(call.trainer.model, rows, "predict", call.callbacks, call, distributed=distributed)
+        run = BatchRun(world, call.trainer.model, rows, "predict", call.callbacks, call)
         run.all_batches(partial(_predict_batch, call, outputs, run))
-    return _gathered_rows(outputs, rows.source, pad_value=pad_value, distributed=distributed)
+    return _gathered_rows(world, outputs, rows.source, pad_value=pad_value)
 
 
 def _gathered_rows(
-    outputs: _Outputs, source: Source, *, distributed: bool, pad_value: float | None = None, only_master: bool = False
+    world: World, outputs: _Outputs, source: Source, *, pad_value: float | None = None, only_first: bool = False
 ) -> Any:
     """Return the outputs of all ranks in the order of the data; None if any is not complete.
 
-    `only_master`: return NumPy arrays on rank 0, and None on the others.
+    `only_first`: return NumPy arrays on rank 0, and None on the others.
     """
-    facts = json.dumps({name: getattr(outputs, name) for name in ("kinds", "shapes", "numbers", "is_complete")})
-    found = [json.loads(text) for text in (runtime.gather_texts(facts) if distributed else [facts])]
+    facts = {name: getattr(outputs, name) for name in ("kinds", "shapes", "numbers", "is_complete")}
+    found = world.gather_json(facts)
     kinds = [each["kinds"] for each in found if each["kinds"]]  # a rank without a batch has none
     if not kinds or not all(each["is_complete"] for each in found):
         return None
@@ -203,7 +201,7 @@ def _gathered_rows(
         shapes = [[shape for batch in each for shape in batch] for each in batches]
         own = [piece for batch in outputs.batches for piece in batch[name]]
         dtype = getattr(torch, kind.split()[0])
-        values = _gathered(own, shapes, dtype, distributed=distributed, only_master=only_master)
+        values = _gathered(world, own, shapes, dtype, only_first=only_first)
         if values is None:
             continue
         every = [shape for each in shapes for shape in each]
@@ -212,15 +210,15 @@ def _gathered_rows(
         joined = joined_rows(values, every, order, pad_value, longest_of(every))
         if name in outputs.rows_second and isinstance(joined, Tensor):
             joined = joined.transpose(0, 1)
-        parts[name] = finished(joined, as_array=source.is_numpy or only_master)
+        parts[name] = finished(joined, as_array=source.is_numpy or only_first)
     return with_parts(outputs.structure, parts) if parts else None
 
 
 def predict_to_folder(call: Call, path: str | os.PathLike[str], pad_value: float | None) -> Predictions:
     """Write a model's output for all rows to a folder, shard by shard; return its reader. Raises as `ShardFolder`."""
-    rows, distributed, model = call.rows, call.distributed, call.trainer.model
+    rows, world, model = call.rows, call.world, call.trainer.model
     outputs = _Outputs(rows.loss.without_own(rows.output), rows.rows_second)
-    folder = ShardFolder(path, model, rows, outputs.structure, distributed=distributed)
+    folder = ShardFolder(world, path, model, rows, outputs.structure)
 
     def write(following: int = -1) -> None:
         """Write the shard of the latest batches, unless the following one belongs to it."""
@@ -234,7 +232,7 @@ def predict_to_folder(call: Call, path: str | os.PathLike[str], pad_value: float
 
     with call.running():
         shares = (folder.group, folder.done)
-        run = BatchRun(model, rows, "predict", call.callbacks, call, *shares, distributed=distributed)
+        run = BatchRun(world, model, rows, "predict", call.callbacks, call, *shares)
         if not folder.is_complete:
             run.all_batches(predict_batch, finish=write)
     return folder.finish(pad_value, is_ended=run.is_ended)
@@ -368,26 +366,25 @@ def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _gathered(
-    own: Sequence[Tensor], shapes: Sequence[Shapes], dtype: torch.dtype, *, distributed: bool, only_master: bool
+    world: World, own: Sequence[Tensor], shapes: Sequence[Shapes], dtype: torch.dtype, *, only_first: bool
 ) -> Tensor | None:
     """Return the values of all ranks' pieces as one vector, by rank; None if this rank only sends its own.
 
     `shapes`: of the pieces of each rank.
     """
-    counts, group = [sum(map(math.prod, each)) for each in shapes], runtime.cpu_group()
-    own_rank = runtime.get_rank() if distributed else 0
-    if only_master and own_rank:
-        if counts[own_rank]:
-            dist.send(torch.cat([batch.reshape(-1) for batch in own]), 0, group=group)
+    counts = [sum(map(math.prod, each)) for each in shapes]
+    if only_first and not world.is_first:
+        if counts[world.rank]:
+            dist.send(torch.cat([batch.reshape(-1) for batch in own]), 0, group=world.cpu_group)
         return None
     values = torch.empty(sum(counts), dtype=dtype, device="cpu")
     for rank, part in enumerate(values.split(counts)):
-        if rank == own_rank and own:
+        if rank == world.rank and own:
             torch.cat([batch.reshape(-1) for batch in own], out=part)
-        if distributed and len(part) and not only_master:
-            dist.broadcast(part, rank, group=group)
-        elif len(part) and rank != own_rank:
-            dist.recv(part, rank, group=group)
+        if len(part) and not only_first:
+            world.broadcast(part, rank)
+        elif len(part) and rank != world.rank:
+            dist.recv(part, rank, group=world.cpu_group)
     return values
 
 
@@ -403,6 +400,7 @@ class BatchRun:
 
     def __init__(
         self,
+        world: World,
         model: nn.Module,
         rows: CheckedData,
         kind: str,
@@ -410,14 +408,11 @@ class BatchRun:
         display: Display,
         group: int = 0,
         done: frozenset[int] = frozenset(),
-        *,
-        distributed: bool,
     ) -> None:
-        self._model, self._rows, self._kind, self._distributed = model, rows, kind, distributed
+        self._world, self._model, self._rows, self._kind = world, model, rows, kind
         self._callbacks, self._display = callbacks, display
-        self._agrees = distributed and _any_rank(self._callbacks.may_end(kind))[0]
-        ranks = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
-        self._share = BatchShare(*ranks, group or int(self._agrees), done)
+        self._agrees = _any_rank(world, self._callbacks.may_end(kind))[0] and not world.sends_nothing
+        self._share = BatchShare(Slices.of(world), group or int(self._agrees), done)
         batches = rows.source.num_batches(rows.batch_size)
         self._own = 0 if batches is None else len(self._share.of(batches))
         self._done = 0
@@ -440,7 +435,7 @@ class BatchRun:
         problem, is_stopped = None, False
         rows, modules = self._rows, (self._model, *self._rows.loss.modules)
         try:
-            with memory_explained(trains=False), modes_kept(*modules):
+            with memory_explained(self._world, trains=False), modes_kept(*modules):
                 for module in modules:
                     module.eval()
                 batches = rows.source.whole_batches(rows.batch_size, rows.placement, self._share)
@@ -455,11 +450,8 @@ class BatchRun:
         except Exception as error:
             problem = error
             if self._agrees:
-                _any_rank(True, False)
-        if self._distributed:
-            raise_together(problem)
-        elif problem is not None:
-            raise problem
+                _any_rank(self._world, True, False)
+        raise_together(self._world, problem)
         return is_stopped
 
     def _until_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -471,7 +463,7 @@ class BatchRun:
                 yield batch
             goes_on = batch is not None
             if self._agrees:
-                self.is_ended, goes_on = _any_rank(self.is_ended, goes_on)
+                self.is_ended, goes_on = _any_rank(self._world, self.is_ended, goes_on)
         self._agrees = False
 
     def end_batch(self, batch: Batch, look: Callable[[], dict[str, Any]], measured: Measured = dict) -> None:
@@ -485,14 +477,13 @@ class Call(Display):
     """A call of `evaluate` or `predict`, shown as an epoch is: a bar, or with verbose=2 only a line at the end."""
 
     def __init__(
-        self, name: str, trainer: Trainer, rows: CheckedData, callbacks: Any, verbose: Verbosity, *, distributed: bool
+        self, name: str, trainer: Trainer, world: World, rows: CheckedData, callbacks: Any, verbose: Verbosity
     ) -> None:
-        self.trainer, self.rows, self.distributed = trainer, rows, distributed
+        self.trainer, self.world, self.rows = trainer, world, rows
         self._hook = "on_test" if name == "evaluate" else f"on_{name}"
         self._name, self._verbose = name, verbose
         self.callbacks = Callbacks(checked_callbacks(callbacks))
-        self._shown = make_display(bool(verbose) and (not distributed or runtime.is_master()))
-        self._ranks = runtime.get_world_size() if distributed else 1
+        self._shown = make_display(bool(verbose) and world.is_first)
         self._batches = self._rows = 0
 
     @contextlib.contextmanager
@@ -502,8 +493,7 @@ class Call(Display):
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(self._shown))
             stack.enter_context(float32_products(self.trainer.config.float32_precision))
-            if self.distributed:
-                stack.enter_context(ending_group_on_error())
+            stack.enter_context(ending_group_on_error(self.world))
             self.callbacks.set_trainer(self.trainer, self.rows.params(self._verbose))
             self.callbacks.call(f"{self._hook}_begin", {})
             began = time.perf_counter()
@@ -516,7 +506,7 @@ class Call(Display):
 
     @override
     def phase(self, name: str, done: int = 0, total: int = 0, rows: int = 0, measured: Measured = dict) -> None:
-        rows *= self._ranks
+        rows *= self.world.size
         self._batches, self._rows = done, self._rows + rows
         if self._verbose != 2 and done:
             self._shown.step(rows, measured)
@@ -524,8 +514,7 @@ class Call(Display):
             self._shown.begin(self._name, total or None)
 
 
-def _any_rank(*flags: bool) -> list[bool]:
+def _any_rank(world: World, *flags: bool) -> list[bool]:
     """Return for each flag whether it is set on any rank; collective."""
     found = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=runtime.cpu_group())
-    return [bool(flag) for flag in found.tolist()]
+    return [bool(flag) for flag in world.reduce(found, dist.ReduceOp.MAX).tolist()]

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cyxtrain.checkpoint.format.optimizer_state import drop_groups
 from cyxtrain.data.batches.batch import Share
@@ -18,7 +17,7 @@ from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
-from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, shortened, warn
+from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, shortened, warn_together
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.optim.learning_rates import LEARNING_RATE, rates_by_name, rates_of, set_rates
 from cyxtrain.optim.optimizers import fuse
@@ -48,7 +47,6 @@ from cyxtrain.training.stopping import (
 )
 from cyxtrain.training.trained import warn_of_params_without_optimizer
 from cyxtrain.training.updates import make_updates
-from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
 _DIVERGED = 1e5
@@ -69,6 +67,7 @@ class FitLoop:
     ) -> None:
         self._state = state
         self._plan = plan
+        self._world = plan.world
         self._ddp = ddp
         self._checkpoint = checkpoint  # None as soon as all of it is restored
         self._device = plan.data.placement.device
@@ -81,7 +80,7 @@ class FitLoop:
         self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
         self._training_seconds = self._trained_rows / speed if speed else 0.0
         self._manager = CheckpointManager(state, plan, ddp, logged)
-        self._requests = StopSignals(plan.config, state, keeps_time=runtime.is_master())
+        self._requests = StopSignals(plan.config, state, plan.world)
         self._callbacks = plan.callbacks
         state.set(callbacks=plan.callbacks, data=plan.feed.state_dict, stop_training=False)
         self._step: TrainingStep | None = None  # None between two epochs
@@ -91,7 +90,7 @@ class FitLoop:
         if plan.defers_verdicts:
             ddp.use_reports()
         self._warned_params: set[str] = set()
-        self._profile = Profile(plan.config.profile, self._device)
+        self._profile = Profile(plan.config.profile, self._device, plan.world)
         self._updates = make_updates(state, plan, ddp, logged)
         self._exchange_signals = (self._updates or ddp).exchange_signals
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
@@ -126,7 +125,7 @@ class FitLoop:
         """Train for one epoch, or for the rest of one; then validate, record and save."""
         step, position = self._begin_epoch(), self._state.position
         if not position.stopped:
-            with memory_explained(), contextlib.closing(self._plan.shares(position)) as shares:
+            with memory_explained(self._world), contextlib.closing(self._plan.shares(position)) as shares:
                 try:
                     for share in marked_steps(step.clock.data.each(shares), self._device):
                         self._train_one_step(step, share)
@@ -188,7 +187,7 @@ class FitLoop:
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._profile)
             stack.enter_context(self._requests.catching_signals())
-            stack.enter_context(ending_group_on_error())  # before the writer closes, which may take long
+            stack.enter_context(ending_group_on_error(self._world))  # before the writer closes, which may take long
             try:
                 yield
             except BaseException as error:
@@ -239,9 +238,9 @@ class FitLoop:
         may_defer = plan.defers_verdicts and self._ddp.config.compression != "powersgd"
         guard = FiniteGuard(self._ddp, state, self._device, ends_fit=plan.ends_on_nan, may_defer=may_defer)
         self._step = step = TrainingStep(self._ddp, state, plan.data, guard, self._logged, self._updates)
-        seed_generators(plan.config.seed, position.epoch, position.samples, runtime.get_rank(), self._device)
+        seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
         if self._checkpoint is not None:
-            restore_rank(*self._checkpoint, step.totals, self._logged, self._device)
+            restore_rank(self._world, *self._checkpoint, step.totals, self._logged, self._device)
             self._checkpoint = None
             if position.samples and self._validates_within_epochs and plan.validates_at(position):
                 self._validate_within_epoch(step)  # unless the checkpoint has it
@@ -254,12 +253,12 @@ class FitLoop:
         """Keep the state, if a longer fit would continue from it in another way than from that after the epoch."""
         if self._plan.ends_early(self._state.position) and not self._state.position.stopped:
             self._manager.gather(step.totals)
-            self._state.keep_before_end()
+            self._state.keep_before_end(self._world)
 
     def _end_epoch(self, step: TrainingStep) -> None:
         """Measure, validate, record and save the epoch."""
         plan, state, position = self._plan, self._state, self._state.position
-        measured = step.totals.over_ranks(runtime.cpu_group())
+        measured = step.totals.over_ranks(self._world)
         seconds = time.perf_counter() - self._epoch_started_at
         if plan.feed.is_over and not position.epoch_steps:
             self._step = None
@@ -282,7 +281,7 @@ class FitLoop:
             self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)
         received = self._together(self._call_epoch_end, position.epoch - 1)
         self._apply_end(received)
-        reasons = runtime.gather_texts(self._callbacks.stop_reason) if position.stopped else []
+        reasons = self._world.gather(self._callbacks.stop_reason) if position.stopped else []
         if any(reasons):  # why a callback ends the fit with this epoch
             state.set(stop_reason=next(filter(None, reasons)))
             plan.display.header([("stopped", f"{where} of {self._last_epoch}: {state.stop_reason}")])
@@ -292,10 +291,10 @@ class FitLoop:
     def _warn_of_divergence(self, loss: float) -> None:
         """Warn once of a loss that has left all bounds, and is finite."""
         before = self._plan.data.loss.first_value
-        if abs(loss) > _DIVERGED * max(1.0, abs(before)) and runtime.is_master():
+        if abs(loss) > _DIVERGED * max(1.0, abs(before)):
             self._plan.data.loss.first_value = math.inf
             rates = shortened(f"{rate:g}" for rate in rates_by_name(self._state.rates).values())
-            warn(
+            warn_together(
                 f"epoch {self._state.position.epoch + 1}: training diverges: the mean loss is {loss:.3g}, and was "
                 f"{before:.3g} before. Lower the learning rate ({rates}), set clip_norm=1.0, or scale X and y."
             )
@@ -331,7 +330,9 @@ class FitLoop:
             for name, rows in self._plan.validation.items():
                 found: dict[str, float] | None = None
                 with contextlib.suppress(DataInterruptedError):
-                    found = evaluate_rows(model, rows, self._callbacks, display, logged, should_stop=should_stop)
+                    found = evaluate_rows(
+                        self._world, model, rows, self._callbacks, display, logged, should_stop=should_stop
+                    )
                 received, stopping_rank = self._requests.agree(flagged=found is None)
                 if stopping_rank is not None:
                     self._callbacks.call("on_test_end", {})
@@ -342,7 +343,7 @@ class FitLoop:
                 named = {f"{name}_{each}" if name else each: number for each, number in found.items()}
                 measured = {**(measured or found), **named}  # the first set has the plain names too
             self._together(self._callbacks.call, "on_test_end", measured)
-            measured |= logged.over_ranks()
+            measured |= logged.over_ranks(self._world)
         record_validation(self._state.history, position.step, position.epoch + 1, measured)
         return True
 
@@ -369,7 +370,7 @@ class FitLoop:
 
     def _logged_in_epoch(self) -> dict[str, float]:
         """Return what all ranks have logged outside of validations; refuse names that a validation has."""
-        found, validated = self._logged.over_ranks(), self._state.history.validations[-1:]
+        found, validated = self._logged.over_ranks(self._world), self._state.history.validations[-1:]
         if twice := next((name for row in validated for name in row if name in found), None):
             raise on_all_ranks(
                 ConfigError(
@@ -387,8 +388,8 @@ class FitLoop:
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
         best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
         is_missing = best and best not in (*self._plan.measured, *self._state.history.history)
-        if is_first and is_missing and runtime.is_master():
-            warn(
+        if is_first and is_missing:
+            warn_together(
                 f"keep_best={best!r}: the first epoch has no such number (available: {', '.join(self._logs())}). No "
                 "checkpoint is the best one until it is logged."
             )
@@ -407,10 +408,9 @@ class FitLoop:
         facts = trained_facts(state.trained, optimizers)
         received, rank = self._requests.agree(flagged=rates_of(*optimizers) != before or facts != trained)
         if rank is not None:
-            agree(facts)
+            agree(self._world, facts)
             found = torch.tensor(rates_of(*optimizers), dtype=torch.float64, device="cpu")
-            dist.broadcast(found, rank, group=runtime.cpu_group())
-            set_rates(state.rates.values(), found.tolist())
+            set_rates(state.rates.values(), self._world.broadcast(found, rank).tolist())
         return received
 
     def _apply_end(self, received: Sequence[float]) -> None:
@@ -441,7 +441,7 @@ class FitLoop:
             every, count = plan.config.log_every_n_batches, share.number + 1
         if every and count % every == 0:
             step.guard.wait_for_verdict()
-            text = numbers(step.totals.over_ranks(runtime.cpu_group()))
+            text = numbers(step.totals.over_ranks(self._world))
             of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
             plan.display.line(f"batch {share.number + 1}{of}  {text}")
 
@@ -470,13 +470,12 @@ class FitLoop:
         clock = step.clock
         clock.communicated(clock.data, self._plan.feed.seconds_communicated())
         clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
-        ranks, steps = clock.over_ranks(), max(clock.steps, 1)
+        ranks, steps = clock.over_ranks(self._world), max(clock.steps, 1)
         self._state.set(step_seconds=[{name: value / steps for name, value in parts.items()} for parts in ranks])
         self._profile.add(ranks, clock.steps)
         # Rank 0's, so that the history is the same on every rank.
         times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
-        dist.broadcast(times, 0, group=runtime.cpu_group())
-        epoch_seconds, total_seconds = times.tolist()
+        epoch_seconds, total_seconds = self._world.broadcast(times).tolist()
         plan, history, position = self._plan, self._state.history, self._state.position
         validated = validation_of(history, epoch=position.epoch)
         printed = {name: value for name, value in own.items() if not name.startswith(_NOT_PRINTED)}
@@ -486,7 +485,7 @@ class FitLoop:
         self._trained_rows += rows
         history.total_time_seconds = total_seconds
         history.samples_per_second = self._trained_rows / self._training_seconds
-        flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
+        flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / self._world.size
         self._state.set(device_usage=usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)
         more = "  ".join(filter(None, (pace(epoch_seconds, clock.steps, rows), *usage, step.guard.explain_epoch())))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
@@ -19,12 +18,13 @@ from cyxtrain.optim.optimizers import ONLY, spares_norms_and_biases
 from cyxtrain.parallel.compression import COMPRESSIBLE, as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.progress.flops import in_words, peak_flops, tf32_speedup
-from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring import transport_of
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 from cyxtrain.world.consensus import backends_of
+from cyxtrain.world.world import World
 
 _BACKENDS = {
     "ring": "cpu (cyxtrain's ring, {transport})",
@@ -43,7 +43,8 @@ _PRODUCTS = {
 def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[tuple[str, str]]:
     """Return (what, how) of a fit, in the order in which they are shown."""
     model, position = state.model, state.position
-    effective, loss, world_size = plan.feed.effective_batch_size, plan.data.loss, dist.get_world_size()
+    world = plan.world
+    effective, loss = plan.feed.effective_batch_size, plan.data.loss
     first, last = position.epoch + 1, position.first_epoch + plan.epochs
     epochs = f"epoch {last}" if first == last else f"epochs {first} to {last}"
     epochs = epochs if plan.knows_epochs else f"from epoch {first}"
@@ -52,12 +53,12 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     how = explain_compiled(plan.config.compile, plan.compiles_layers)
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
-        ("world", _world(plan.config.num_processes)),
-        ("backend", _backend(plan.data.placement.device) if world_size > 1 else "none needed"),
-        *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
-        ("batch", _batch(effective, world_size, plan.feed.rows_at_once)),
+        ("world", _world(world, plan.config.num_processes)),
+        ("backend", _backend(world, plan.data.placement.device) if world.size > 1 else "none needed"),
+        *([("gradients", _compression(ddp_config, model, world.size))] if ddp_config.compression else []),
+        ("batch", _batch(effective, world.size, plan.feed.rows_at_once)),
         ("steps", f"{_steps(plan)}, {left}" + (", a try" if plan.config.fast_dev_run else "")),
-        ("data", plan.data.source.describe() + plan.data.source.explain() + _held_out(plan) + _converted(plan)),
+        ("data", plan.data.source.describe() + plan.data.source.explain(world) + _held_out(plan) + _converted(plan)),
         *_parts_of_batches(plan.data.source, plan.data.call.left_out),
         ("device", plan.devices),
         *_precision(model, plan),
@@ -121,10 +122,9 @@ def _optimizers(state: TrainingState, plan: FitPlan) -> Iterator[tuple[str, str]
             yield "rate", own + rates.explain(scaling)
 
 
-def _world(num_processes: int | str | None) -> str:
-    world_size = dist.get_world_size()
-    parts = [counted(world_size, "rank"), schedulers.started_by(ENVIRON, dist.get_rank(), world_size)]
-    if num_processes not in (None, "auto", 1, world_size):
+def _world(world: World, num_processes: int | str | None) -> str:
+    parts = [counted(world.size, "rank"), schedulers.started_by(ENVIRON, world.rank, world.size)]
+    if num_processes not in (None, "auto", 1, world.size):
         parts.append(f"as launched: ignored num_processes={num_processes}")
     return ", ".join(filter(None, parts))
 
@@ -155,12 +155,11 @@ def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tupl
         yield "weights", f"of samples (sample_weight, class_weight), from {weights.min():g} to {weights.max():g}{first}"
 
 
-def _backend(device: torch.device) -> str:
-    group = runtime.group_for(device)
+def _backend(world: World, device: torch.device) -> str:
+    group = world.group_for(device)
     name = backends_of(group)[device.type]
-    transport = group.transport if isinstance(group, RingProcessGroup) else ""
     not_nccl = f"; not NCCL: {runtime.why_ring()}" if device.type == "cuda" and runtime.why_ring() else ""
-    return _BACKENDS.get(name, name).format(transport=transport) + not_nccl
+    return _BACKENDS.get(name, name).format(transport=transport_of(group)) + not_nccl
 
 
 def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:

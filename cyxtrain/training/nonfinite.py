@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +18,12 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.batches.rows import rows_not_finite
 from cyxtrain.data.batches.structure import OpaqueBatch, named_tensors
 from cyxtrain.data.rng import generators_kept
-from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
+from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn_together
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.training.model.snapshot import BuffersKept
 from cyxtrain.training.state import Position, TrainingState
-from cyxtrain.world import runtime
 
 MAX_SKIPPED = 10
 """Skipped steps in a row before training stops with an error."""
@@ -221,8 +219,7 @@ class FiniteGuard:
             facts = self._facts(share, losses, recomputed_losses) if share.rows else {}
         undo()
         self._ddp.sync_buffers()  # as the next forward would
-        facts_by_rank = [json.loads(text) for text in runtime.gather_texts(json.dumps(facts))]
-        self._raise_or_warn(share, facts_by_rank, nonfinite)
+        self._raise_or_warn(share, self._ddp.world.gather_json(facts), nonfinite)
 
     def explain_epoch(self) -> str:
         """Return how many steps of the ended epoch the loss scale has cost, or ""; warn if none changed the model."""
@@ -235,8 +232,8 @@ class FiniteGuard:
         elif self._taken and (own := self._gradients()) and not any(bool(each.any()) for each in own.values()):
             problem = "all gradients of its last step are 0: they may be too small for 16 bits"
             remedy = "Give AMPConfig a larger initial_scale or backoff_factor"
-        if problem and runtime.is_master():
-            warn(
+        if problem:
+            warn_together(
                 f"epoch {self._position.epoch}: {problem}, at a loss scale that is {self._scale.value:g} now. "
                 f'{remedy}, or take precision="bf16", whose range is that of float32.'
             )
@@ -253,14 +250,12 @@ class FiniteGuard:
             where = f"epoch {position.epoch + 1}, {number}{self._part}: {words}."
         position.set(skipped=position.skipped + 1)
         if self._skips and position.skipped < MAX_SKIPPED:
-            if runtime.is_master():
-                count = "" if position.skipped == 1 else f", {position.skipped} in a row"
-                warn(f"{where} The step is skipped{count}.")
+            count = "" if position.skipped == 1 else f", {position.skipped} in a row"
+            warn_together(f"{where} The step is skipped{count}.")
             return
         if self._ends_fit:
             position.set(stopped=1)
-            if runtime.is_master():
-                warn(f"{where} The step is not taken, and a callback ends the fit.")
+            warn_together(f"{where} The step is not taken, and a callback ends the fit.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips or not self._is_fit else ', or skip such steps with on_nonfinite="skip"'

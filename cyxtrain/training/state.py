@@ -41,7 +41,7 @@ from cyxtrain.optim.schedule_classes import given_schedule
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.training.trained import check_state_besides, load_state_besides, state_besides, trained_with
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 
 class _Fields:
@@ -174,6 +174,7 @@ class TrainingState(_Fields):
 
     def begin_fit(
         self,
+        world: World,
         config: DistributedTrainingConfig,
         run: Mapping[str, Any],
         effective_batch_size: int,
@@ -196,17 +197,18 @@ class TrainingState(_Fields):
         position.passes = position.epoch  # each pass has another order, as the epochs of arrays have
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
-        self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
+        self.history = TrainingHistory(effective_batch_size=effective, world_size=world.size)
         self.config, self.kept, self.arithmetic, self.stop_reason, self.before_end = config, {}, numerics, "", {}
         self._clear_rank_states()
         self.loss_scale = make_loss_scale(config)
         for rates, steps in zip(self.rates.values(), lengths, strict=True):
             rates.interval = config.scheduler_interval or "step"
             rates.begin(scaling_of(config, effective), *steps)
-        self._begin_run(run)
+        self._begin_run(world, run)
 
     def resume_from(
         self,
+        world: World,
         state: CheckpointState,
         source: str,
         config: DistributedTrainingConfig,
@@ -222,12 +224,12 @@ class TrainingState(_Fields):
         self.loss_scale = make_loss_scale(config)
         self.load(state, source)
         self.load_trained(state)
-        self.history.world_size = runtime.get_world_size()
+        self.history.world_size = world.size
         self.config, self.arithmetic = config, numerics
         for rates in self.rates.values():
             rates.interval = config.scheduler_interval or "step"
         if is_new_run:
-            self._begin_run(run)
+            self._begin_run(world, run)
             self.complete_fits = max(0, self.position.fits - 1)
 
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
@@ -248,21 +250,21 @@ class TrainingState(_Fields):
             rates.end_epoch()
         self._clear_rank_states()
 
-    def keep_before_end(self) -> None:
+    def keep_before_end(self, world: World) -> None:
         """Keep what the end of the running epoch changes; the model and the optimizer's state stay the same."""
         self.before_end = {}
         try:
-            found = self.to_checkpoint()
+            found = self.to_checkpoint(world)
         except CheckpointError:
             return  # no checkpoint of this optimizer can be written
         del found.others["compression"]
         names = ("optimizer_groups", "others", "ranks", "position", "history")
         self.before_end = copy.deepcopy({name: getattr(found, name) for name in names})
 
-    def _begin_run(self, run: Mapping[str, Any]) -> None:
+    def _begin_run(self, world: World, run: Mapping[str, Any]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
         text = f"{secrets.token_hex(8)} {max(time.time(), run['started'])}"
-        name, started = runtime.gather_texts(text)[0].split()
+        name, started = world.gather(text)[0].split()
         launched, _ = process_env.launched_run()
         self.runs.add(name)
         origin = self.run.get("origin", self.run.get("id", name))
@@ -272,8 +274,8 @@ class TrainingState(_Fields):
     def _clear_rank_states(self) -> None:
         self.ranks, self.compression = [], {}
 
-    def to_checkpoint(self) -> CheckpointState:
-        """Return what a checkpoint holds; its tensors are the live ones, not copies."""
+    def to_checkpoint(self, world: World) -> CheckpointState:
+        """Return what a checkpoint of these ranks holds; its tensors are the live ones, not copies."""
         trained = self.trained
         found = {name: optimizer_state_by_name(each, trained) for name, each in self.optimizers.items()}
         by_optimizer = {
@@ -310,7 +312,7 @@ class TrainingState(_Fields):
             run=self.run,
             arithmetic=self.arithmetic,
             metadata=self.metadata,
-            world_size=runtime.get_world_size(),
+            world_size=world.size,
         )
 
     def _state_of_data(self) -> dict[str, Any]:
@@ -359,9 +361,9 @@ class TrainingState(_Fields):
             self.stop_reason = state.others.get("stop_reason", "")
             self.before_end = state.others.get("before_end", {})
 
-    def load_file(self, path: str | os.PathLike[str]) -> None:
+    def load_file(self, world: World, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint from a file, with its metadata. All ranks call it; rank 0 reads. Raises as `load`."""
-        state, _ = read_file_on_all(path)
+        state, _ = read_file_on_all(world, path)
         self.load(state, f"checkpoint {path}")
         self.metadata |= state.metadata
         self.complete_fits = self.position.fits

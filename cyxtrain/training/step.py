@@ -45,7 +45,6 @@ from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.updates import Updates
-from cyxtrain.world import runtime
 
 Divisors = Sequence[Number] | None
 
@@ -82,10 +81,10 @@ class TrainingStep:
         self._logged = logged
         self._scale, self._multiplier = state.loss_scale, 1.0
         self._before_update = state.callbacks.before_optimizer_step
-        self._world_size = dist.get_world_size()
+        self._world = ddp.world
         self._device = setup.placement.device
         self._is_accelerator = is_accelerator(self._device)
-        self._device_of_sums = runtime.device_of_sums(self._device)
+        self._device_of_sums = self._world.device_of_sums(self._device)
         self._parameters = list(ddp.parameters())
         self._factor: Number = 1.0  # of the gradients after backward
         self._choose_weighting()
@@ -126,7 +125,7 @@ class TrainingStep:
         self._zero()
         self.guard.before_step()
         if self._scale is not None:
-            self._multiplier = self._scale.of_each(self._world_size)
+            self._multiplier = self._scale.of_each(self._world.size)
             self._ddp.expect_scale(self._multiplier)
 
     def accumulate_micro_batch(self, batch: Batch, share: Share, divisors: Divisors = None, *, is_last: bool) -> Result:
@@ -224,7 +223,7 @@ class TrainingStep:
         own = self._ddp.checked_loss
         (total,) = self._sum_over_ranks([0.0 if own is None else own], self.clock.backward)
         return (
-            torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums) * self._factor / self._world_size
+            torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums) * self._factor / self._world.size
         )
 
     def _zero(self) -> None:
@@ -236,7 +235,7 @@ class TrainingStep:
         results: list[Result] = []
         if self._loss.gathers or self._setup.without_rows is not None:
             counts = torch.tensor([len(share), -len(share)], device="cpu")
-            dist.all_reduce(counts, dist.ReduceOp.MAX, group=runtime.cpu_group())
+            self._world.reduce(counts, dist.ReduceOp.MAX)
             most, least = int(counts[0]), -int(counts[1])
             require(
                 most == least or not self._setup.call.optimizes,
@@ -278,10 +277,10 @@ class TrainingStep:
                         with self._logged.repeating():
                             value = self._setup.without_rows(self._ddp.forward)
                     else:
-                        gather_no_rows(self._loss.gathers, self._device)
+                        gather_no_rows(self._world, self._loss.gathers, self._device)
                 loss = self._loss.without_rows() if batch is None else results[-1].loss
                 known = self._divisors_of(loss, share, divisors)
-                backward_alike(value if batch is None else self._scaled_loss(loss, known), kept)
+                backward_alike(self._world, value if batch is None else self._scaled_loss(loss, known), kept)
                 share.prefetch_next(self.clock.data)
         self._ddp.backward_without_batch()
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
@@ -341,7 +340,7 @@ class TrainingStep:
         value: Tensor | None = None
         for number, (factor, _, each) in enumerate(self._loss.terms(loss)):
             # Averaging divides by N, so multiply by N x this rank's fraction; exactly 1 for even batches.
-            term = times(each.value, quotient(factor * each.terms * self._world_size, divisors[number]))
+            term = times(each.value, quotient(factor * each.terms * self._world.size, divisors[number]))
             value = term if value is None else value + term
         assert value is not None
         self._ddp.watch(value.to(self._device))
@@ -412,11 +411,11 @@ class TrainingStep:
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
         """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""
         stays = self._device_of_sums.type != "cpu"
-        if stays and self._world_size == 1 and not any(isinstance(each, Tensor) for each in weights):
+        if stays and self._world.size == 1 and not any(isinstance(each, Tensor) for each in weights):
             return list(weights)
         totals = torch.cat([as_double(each, self._device_of_sums) for each in weights])
-        if self._world_size > 1 or not stays:
+        if self._world.size > 1 or not stays:
             began = time.perf_counter()
-            dist.all_reduce(totals, group=dist.group.WORLD if stays else runtime.cpu_group())
+            self._world.reduce(totals)
             self.clock.communicated(within, time.perf_counter() - began)
         return [*totals.unbind()] if stays else totals.tolist()

@@ -30,6 +30,7 @@ from cyxtrain.errors import BLAMING_ANOTHER, on_all_ranks
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 
 class StopRequest(enum.IntEnum):
@@ -85,10 +86,11 @@ class StoppedError(Exception):
 
 
 class StopSignals:
-    """The requests of this rank, while a fit runs; if it `keeps_time`, its clock tells when something is due."""
+    """The requests of this rank, while a fit runs; rank 0's clock tells when something is due."""
 
-    def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
+    def __init__(self, config: DistributedTrainingConfig, state: TrainingState, world: World) -> None:
         self._config = config
+        self._world = world
         self._state = state
         self._requested: set[StopRequest] = set()
         self._is_stopping = False
@@ -99,7 +101,7 @@ class StopSignals:
         limit = config.max_time_seconds
         minutes = (config.checkpoint_every_n_minutes, config.validate_every_n_minutes)
         self._ends = None if limit is None else time.monotonic() + limit
-        self._intervals = [60.0 * each if keeps_time and each else math.inf for each in minutes]
+        self._intervals = [60.0 * each if world.is_first and each else math.inf for each in minutes]
         self._latest = [time.monotonic()] * len(minutes)
         self._has_clock = limit is not None or any(map(math.isfinite, self._intervals))
         self._before: dict[int, Any] = {}  # handlers
@@ -122,8 +124,7 @@ class StopSignals:
     def take_due(self) -> tuple[bool, bool]:
         """Return whether a checkpoint and a validation are due by rank 0's clock; all ranks call it after CLOCK."""
         now = time.monotonic()
-        due = torch.tensor(self._due(now), device="cpu")
-        dist.broadcast(due, 0, group=runtime.cpu_group())
+        due = self._world.broadcast(torch.tensor(self._due(now), device="cpu"))
         saves, validates = map(bool, due.tolist())
         self._latest = [now if each else before for each, before in zip((saves, validates), self._latest, strict=True)]
         self._requested.discard(StopRequest.CLOCK)
@@ -135,9 +136,7 @@ class StopSignals:
         self._requested.clear()
         self._ends = None
         self._has_clock = False
-        number = torch.tensor(self._number, device="cpu")
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=runtime.cpu_group())
-        stop.number = int(number)
+        stop.number = int(self._world.reduce(torch.tensor(self._number, device="cpu"), dist.ReduceOp.MAX))
 
     def want_to_stop(self) -> bool:
         """Return whether this rank requests to stop."""
@@ -145,10 +144,9 @@ class StopSignals:
 
     def agree(self, *, flagged: bool = False) -> tuple[list[float], int | None]:
         """Return (requests of any rank, the lowest flagged rank or None), the same on every rank. All call it."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = self._world.rank, self._world.size
         numbers = torch.tensor([*self.local(), float(world_size - rank) if flagged else 0.0], device="cpu")
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
-        *received, first = numbers.tolist()
+        *received, first = self._world.reduce(numbers, dist.ReduceOp.MAX).tolist()
         return received, world_size - int(first) if first else None
 
     @contextlib.contextmanager
@@ -216,7 +214,7 @@ class StopSignals:
             seconds = max(self._grace_seconds - 2.0, self._grace_seconds / 2)
             self._gives_up_at = time.monotonic() + seconds
             # The others later, so that they know whether rank 0 has printed the line.
-            later = bool(dist.get_rank()) * (self._grace_seconds - seconds) / 4
+            later = (not self._world.is_first) * (self._grace_seconds - seconds) / 4
             self._call_later(seconds + later, self._give_up, number, seconds)
 
     def _call_later(self, seconds: float, function: Any, *arguments: Any) -> None:
@@ -232,7 +230,7 @@ class StopSignals:
         if self._is_stopping:
             where = f"the checkpoint of step {position.step:,}"
         text = (
-            f"{where} did not end within {seconds:g} s of {signal.Signals(number).name} on rank {dist.get_rank()}: "
+            f"{where} did not end within {seconds:g} s of {signal.Signals(number).name} on rank {self._world.rank}: "
             f"nothing was saved. To allow more, set --grace or {process_env.GRACE} (now {self._grace_seconds:g}).\n"
         )
         if not runtime.has_failed():

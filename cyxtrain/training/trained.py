@@ -11,10 +11,9 @@ from torch import nn
 from cyxtrain.checkpoint.format.names import plain_name, plain_state
 from cyxtrain.checkpoint.weights import fitting_state, load_model_state
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import CheckpointError, shortened, warn
+from cyxtrain.errors import CheckpointError, shortened, warn_together
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import parameters_of
-from cyxtrain.world import runtime
 
 
 class Trained(nn.Module):
@@ -72,15 +71,15 @@ def params_without_optimizer(trained: nn.Module, optimizers: Iterable[torch.opti
 def warn_of_params_without_optimizer(
     trained: nn.Module, optimizers: Iterable[torch.optim.Optimizer], warned: set[str]
 ) -> None:
-    """Warn on rank 0 about trained parameters that are in no optimizer, but for those `warned` of, and note them."""
+    """Warn about trained parameters that are in no optimizer, but for those `warned` of, and note them."""
     names = [name for name in params_without_optimizer(trained, optimizers) if name not in warned]
     warned.update(names)
-    if not names or not runtime.is_master():
+    if not names:
         return
     own_loss = isinstance(trained, Trained)
     require = "require" if len(names) > 1 else "requires"
     everything = "[*model.parameters(), *loss_fn.parameters()]" if own_loss else "model.parameters()"
-    warn(
+    warn_together(
         f"the optimizer does not have {shortened(names)}, which {require} gradients: fit "
         f"does not train them. Build it from {everything} or give its name, such as 'adam'; add them with "
         "optimizer.add_param_group({'params': [...]}); or freeze them with requires_grad_(False)."

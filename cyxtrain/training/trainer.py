@@ -56,7 +56,8 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
+from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_first
+from cyxtrain.world.world import World
 
 _numbers = itertools.count(1)
 """Numbers trainers so that a restarted program matches them up."""
@@ -151,7 +152,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         super().__init__(train_step, test_step, predict_step)
 
     def __repr__(self) -> str:
-        world = counted(runtime.get_world_size(), "rank") if runtime.is_initialized() else "not joined yet"
+        world = counted(runtime.current().size, "rank") if runtime.is_initialized() else "not joined yet"
         parts = {
             "model": type(self.model).__name__,
             "loss": name_of_loss(self.loss_fn),
@@ -190,9 +191,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _loss(self) -> Any:
         return self.loss_fn if self.loss_weights is None else WeightedLosses(self.loss_fn, self.loss_weights)
 
-    @property
-    def _arguments(self) -> TrainerArguments:
-        given = (self.model, self._loss, self.optimizers, self._device, self.metrics, self._own_steps)
+    def _arguments(self, world: World) -> TrainerArguments:
+        given = (world, self.model, self._loss, self.optimizers, self._device, self.metrics, self._own_steps)
         return TrainerArguments(*given, self._logged or LoggedNumbers())
 
     @property
@@ -307,9 +307,9 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
         """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
-        self._begin("fit")
-        plan = self._agreed_plan(arguments, keywords)
-        with ending_group_on_error(), self._logging():
+        world = self._begin("fit")
+        plan = self._agreed_plan(world, arguments, keywords)
+        with ending_group_on_error(world), self._logging():
             numerics = numerics_of(self.model, plan, self.ddp_config)
             plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
@@ -322,22 +322,22 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         return DistributedDataParallel(trained, self.ddp_config)
 
     def _agreed_plan(
-        self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
+        self, world: World, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
     ) -> FitPlan:
         """Return the plan of a fit; `has_all_rows`: whether no others will be trained on by it. All ranks call it."""
-        parsed, sources = open_fit(lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
+        parsed, sources = open_fit(world, lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
         sources[0].is_whole &= has_all_rows
-        plan, facts_by_rank = agree_on(lambda: self._plan(parsed, sources))
+        plan, facts_by_rank = agree_on(world, lambda: self._plan(world, parsed, sources))
         plan = plan.merged_with(facts_by_rank)
-        with ending_group_on_error():
+        with ending_group_on_error(world):
             warn_of_data(facts_by_rank)
         return plan
 
-    def _begin(self, call: str) -> None:
-        """Join the world, and check that all ranks make the same call, outside a fit."""
+    def _begin(self, call: str) -> World:
+        """Join the world, check that all ranks make the same call, outside a fit, and return that world."""
         if self._fit is not None:
             raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
-        self._check_same_call(call, works_alone=False)
+        return self._world_of(call, works_alone=False)
 
     @contextlib.contextmanager
     def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:
@@ -452,18 +452,16 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self, name: str, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any
     ) -> Call:
         """Return a call of `evaluate` or `predict`; `distributed`: asked for. `options`: of `check_rows`."""
-        distributed = self._check_same_call(name, works_alone=True, distributed=distributed)
-        rows = self._rows(data, batch_size, distributed=distributed, **options)
-        return Call(name, self, rows, options["callbacks"], options["verbose"], distributed=distributed)
+        world = self._world_of(name, works_alone=True, distributed=distributed)
+        rows = self._rows(world, data, batch_size, **options)
+        return Call(name, self, world, rows, options["callbacks"], options["verbose"])
 
-    def _rows(self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any) -> CheckedData:
-        """Return checked rows, agreed over ranks if they share the work; `options`: of `check_rows`."""
-        source = open_rows(data, batch_size, self.config, distributed=distributed)
+    def _rows(self, world: World, data: tuple[Any, ...], batch_size: int | None, **options: Any) -> CheckedData:
+        """Return checked rows, agreed over the ranks that share the work; `options`: of `check_rows`."""
+        source = open_rows(world, data, batch_size, self.config)
         with self._logging():
-            check = partial(check_rows, source, batch_size, self.config, self._arguments, **options)
-            if not distributed:
-                return check()[0]
-            rows, facts_by_rank = agree_on(check)
+            check = partial(check_rows, source, batch_size, self.config, self._arguments(world), **options)
+            rows, facts_by_rank = agree_on(world, check)
             rows.loss.join_names([facts["_shown"] for facts in facts_by_rank])
             return rows
 
@@ -479,12 +477,12 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """
         if depth is not None:
             require_integer("summary", "depth", depth, 0)
-        shows = self.is_master()
+        world = runtime.join_if_nobody_has()
         with contextlib.closing(OutputShapes(self.model)) as outputs:
             if X is not None:
-                self._rows((X,), None, distributed=False, predicting=True)
+                self._rows(world.alone(), (X,), None, predicting=True)
         text = summary_of(self.model, outputs.shapes, depth)
-        if shows:
+        if world.is_first:
             show(text)
         return text
 
@@ -498,10 +496,10 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             CheckpointError: It could not be written; the previous file, if any, is intact.
             CollectiveMismatchError: Ranks make different calls.
         """
-        together = self._check_same_call("save_checkpoint", works_alone=True)
-        if together and self._fit is not None:
+        world = self._world_of("save_checkpoint", works_alone=True)
+        if self._fit is not None and not world.sends_nothing:
             self._fit.prepare_to_save()  # a callback calls this
-        on_master(lambda: write_checkpoint(path, self._state.to_checkpoint()), together=together)
+        on_first(world, lambda: write_checkpoint(path, self._state.to_checkpoint(runtime.current())))
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
@@ -513,17 +511,16 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
             ConfigError: A callback calls it.
         """
-        self._begin("load_checkpoint")
-        self._state.load_file(path)
+        self._state.load_file(self._begin("load_checkpoint"), path)
 
-    def _check_same_call(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
-        """Join the world, and check that all ranks make the same call; return whether they do."""
+    def _world_of(self, call: str, *, works_alone: bool, distributed: bool = True) -> World:
+        """Join the world, and check that all ranks make the same call; return them, or this rank alone."""
         if distributed and self._fit is None:
-            runtime.join_for_all(works_alone=works_alone)
+            world = runtime.join_for_all(works_alone=works_alone)
         else:
-            runtime.join_if_nobody_has()
+            world = runtime.join_if_nobody_has()
         try:
-            together = distributed and runtime.check_same_call(call, works_alone=works_alone)
+            together = distributed and world.check_same_call(call, works_alone=works_alone)
         except CollectiveMismatchError as error:
             if self._fit is None:
                 raise
@@ -535,21 +532,19 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             ) from error
         if together and self._fit is not None:
             self._fit.prepare_to_evaluate()
-        return together
+        return world if together else world.alone()
 
     def is_master(self) -> bool:
         """Return whether this is rank 0; join the world if this process has not."""
-        return self.get_rank() == 0
+        return runtime.join_if_nobody_has().is_first
 
     def get_rank(self) -> int:
         """Return this rank; join the world if this process has not."""
-        runtime.join_if_nobody_has()
-        return runtime.get_rank()
+        return runtime.join_if_nobody_has().rank
 
     def get_world_size(self) -> int:
         """Return the number of ranks; join the world if this process has not."""
-        runtime.join_if_nobody_has()
-        return runtime.get_world_size()
+        return runtime.join_if_nobody_has().size
 
     def _parse_arguments(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
         """Return a fit's arguments; the schedule's interval is the trainer's unless the config sets it."""
@@ -557,13 +552,13 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         interval = arguments.config.scheduler_interval or self._scheduler_interval
         return replace(arguments, config=replace(arguments.config, scheduler_interval=interval))
 
-    def _plan(self, arguments: FitArguments, sources: Sources) -> tuple[FitPlan, dict[str, Any]]:
+    def _plan(self, world: World, arguments: FitArguments, sources: Sources) -> tuple[FitPlan, dict[str, Any]]:
         """Return this rank's plan, and what must be the same on every rank."""
         check_names(type(self), self.model, self._own_steps)
         arguments.callbacks = [*checked_callbacks(self.callbacks), *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         with recomputed(self._recomputed), self._logging():
-            plan, facts = plan_fit(arguments, self._arguments, sources, first)
+            plan, facts = plan_fit(arguments, self._arguments(world), sources, first)
         for name, rates in self._state.rates.items():
             facts |= scheduler_facts(check_rates(rates, plan.config, plan.scheduled(rates)), name)
         plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
@@ -581,6 +576,6 @@ def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
         of_fits=frozenset(state.parts_of_fits),
         modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
         local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
-        given=trainer._arguments,
+        given=trainer._arguments(World()),
         is_fitting=trainer._fit is not None,
     )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, on_all_ranks, shortened, warn
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, on_all_ranks, shortened, warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.weighting import cleared
 from cyxtrain.optim.clipping import fill_gradients, make_clip, multiply_gradients
@@ -44,7 +44,7 @@ from cyxtrain.training.model.own_steps import (
 )
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _Result = TypeVar("_Result")
 _CODE_BITS = 8
@@ -67,6 +67,7 @@ class Updates:
         self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
     ) -> None:
         self._state, self._plan, self._ddp, self._logged = state, plan, ddp, logged
+        self._world = plan.world
         assert isinstance(plan.data.call, StepCall)
         self._call = plan.data.call
         self._names, self._device = [*state.rates], plan.data.placement.device
@@ -91,7 +92,7 @@ class Updates:
         self._verdicts: dict[str, list[Verdict]] = {}
         self.norms: list[Mapping[str, Tensor]] = []
         self._skipped = self._state.position.skipped
-        self._leader = _leader(share, asks=self._call.optimizes)
+        self._leader = _leader(self._world, share, asks=self._call.optimizes)
 
     def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
         """Return what a forward returns that may make updates; `is_last`: of this rank in the step."""
@@ -127,8 +128,8 @@ class Updates:
 
     def warn_of_idle(self) -> None:
         """Warn once of optimizers that no update of the fit has used yet, if others were used."""
-        if 0 < len(self._idle) < len(self._names) and runtime.is_master():
-            warn(
+        if 0 < len(self._idle) < len(self._names):
+            warn_together(
                 f"train_step has not called self.optimize(..., {min(self._idle)!r}) in this epoch: the parameters "
                 f"of {', '.join(map(repr, sorted(self._idle)))} do not change."
             )
@@ -170,7 +171,7 @@ class Updates:
         found: dict[int, str] = {}
         for rank, call in re.findall(r"rank (\d+) is in (\w+ #\d+(?: \(.*?\))?)", text):
             name = next((names[each] for each in names if each in call), None)
-            own = name is not None and int(rank) == runtime.get_rank()
+            own = name is not None and int(rank) == self._world.rank
             found[int(rank)] = f"was in {call}" if name is None else self._running_call(name) if own else _called(name)
         return found if any(_CALLED in each for each in found.values()) else {}
 
@@ -179,10 +180,9 @@ class Updates:
         if self._leader is None:
             return [*message]
         told = torch.tensor([*message, 0, 0][:3], device="cpu")
-        dist.broadcast(told, self._leader, group=runtime.cpu_group())
-        found: list[int] = told.tolist()
+        found: list[int] = self._world.broadcast(told, self._leader).tolist()
         if self._share.rows and found[: len(message)] != [*message]:
-            raise _differing({self._leader: self._told(found), runtime.get_rank(): self._told(message)})
+            raise _differing({self._leader: self._told(found), self._world.rank: self._told(message)})
         return found
 
     def _told(self, message: Sequence[int]) -> str:
@@ -259,7 +259,7 @@ class Updates:
 
         `loss` is None if this rank has no rows. `averages`: return it over all ranks, as (sum, weight) always is.
         """
-        ddp, world_size = part.ddp, runtime.get_world_size()
+        ddp, world_size = part.ddp, self._world.size
         value, weight = (None, None) if loss is None else _trained_loss(loss)
         self._own = None if value is None else value.detach()
         has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
@@ -288,7 +288,7 @@ class Updates:
             numbers = received()
             self._received = [*map(max, self._received or self._signals, numbers)]
             if any(0.1 < each * world_size < world_size - 0.1 for each in numbers[NUM_SIGNALS:]):
-                calls = runtime.gather_texts(self._running_call(part.name))
+                calls = self._world.gather(self._running_call(part.name))
                 raise on_all_ranks(_differing(dict(enumerate(calls))))
             if self._multiplier != 1:
                 multiply_gradients(trained, 1.0 / self._multiplier)
@@ -326,9 +326,9 @@ class Updates:
         return losses
 
     def _over_ranks(self, numbers: Sequence[Number]) -> Sequence[Number]:
-        device = runtime.device_of_sums(self._device)
+        device = self._world.device_of_sums(self._device)
         totals = torch.cat([as_double(each, device) for each in numbers])
-        dist.all_reduce(totals, group=runtime.cpu_group() if device.type == "cpu" else dist.group.WORLD)
+        self._world.reduce(totals)
         return totals.tolist() if device.type == "cpu" else totals.unbind()
 
 
@@ -417,15 +417,14 @@ def _differing(calls: Mapping[int, str]) -> CollectiveMismatchError:
     )
 
 
-def _leader(share: Share, *, asks: bool) -> int | None:
+def _leader(world: World, share: Share, *, asks: bool) -> int | None:
     """Return the first rank with rows if some rank has none; otherwise None. All ranks call it.
 
     Where each rank has its own data, the ranks ask each other, if the step makes updates at all.
     """
-    world_size = runtime.get_world_size()
     if share.count_ranks is not None or not asks:
-        return 0 if share.count_ranks is not None and share.count_ranks() < world_size else None
-    rank = runtime.get_rank() if share.rows else world_size
+        return 0 if share.count_ranks is not None and share.count_ranks() < world.size else None
+    rank = world.rank if share.rows else world.size
     found = torch.tensor([rank, int(share.rows > 0)], device="cpu")
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.cpu_group())
+    world.reduce(found, dist.ReduceOp.MIN)
     return None if found[1] else int(found[0])

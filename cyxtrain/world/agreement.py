@@ -18,11 +18,14 @@ from cyxtrain.errors import (
     on_all_ranks,
 )
 from cyxtrain.world import consensus, runtime
+from cyxtrain.world.world import World
 
 _Planned = TypeVar("_Planned")
 
 
-def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Planned, list[dict[str, Any]]]:
+def agree_on(
+    world: World, plan: Callable[[], tuple[_Planned, dict[str, Any]]]
+) -> tuple[_Planned, list[dict[str, Any]]]:
     """Return what `plan` made of this rank's input, and every rank's facts about it, by rank.
 
     Every rank calls it, also one whose input is wrong: so all refuse, and none waits for another. Cost: two
@@ -34,15 +37,18 @@ def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Plan
         planned, facts = plan()
     except Exception as error:
         problem = error
-    gathered = agree(facts, problem)
+    gathered = agree(world, facts, problem)
     return planned, gathered
 
 
-def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[str, Any]]:
+def agree(world: World, facts: dict[str, Any], problem: Exception | None = None) -> list[dict[str, Any]]:
     """Return every rank's facts, by rank, when they are the same and no rank has a problem."""
     facts = {"_cpu": consensus.own_arithmetic(), **facts}
-    text = json.dumps({"facts": facts, "problem": None if problem is None else _text(problem)})
-    gathered = [json.loads(found) for found in runtime.gather_texts(text)]
+    if world.sends_nothing:
+        if problem is not None:
+            raise problem
+        return [facts]
+    gathered = world.gather_json({"facts": facts, "problem": None if problem is None else _text(problem)})
     refused = next((rank for rank, other in enumerate(gathered) if other["problem"] is not None), None)
     if problem is not None:
         raise on_all_ranks(problem)
@@ -55,8 +61,11 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
 
 
 @contextlib.contextmanager
-def ending_group_on_error() -> Iterator[None]:
-    """End the group if something within fails on this rank alone: the others would wait for it."""
+def ending_group_on_error(world: World) -> Iterator[None]:
+    """End the world if something within fails on this rank alone: the others would wait for it."""
+    if world.sends_nothing:
+        yield
+        return
     try:
         yield
     except BaseException as error:
@@ -69,17 +78,21 @@ def ending_group_on_error() -> Iterator[None]:
         raise
 
 
-def raise_together(problem: Exception | None) -> None:
+def raise_together(world: World, problem: Exception | None) -> None:
     """Raise on every rank an error of any of them, so that no rank waits for one that has failed.
 
     Every rank calls it. The rank itself raises its own error; the others one that names the rank, of the same type
     where that is ours. Cost: two small all_gathers.
     """
+    if world.sends_nothing:
+        if problem is not None:
+            raise problem
+        return
     mine = ""
     if problem is not None:
-        failed = DistributedTrainingError(_text(problem), failures=[Failure.of(problem, runtime.get_rank())])
+        failed = DistributedTrainingError(_text(problem), failures=[Failure.of(problem, world.rank)])
         mine = json.dumps((problem if isinstance(problem, CyxtrainError) else failed).to_facts())
-    gathered = runtime.gather_texts(mine)
+    gathered = world.gather(mine)
     if problem is not None:
         raise on_all_ranks(problem)
     for rank, text in enumerate(gathered):
@@ -88,18 +101,15 @@ def raise_together(problem: Exception | None) -> None:
             raise on_all_ranks(error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank}))
 
 
-def on_master(action: Callable[[], object], *, together: bool) -> None:
-    """Run something on rank 0, and raise its error on every rank that calls this."""
+def on_first(world: World, action: Callable[[], object]) -> None:
+    """Run something on rank 0, and raise its error on every rank. All ranks call it."""
     problem: Exception | None = None
-    if runtime.is_master():
+    if world.is_first:
         try:
             action()
         except Exception as error:  # the others wait
             problem = error
-    if together:
-        raise_together(problem)
-    elif problem is not None:
-        raise problem
+    raise_together(world, problem)
 
 
 def _text(problem: Exception) -> str:

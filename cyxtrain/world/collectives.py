@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import ParamSpec
 
-from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring import is_ring
 from cyxtrain.world import runtime
 from cyxtrain.world.consensus import backends_of
 
@@ -154,8 +154,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     if group is None:
         runtime.rejoin_after_failure()
     checks_call = group is None and not async_op and dist.get_world_size() > 1
-    if checks_call and isinstance(runtime.cpu_group(), RingProcessGroup):
-        runtime.check_same_call("barrier")
+    if checks_call and is_ring(runtime.cpu_group()):
+        runtime.current().check_same_call("barrier")
     if group is None and device_ids is None and "nccl" in backends_of().values():
         device_ids = [torch.accelerator.current_device_index()]  # NCCL would choose one by the rank
     return dist.barrier(group, async_op, device_ids)

@@ -26,6 +26,7 @@ from cyxtrain.ring import (
     RingProcessGroup,
     StoreLostError,
     await_all_ranks,
+    is_ring,
     reach_store,
     reach_tcp_store,
     serve_store,
@@ -291,7 +292,7 @@ def is_rank_of_another_world(
             f"{forked}: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to make it a rank of another world; or, to "
             "train alone, call cyxtrain.init(cyxtrain.DistributedConfig(rank=0, world_size=1)) in it."
         )
-    if not isinstance(dist.group.WORLD, RingProcessGroup):
+    if not is_ring(dist.group.WORLD):
         raise ConfigError(
             f"{forked}, and its parent's {dist.get_backend()} group cannot be left in a child. Start it by "
             "multiprocessing's 'spawn', or before its parent joins."

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.config import BackendType, DistributedConfig, complete_config
+from cyxtrain.config.distributed_config import with_disagreement
 from cyxtrain.config.settings import names_checked, require
-from cyxtrain.config.world import with_disagreement
 from cyxtrain.environment import process_env, standard_streams, torch_compat, uncaught
-from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.errors import (
     CollectiveMismatchError,
     ConfigError,
@@ -33,9 +32,11 @@ from cyxtrain.errors import (
     PeerSilentError,
     RendezvousError,
     before_raising,
+    counted,
     error_from_facts,
+    speaks_if,
 )
-from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring import fail, failure_of, is_ring, raised_failure_of
 from cyxtrain.world import consensus, devices
 from cyxtrain.world.join import (
     Joined,
@@ -47,6 +48,7 @@ from cyxtrain.world.join import (
     join,
 )
 from cyxtrain.world.side_ring import SideRing
+from cyxtrain.world.world import SAME_CALL, World
 
 _joined: Joined | None = None
 """How this process joined; ignored once another group is the default one."""
@@ -58,16 +60,20 @@ _inherited: Any = None
 """The default group of this process's parent, if this is a forked child of a rank."""
 _parent: DistributedConfig | None = None
 """The config of that parent, if `init` made its group."""
+_current: JoinedWorld | None = None
+"""The latest world as a value; ignored once another group is the default one."""
+_generation = -1
+"""How many worlds this process has joined before the present one."""
 _OF_CPUS = {"ring", "gloo"}
 """Backends that carry CPU tensors best."""
 _before_leaving: list[Callable[[], None]] = []
 """Called before the world ends, to end worker processes, say."""
 
 
-class World:
+class JoinedWorld(World):
     """The result of `init`: `with cyxtrain.init(): ...` finalizes at the end."""
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> JoinedWorld:
         return self
 
     def __exit__(
@@ -84,11 +90,33 @@ class World:
     def __repr__(self) -> str:
         if not is_initialized():
             return "World(left)"
-        return f"World(rank={get_rank()}, world_size={get_world_size()}, backend={dist.get_backend()!r})"
+        return f"World(rank={self.rank}, world_size={self.size}, backend={dist.get_backend()!r})"
+
+
+def current(function: str = "this call") -> JoinedWorld:
+    """Return the world that this process has joined; `function` names the call in the error if it has not."""
+    global _current
+    require_world(function)
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    side = _side_ring if _side_ring is not None and _side_ring.group is group else None
+    agreements = group if side is None else side.ring
+    if _current is not None and _current.group is group and _current.cpu_group is agreements:
+        return _current
+    _current = JoinedWorld(
+        rank=rank,
+        size=size,
+        group=group,
+        cpu_group=agreements,
+        cpu_tensors=agreements if side is not None and side.carries_cpu else group,
+        local_rank=get_local_rank(),
+        members=tuple(range(size)),
+        generation=_generation,
+    )
+    return _current
 
 
 @names_checked
-def init(config: DistributedConfig | None = None) -> World:
+def init(config: DistributedConfig | None = None) -> JoinedWorld:
     """Join the world: from `config`, otherwise from the environment, otherwise a world of one.
 
     Twice with the same config is harmless. A default `torch.distributed` group that is there already is adopted,
@@ -116,15 +144,15 @@ def init(config: DistributedConfig | None = None) -> World:
             joined = _joined.config if _joined is not None and _is_default(_joined) else None
             check_same(complete_config(config), joined)
         _adopt(config)
-        return World()
+        return current()
     _requested = dataclasses.replace(config or DistributedConfig())
     _join()
-    return World()
+    return current()
 
 
 def _join() -> None:
     """Join with the config of the last `init`."""
-    global _joined, _side_ring
+    global _joined, _side_ring, _generation
     standard_streams.open_absent()  # the program may have closed one since the import
     _joined = None  # a program that destroyed that group itself did not close its store, which holds the port
     config = complete_config(_requested or DistributedConfig())
@@ -135,6 +163,7 @@ def _join() -> None:
         raise with_disagreement(error, config) from error.__cause__
     if config.world_size == 1 or process_env.launched_run()[0]:
         torch_compat.put_back_excepthook()  # there is one rank, or the launcher prints it before each line
+    _generation += 1
     group, side_group = _joined.group, _joined.cpu_group
     _side_ring = None if side_group is group else SideRing(group, side_group)
     atexit.unregister(_at_exit)
@@ -155,20 +184,22 @@ def _adopt(config: DistributedConfig | None) -> None:
     _side_ring = SideRing(world, dist.new_group(backend="ring", timeout=timedelta(milliseconds=milliseconds)))
 
 
-def join_if_nobody_has() -> None:
+def join_if_nobody_has() -> World:
     """Join from the environment unless this process has joined: training is never silently unsynchronised."""
     if is_initialized():
         _adopt(None)
     else:
         _join()
+    return current()
 
 
-def join_for_all(*, works_alone: bool = False) -> None:
+def join_for_all(*, works_alone: bool = False) -> World:
     """Join before a call that all ranks make, also if the world is that of a parent process, or has failed."""
     if dist.is_initialized():
         _leave_stale_world(None, refuses=not works_alone)
     join_if_nobody_has()
     rejoin_after_failure()
+    return current()
 
 
 def rejoin_after_failure() -> None:
@@ -178,7 +209,7 @@ def rejoin_after_failure() -> None:
     group: Any = dist.group.WORLD  # not `cpu_group`, which takes longer: small collectives take microseconds
     if _side_ring is not None:
         group = cpu_group()
-    failure = group.group.raised_failure if isinstance(group, RingProcessGroup) else None
+    failure = raised_failure_of(group)
     if failure is None:
         return
     is_ours = _joined is not None and _joined.cpu_group is _joined.group is group
@@ -214,8 +245,8 @@ def finalize() -> None:
 
 
 def _leave(*, checks_call: bool) -> None:
-    global _joined, _side_ring, _requested
-    _requested = None
+    global _joined, _side_ring, _requested, _current
+    _requested = _current = None
     torch_compat.put_back_excepthook()
     for function in _before_leaving:
         function()
@@ -224,11 +255,11 @@ def _leave(*, checks_call: bool) -> None:
         return
     try:
         # Over other backends, ranks that make different calls would hang.
-        if checks_call and dist.get_world_size() > 1 and isinstance(joined.cpu_group, RingProcessGroup):
-            consensus.check_same_call("finalize", joined.cpu_group)
+        if checks_call and dist.get_world_size() > 1 and is_ring(joined.cpu_group):
+            current().check_same_call("finalize")
     except RuntimeError as error:
         # Otherwise the world has failed, and every rank knows why; or others have left in another way.
-        if isinstance(error, CollectiveMismatchError) and error.during == consensus.SAME_CALL:
+        if isinstance(error, CollectiveMismatchError) and error.during == SAME_CALL:
             raise
     finally:
         if _side_ring is None:
@@ -247,7 +278,7 @@ def init_process_group(
     timeout: timedelta | None = None,
     world_size: int | None = None,
     rank: int | None = None,
-) -> World:
+) -> JoinedWorld:
     """Do `init` under PyTorch's name; what is not set comes from the environment or the defaults.
 
     Args:
@@ -340,12 +371,6 @@ def group_for(device: torch.device) -> Any:
     return cpu_group()
 
 
-def device_of_sums(device: torch.device) -> torch.device:
-    """Return where sums over all ranks are computed: on an accelerator, unless the ring carries them. Ask once."""
-    stays = is_accelerator(device) and (dist.get_world_size() == 1 or dist.get_backend() != "ring")
-    return device if stays else torch.device("cpu")
-
-
 def has_side_ring() -> bool:
     """Return whether a ring beside the default group may carry the tensors of the CPU."""
     return _side_ring is not None
@@ -372,14 +397,17 @@ def why_ring() -> str:
     return _joined.why_ring if _joined is not None and _is_default(_joined) else ""
 
 
-def gather_texts(text: str, group: Any = None) -> list[str]:
-    """Return the text of every rank, by rank. See `cyxtrain.world.consensus.gather_texts`."""
-    return consensus.gather_texts(text, group or cpu_group())
-
-
-def check_same_call(call: str, *, works_alone: bool = False) -> bool:
-    """Check that all ranks make the same call. See `cyxtrain.world.consensus.check_same_call`."""
-    return consensus.check_same_call(call, cpu_group(), works_alone=works_alone)
+def following(world: World) -> World:
+    """Return a world, or the one of as many ranks that the program has joined since then."""
+    if dist.group.WORLD is world.group:
+        return world
+    found = current()
+    if found.size != world.size:
+        raise ConfigError(
+            f"the model was wrapped in a world of {counted(world.size, 'rank')}, and this is one of {found.size}: wrap "
+            "it again, so that gradients are averaged over all ranks."
+        )
+    return found
 
 
 def require_world(function: str) -> None:
@@ -432,16 +460,14 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
 def end_group(error: BaseException, *, in_training: bool = False) -> None:
     """End the group because of an error of this rank, and report it to the others, which would wait."""
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    group = cpu_group() if dist.is_initialized() else None
-    if isinstance(group, RingProcessGroup) and not ended_well:
+    if dist.is_initialized() and not ended_well:
         text = ": ".join(filter(None, (type(error).__name__, str(error))))
-        group.fail(DistributedTrainingError.because_of(error, dist.get_rank()) if in_training else text)
+        fail(cpu_group(), DistributedTrainingError.because_of(error, dist.get_rank()) if in_training else text)
 
 
 def has_failed() -> bool:
     """Return whether an error has ended the group of all ranks, because another rank is lost, say."""
-    group = cpu_group() if dist.is_initialized() else None
-    return isinstance(group, RingProcessGroup) and group.group.failure("a stop") is not None
+    return dist.is_initialized() and failure_of(cpu_group(), "a stop") is not None
 
 
 def _current_side_ring() -> SideRing | None:
@@ -502,6 +528,7 @@ def _shorten_traceback() -> None:
 
 
 before_raising(_shorten_traceback)
+speaks_if(lambda: not dist.is_initialized() or dist.get_rank() == 0)
 
 
 def is_interactive() -> bool:

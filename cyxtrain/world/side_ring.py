@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CyxtrainError, warn
-from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring import RingProcessGroup, is_ring
 from cyxtrain.world.consensus import backends_of
 
 _ABORT_SECONDS = 10.0
@@ -37,7 +37,7 @@ class SideRing:
     def _abort_others(self) -> None:
         """Abort each group in its own thread: to abort one communicator of NCCL may wait for another one's abort."""
         for group in torch_compat.process_groups():
-            if isinstance(group, RingProcessGroup):
+            if is_ring(group):
                 continue
             thread = threading.Thread(target=_abort, args=(group,), name="cyxtrain-abort", daemon=True)
             try:

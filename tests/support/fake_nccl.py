@@ -25,7 +25,7 @@ import cyxtrain as cx
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring.backend import PyTorchGroup  # type: ignore[attr-defined]  # the ring does not export it
 from cyxtrain.world import devices, join
-from cyxtrain.world.runtime import World
+from cyxtrain.world.runtime import JoinedWorld
 
 NAME = "fakenccl"
 _OPERATIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, int], Tensor]] = {
@@ -150,7 +150,7 @@ def _create(options: Any, _: Any) -> FakeNCCL:
 
 
 @contextlib.contextmanager
-def joined(*, tells: bool) -> Iterator[World]:
+def joined(*, tells: bool) -> Iterator[JoinedWorld]:
     """Within, this process is a rank of a world that takes this backend for NCCL."""
     FakeNCCL.tells = tells
     if NAME not in dist.Backend.backend_list:

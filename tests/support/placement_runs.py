@@ -217,7 +217,7 @@ def differing(flips: dict[int, dict[str, int]], devices: list[str]) -> str:
     for name, place in flips.get(cx.get_rank(), {}).items():
         tensors[name].t().view(-1)[place] += 1
     try:
-        check_replicas([*tensors.items()], runtime.cpu_group())
+        check_replicas([*tensors.items()], runtime.current())
     except cx.ReplicasDifferError as error:
         return str(error).split(":")[0]
     return ""

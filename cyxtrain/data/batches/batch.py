@@ -18,6 +18,7 @@ from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, prefetch_on
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
+from cyxtrain.data.slices import Slices
 
 
 @dataclass
@@ -183,19 +184,18 @@ def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, pref
 class BatchShare(NamedTuple):
     """The batches that a rank evaluates."""
 
-    rank: int = 0
-    world_size: int = 1
+    slices: Slices = Slices()
     group: int = 0  # neighboring batches of a rank before it is the next one's turn; 0: all of its, if the end is known
     done: frozenset[int] = frozenset()  # groups that are left out
 
     def has(self, number: int) -> bool:
         """Return whether the rank has a batch, in turns."""
         group = number // max(self.group, 1)
-        return group % self.world_size == self.rank and group not in self.done
+        return group % self.slices.count in self.slices.owned and group not in self.done
 
     def of(self, num_batches: int) -> list[int]:
         """Return the numbers of the rank's batches."""
         if self.group:
             return [number for number in range(num_batches) if self.has(number)]
-        ends = (num_batches * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        return list(range(*ends))
+        count, owned = self.slices.count, self.slices.owned
+        return list(range(num_batches * owned.start // count, num_batches * owned.stop // count))

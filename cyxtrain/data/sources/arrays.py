@@ -36,6 +36,7 @@ from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import to_device
 from cyxtrain.errors import ConfigError, counted
+from cyxtrain.world.world import World
 
 _SCAN_ELEMENTS = 1 << 22
 
@@ -90,7 +91,7 @@ class ArraySource(Source):
         return functools.partial(self.gather, pinned=pinned)
 
     @override
-    def explain(self) -> str:
+    def explain(self, world: World) -> str:
         return "" if self.shuffle is None else f", {SeededOrder(len(self), self.shuffle, 0).describe()}"
 
     def part(self, first: int, end: int) -> ArraySource:
@@ -123,11 +124,11 @@ class ArraySource(Source):
         return self.part(0, min(len(self), batches * batch_size))
 
     @override
-    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> RowFeed:
+    def feed(self, config: DistributedTrainingConfig, world: World) -> RowFeed:
         shuffle = config.shuffle if self.shuffle is None else self.shuffle
         order = SeededOrder(len(self), shuffle, config.seed)
         order.lengths = self._lengths
-        return RowFeed(self, order, config, rank, world_size)
+        return RowFeed(self, order, config, world)
 
     @override
     def group_by_length(self, asked: Any) -> None:

@@ -28,6 +28,7 @@ from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.fetching import RowLoader, RowRequest
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted
+from cyxtrain.world.world import World
 
 _TRIED_ROWS = 2
 _EVALUATION = -1  # the "epoch" whose random numbers an evaluation has: always the same
@@ -104,7 +105,7 @@ class DatasetSource(Source):
         return f"{counted(rows, 'row')} of {kind}"
 
     @override
-    def explain(self) -> str:
+    def explain(self, world: World) -> str:
         workers = self._loader.num_workers if self._loader is not None else 0
         by = f", by {counted(workers, 'worker')} per rank" if workers else ""
         drawn = "" if self._is_reproducible else ", with random numbers that cannot be seeded: runs differ"
@@ -150,8 +151,8 @@ class DatasetSource(Source):
         self._order.lengths = lengths_of(asked, len(self._order), self._dataset)
 
     @override
-    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> RowFeed:
-        return RowFeed(self, self._order, config, rank, world_size)
+    def feed(self, config: DistributedTrainingConfig, world: World) -> RowFeed:
+        return RowFeed(self, self._order, config, world)
 
     @override
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:

@@ -21,6 +21,7 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.data.sources.stream import StreamSource
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
+from cyxtrain.world.world import World
 
 
 @runtime_checkable
@@ -41,22 +42,19 @@ def yields_batches(data: Any) -> bool:
 
 
 def open_source(
-    inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
+    inputs: Any,
+    targets: Any,
+    weights: Any,
+    config: DistributedTrainingConfig,
+    number: int,
+    world: World,
+    *,
+    trains: bool,
 ) -> Source:
     """Return a user's data as rows; a stream is likely to be read from epoch `number` on."""
     _refuse_several(inputs)
     if not yields_batches(inputs):
-        if targets is None and _are_pairs(inputs):
-            raise ConfigError(
-                "X is a list of (x, y) pairs, one per row: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
-                "or X and y by themselves: X, y = map(numpy.stack, zip(*pairs))."
-            )
-        if config.sharded_data and trains:
-            raise ConfigError(
-                "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "
-                "DataLoader(TensorDataset(X, y), batch_size=64, shuffle=True)."
-            )
-        return ArraySource(inputs, targets, weights)
+        return _open_arrays(inputs, targets, weights, is_divided=trains and bool(config.sharded_data))
     name = type(inputs).__name__
     if callable(getattr(inputs, "toarray", None)):  # SciPy's sparse matrices, which NumPy takes for single objects
         raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
@@ -67,18 +65,34 @@ def open_source(
                 f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight). {validate}"
             )
     if isinstance(inputs, DataLoader):
-        return _open_loader(inputs, config, number)
+        return _open_loader(inputs, config, number, world)
     numbered = isinstance(inputs, (Dataset, _Numbered)) and not isinstance(inputs, (IterableDataset, Iterator))
     if isinstance(inputs, IterableDataset) or (numbered and config.sharded_data):
         shuffle = trains and config.shuffle if numbered else None
-        return _stream_of(DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle), name, config, number)
+        loader = DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle)
+        return _stream_of(loader, name, config, number, world)
     if numbered:
         tensors = _tensors(inputs)
         return DatasetSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
     if isinstance(inputs, Iterator):
-        return StreamSource(lambda: inputs, name, config, number, once=True)
+        return StreamSource(lambda: inputs, name, config, number, world, once=True)
     name = getattr(inputs, "__name__", name)
-    return StreamSource(_iterator_of(inputs), name, config, number, once=False, parts=[inputs])
+    return StreamSource(_iterator_of(inputs), name, config, number, world, once=False, parts=[inputs])
+
+
+def _open_arrays(inputs: Any, targets: Any, weights: Any, *, is_divided: bool) -> ArraySource:
+    """Return arrays as rows; `is_divided`: a fit is told that each rank has data of its own."""
+    if targets is None and _are_pairs(inputs):
+        raise ConfigError(
+            "X is a list of (x, y) pairs, one per row: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
+            "or X and y by themselves: X, y = map(numpy.stack, zip(*pairs))."
+        )
+    if is_divided:
+        raise ConfigError(
+            "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "
+            "DataLoader(TensorDataset(X, y), batch_size=64, shuffle=True)."
+        )
+    return ArraySource(inputs, targets, weights)
 
 
 def _refuse_several(inputs: Any) -> None:
@@ -118,11 +132,11 @@ def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
     return begin
 
 
-def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, number: int) -> Source:
+def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, number: int, world: World) -> Source:
     has_numbers = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
     own_way = type(loader).__iter__ is not DataLoader.__iter__
     if not has_numbers or own_way or config.sharded_data:
-        return _stream_of(copy.copy(loader), type(loader).__name__, config, number)
+        return _stream_of(copy.copy(loader), type(loader).__name__, config, number, world)
     tensors, batches = _tensors(loader.dataset), loader.batch_sampler
     if tensors is not None and loader.collate_fn is default_collate and type(batches) is BatchSampler:
         order = order_of(loader, len(tensors[0]), config.seed)
@@ -133,7 +147,9 @@ def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, num
     return DatasetSource(loader.dataset, loader, config)
 
 
-def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingConfig, number: int) -> StreamSource:
+def _stream_of(
+    loader: DataLoader[Any], name: str, config: DistributedTrainingConfig, number: int, world: World
+) -> StreamSource:
     """Return the batches of a loader that no one else iterates."""
     # With persistent workers there is one, which the user's own loader, or another source, may be using.
     torch_compat.forget_iterator(loader)
@@ -147,6 +163,7 @@ def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingCo
         name,
         config,
         number,
+        world,
         once=False,
         parts=parts,
         batch_size=loader.batch_size,

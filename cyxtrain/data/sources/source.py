@@ -19,6 +19,7 @@ from cyxtrain.data.batches.rows import Rows, column_code, weighted_by_class
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import Feed
 from cyxtrain.errors import ConfigError
+from cyxtrain.world.world import World
 
 _Source = TypeVar("_Source", bound="Source")
 
@@ -57,7 +58,7 @@ class Source(ABC):
         """Return how much there is, and of what, for the header."""
 
     @abstractmethod
-    def explain(self) -> str:
+    def explain(self, world: World) -> str:
         """Return in which order rows come and which rank has which, for the header; "": as usual."""
 
     def summary(self) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class Source(ABC):
         return found
 
     @abstractmethod
-    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> Feed:
+    def feed(self, config: DistributedTrainingConfig, world: World) -> Feed:
         """Return the feed of a fit."""
 
     @abstractmethod

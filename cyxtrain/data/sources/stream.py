@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -32,7 +31,7 @@ from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, gene
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import loader_workers
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _INTERRUPTED = -(1 << 40)  # read by a rank whose data cannot continue: below zero, whatever the others have
 _OWN = 1  # `Place.order` if each rank has its own data
@@ -104,6 +103,7 @@ class StreamSource(Source):
         what: str,
         config: DistributedTrainingConfig,
         number: int,
+        world: World,
         *,
         once: bool,
         parts: Sequence[Any] = (),
@@ -114,7 +114,7 @@ class StreamSource(Source):
         self._make = make
         self._parts = parts
         # What can be read again restarts with a rank's own random numbers, when it is known to be its own.
-        self._rank = runtime.get_rank() if config.sharded_data and not once else 0
+        self._seeded_as = world.rank if config.sharded_data and not once else 0
         self._what = what
         self._seed = config.seed
         self.reads_once = once
@@ -125,15 +125,15 @@ class StreamSource(Source):
         self.target_name = self._begun.target_name
 
     def _new_pass(self, number: int) -> Pass:
-        return Pass(self._make, self._parts, self._seed, number, self._rank)
+        return Pass(self._make, self._parts, self._seed, number, self._seeded_as)
 
     @override
     def describe(self) -> str:
         return f"batches of {self._what}"
 
     @override
-    def explain(self) -> str:
-        if runtime.get_world_size() == 1:
+    def explain(self, world: World) -> str:
+        if world.size == 1:
             return self._note
         return self._note + (
             ", the same on all ranks and divided among them" if self.is_shared else ", each rank's own"
@@ -172,8 +172,8 @@ class StreamSource(Source):
                 "Set sharded_data=True if that is right; if all ranks have the same rows, give them in the same order, "
                 "drawn from the generators of torch, NumPy or Python."
             )
-        if not self.is_shared and self._rank != rank:
-            self._rank = rank
+        if not self.is_shared and self._seeded_as != rank:
+            self._seeded_as = rank
             if self._begun is not None and self.reads_once:
                 self._begun.seed(rank)
             elif self._begun is not None:
@@ -188,8 +188,8 @@ class StreamSource(Source):
         return {f"the {name} data": dtypes_of([form_of(part) for part in self.example])}
 
     @override
-    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> StreamFeed:
-        return StreamFeed(self, config, rank, world_size)
+    def feed(self, config: DistributedTrainingConfig, world: World) -> StreamFeed:
+        return StreamFeed(self, config, world)
 
     @override
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
@@ -199,7 +199,8 @@ class StreamSource(Source):
         def own() -> Iterator[tuple[int, Rows]]:
             batches, limit = self.begin_pass(0), self._limit
             if limit is not None and not self.is_shared:
-                limit = len(range(share.rank, limit, share.world_size))
+                owned = share.slices.owned
+                limit = len(range(owned.start, limit, share.slices.count))
             for number in itertools.count() if limit is None else range(limit):
                 rows = batches.read(copier.clone)
                 if rows is None:
@@ -229,7 +230,7 @@ class StreamSource(Source):
 class StreamFeed(Feed):
     """The batches of a stream, in passes that continue over epochs as those of a `RowFeed`."""
 
-    def __init__(self, source: StreamSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
+    def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
         ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
         ends_early = config.steps_per_epoch is not None or ends_by_steps or config.fast_dev_run
         if source.reads_once and config.epochs > 1 and not ends_early:
@@ -249,11 +250,11 @@ class StreamFeed(Feed):
                 "DataLoader(dataset, batch_size=64, drop_last=True) does."
             )
         self._source = source
-        self._rank, self._world_size = rank, world_size
+        self._world = world
         self._endless = config.steps_per_epoch is not None
         self._ends_once = source.reads_once and (self._endless or ends_by_steps)
         self.rows_at_once = source.batch_size or 1
-        self._batches_per_step = config.accumulation_steps * world_size
+        self._batches_per_step = config.accumulation_steps * world.size
         self.effective_batch_size = self.rows_at_once * self._batches_per_step
         self._pass: Pass | None = None
         self._next = (0, 0)  # the pass, and how many of its batches were read
@@ -263,7 +264,7 @@ class StreamFeed(Feed):
     @property
     @override
     def micro_batches(self) -> int:
-        return -(-self._batches_per_step // self._world_size)
+        return -(-self._batches_per_step // self._world.size)
 
     @override
     def resume_from(self, effective_batch_size: int) -> None:
@@ -285,10 +286,10 @@ class StreamFeed(Feed):
     @override
     def check_world(self, world_size: int, place: Place) -> None:
         own = place.order == _OWN or not self._source.is_shared
-        if place.batches and own and world_size != self._world_size:
+        if place.batches and own and world_size != self._world.size:
             raise ConfigError(
                 f"the checkpoint was made by {counted(world_size, 'rank')} in the middle of each rank's own data, and "
-                f"there are {self._world_size} now: use as many, or a checkpoint from the end of the data."
+                f"there are {self._world.size} now: use as many, or a checkpoint from the end of the data."
             )
 
     @override
@@ -316,7 +317,7 @@ class StreamFeed(Feed):
         read = share.batches_read
         began = time.perf_counter()
         total = torch.tensor([share.rows + min(read, 0)], dtype=torch.int64, device="cpu")
-        dist.all_reduce(total, group=runtime.cpu_group())
+        self._world.reduce(total)
         self._seconds += time.perf_counter() - began
         if total < 0:
             raise DataInterruptedError
@@ -331,7 +332,7 @@ class StreamFeed(Feed):
         self._pass, self._next = None, (self._next[0] + 1, 0)
         if self._ends_once or (self._source.reads_once and not steps):
             self.is_over = True
-            if runtime.is_master():
+            if self._world.is_first:
                 where = f"after {counted(steps, 'step')} of epoch {epoch + 1}"
                 warn(f"X ended {where}: it gives its batches once. Training stops here.")
             return False
@@ -348,7 +349,7 @@ class StreamFeed(Feed):
         except DataInterruptedError:
             return [], _INTERRUPTED
         num_read = sum(rows is not None for rows in found) if is_shared else len(found)
-        own = found[self._rank :: self._world_size] if is_shared else found
+        own = found[self._world.rank :: self._world.size] if is_shared else found
         return [self._source.checked(rows) for rows in own if rows is not None], num_read
 
     def _current_pass(self) -> Pass:

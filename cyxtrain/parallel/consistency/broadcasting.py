@@ -5,9 +5,7 @@ Ranks compare hashes first, and send only what differs: constant buffers, such a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from cyxtrain.errors import ConfigError, on_all_ranks, shortened, warn
 from cyxtrain.parallel.consistency.buffer_kinds import MEAN, kinds_of_buffers
 from cyxtrain.tensors.fingerprint import batches, fingerprints
 from cyxtrain.tensors.layouts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _MESSAGE_BYTES = 25 << 20
 _COMPARED_STEPS = 2  # before the second step everything differs that steps make differ
@@ -27,6 +25,7 @@ _Kinds = Mapping[int, dist.ReduceOp.RedOpType | None]
 
 
 def share_tensors(
+    world: World,
     tensors: Sequence[Tensor],
     names: Callable[[], Sequence[str]],
     *,
@@ -47,15 +46,14 @@ def share_tensors(
         return {}
     sizes = [tensor.numel() for tensor in tensors]
     own = torch.tensor([rows or 0, *fingerprints(tensors), *sizes], device="cpu")
-    group = runtime.cpu_group()
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group)
+    gathered = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(gathered, own, world.cpu_group)
     found = torch.stack(gathered)
     unequal = (found != found[0]).any(0)[1:].view(2, -1)
     differing, resized = unequal.any(0).nonzero().flatten().tolist(), unequal[1].tolist()
     total = 0 if rows is None else int(found[:, 0].sum())
     plain = [tensors[number] for number in differing if is_plain(tensors[number]) and not resized[number]]
-    _share(plain, (rows or 0) / total if total else None, kinds or {})
+    _share(world, plain, (rows or 0) / total if total else None, kinds or {})
     others = [number for number in differing if not is_plain(tensors[number]) or resized[number]]
     for number in others:
         if parts_of(tensors[number]) is None:
@@ -65,7 +63,7 @@ def share_tensors(
             )
             raise on_all_ranks(error)
     if others:
-        _broadcast_parts([tensors[number] for number in others], group)
+        _broadcast_parts(world, [tensors[number] for number in others])
     return {number: not resized[number] for number in differing}
 
 
@@ -73,7 +71,7 @@ def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _share(tensors: Sequence[Tensor], share: Tensor | float | None, kinds: _Kinds) -> None:
+def _share(world: World, tensors: Sequence[Tensor], share: Tensor | float | None, kinds: _Kinds) -> None:
     """Reduce floating-point tensors as in `kinds`, means weighted by `share` (None: none); others become rank 0's."""
     alike: dict[dist.ReduceOp.RedOpType | None, list[Tensor]] = {}
     for tensor in tensors:
@@ -81,17 +79,17 @@ def _share(tensors: Sequence[Tensor], share: Tensor | float | None, kinds: _Kind
         alike.setdefault(kinds.get(id(tensor), MEAN) if is_reduced else None, []).append(tensor)
     if share is not None:
         for batch in _batches(alike.pop(MEAN, []), lambda tensor: tensor.device):
-            _average(batch, share)
+            _average(world, batch, share)
     for batch in _batches(alike.pop(None, []), lambda tensor: (tensor.dtype, tensor.device)):
-        _broadcast(batch)
+        _broadcast(world, batch)
     for operation, found in alike.items():
         for tensor in found:
             reduced = tensor.detach().clone()
-            dist.all_reduce(reduced, operation, group=runtime.group_for(tensor.device))
+            dist.all_reduce(reduced, operation, group=world.group_for(tensor.device))
             write(tensor, reduced)
 
 
-def _average(tensors: Sequence[Tensor], share: Tensor | float) -> None:
+def _average(world: World, tensors: Sequence[Tensor], share: Tensor | float) -> None:
     """Set tensors to their weighted mean over ranks; the weights `share` of all ranks sum to 1."""
     parts = [_real(tensor).reshape(-1) for tensor in tensors]
     are_alike = all(part.dtype is parts[0].dtype for part in parts)
@@ -100,7 +98,7 @@ def _average(tensors: Sequence[Tensor], share: Tensor | float) -> None:
         total = (flat * share).masked_fill_(share == 0, 0.0)
     else:
         total = flat * share if share else torch.zeros_like(flat)  # 0 times infinity is NaN
-    dist.all_reduce(total, group=runtime.group_for(total.device))
+    dist.all_reduce(total, group=world.group_for(total.device))
     means = total.split([part.numel() for part in parts])
     if not total.is_cpu and all(tensor.is_contiguous() and not tensor.is_complex() for tensor in tensors):
         # data, as in `write`.
@@ -118,28 +116,27 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
 
 
-def _broadcast(tensors: Sequence[Tensor]) -> None:
+def _broadcast(world: World, tensors: Sequence[Tensor]) -> None:
     contents = [bytes_of(tensor) for tensor in tensors]
     flat = torch.cat(contents)
-    dist.broadcast(flat, 0, group=runtime.group_for(flat.device))
-    if dist.get_rank() == 0:
+    dist.broadcast(flat, 0, group=world.group_for(flat.device))
+    if world.is_first:
         return
     for tensor, part in zip(tensors, flat.split([content.numel() for content in contents]), strict=True):
         write(tensor, part.view(tensor.dtype).view(tensor.shape))
 
 
-def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
+def _broadcast_parts(world: World, tensors: Sequence[Tensor]) -> None:
     """Send rank 0's tensors: the shapes of their parts first, which may differ from this rank's."""
     own = [[list(part.shape) for part in parts_of(tensor) or ()] for tensor in tensors]
-    shapes = json.loads(runtime.gather_texts(json.dumps(own))[0])
-    is_first = dist.get_rank(group) == 0
+    shapes = world.gather_json(own)[0]
     for tensor, of_parts in zip(tensors, shapes, strict=True):
         parts = [part.contiguous() for part in parts_of(tensor) or ()]
-        if not is_first:
+        if not world.is_first:
             parts = [part.new_empty(shape) for part, shape in zip(parts, of_parts, strict=True)]
         for part in parts:
-            dist.broadcast(bytes_of(part), 0, group=runtime.group_for(part.device))
-        if not is_first:
+            dist.broadcast(bytes_of(part), 0, group=world.group_for(part.device))
+        if not world.is_first:
             write(tensor, parts[0] if is_plain(tensor) else rebuilt(tensor.layout, tensor.shape, parts))
 
 
@@ -169,15 +166,15 @@ class SharedBuffers:
         self._changes: HostCopy | None = None
         self._has_warned = False
 
-    def share(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
+    def share(self, world: World, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
         """Compare all buffers, and make them equal, as `share_tensors`; warn once of means that may be wrong."""
         self._note(buffers)
-        differing = share_tensors(buffers, names, rows=rows, kinds=self._kinds)
+        differing = share_tensors(world, buffers, names, rows=rows, kinds=self._kinds)
         self._changes = None
         self._compares |= not all(self._is_statistic(buffers[number]) for number in differing)
         unknown = [number for number in differing if id(buffers[number]) not in self._kinds]
         averaged = [number for number in unknown if differing[number] and _is_float(buffers[number])]
-        if averaged and rows and not self._has_warned and dist.get_rank() == 0:
+        if averaged and rows and not self._has_warned and world.is_first:
             self._has_warned = True
             first, *others = [names()[number] for number in averaged]
             shape = tuple(buffers[averaged[0]].shape)
@@ -190,23 +187,25 @@ class SharedBuffers:
                 "of all ranks to it: cx.all_gather_with_grad."
             )
 
-    def share_before_step(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
+    def share_before_step(
+        self, world: World, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int
+    ) -> None:
         """Make buffers equal before the first forward of a step. All ranks call it, and decide alike."""
         device = buffers[0].device
         if self._changes is not None:
             self._compares |= self._changes.read()[1].item() > 0
         if device.type == "cpu" or self._steps_to_compare or self._compares:
             self._steps_to_compare -= self._steps_to_compare > 0
-            self.share(buffers, names, rows)
+            self.share(world, buffers, names, rows)
             return
         before = self._noted
         self._note(buffers)
         own = from_host([rows, self._noted != before], device, torch.float64)
         joined = own.clone()
-        dist.all_reduce(joined)
+        dist.all_reduce(joined, group=world.group)
         self._changes = HostCopy(joined)
-        share = torch.where(joined[0] > 0, own[0] / joined[0], 1.0 if dist.get_rank() == 0 else 0.0)
-        _share([*filter(self._is_statistic, buffers)], share, self._kinds)
+        share = torch.where(joined[0] > 0, own[0] / joined[0], 1.0 if world.is_first else 0.0)
+        _share(world, [*filter(self._is_statistic, buffers)], share, self._kinds)
 
     def _is_statistic(self, buffer: Tensor) -> bool:
         return self._kinds.get(id(buffer)) == MEAN

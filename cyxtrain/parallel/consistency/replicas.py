@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
@@ -15,24 +14,24 @@ from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shor
 from cyxtrain.tensors.fingerprint import fingerprint, fingerprints
 from cyxtrain.tensors.layouts import is_plain, kind_of
 from cyxtrain.world import consensus
-from cyxtrain.world.consensus import gather_texts
+from cyxtrain.world.world import World
 
 _SAME_CPUS = "Use machines of one type, or set ATEN_CPU_CAPABILITY=default on every rank, which is slower."
 
 
-def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
+def check_replicas(named: Sequence[tuple[str, Tensor]], world: World) -> None:
     """Compare named tensors over ranks; raise ReplicasDifferError if one differs. All ranks call it."""
-    if dist.get_world_size(group) == 1:
+    if world.size == 1:
         return
     names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
     hashes = fingerprints(tensors)
     devices = "+".join(sorted({tensor.device.type for tensor in tensors}))
-    everywhere = gather_texts(f"{devices} {xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())}", group)
+    everywhere = world.gather(f"{devices} {xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())}")
     if len(set(everywhere)) == 1:
         return
     if len({text.split()[0] for text in everywhere}) > 1:  # hashes differ between types of devices
         hashes = [fingerprint(tensor) for tensor in tensors]
-    gathered = [json.loads(text) for text in gather_texts(json.dumps(hashes), group)]
+    gathered = world.gather_json(hashes)
     outliers = {
         name: ranks
         for name, values in zip(names, zip(*gathered, strict=True), strict=True)
@@ -41,7 +40,7 @@ def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     if not outliers:
         return
     ranks = sorted({rank for ranks in outliers.values() for rank in ranks})
-    cpus = consensus.differing_types(gather_texts(consensus.own_arithmetic(), group))
+    cpus = consensus.differing_types(world.gather(consensus.own_arithmetic()))
     text = _explanation(shortened(outliers), ranks, len(gathered), cpus)
     raise on_all_ranks(ReplicasDifferError(text, rank=ranks[0] if len(ranks) == 1 else None))
 
@@ -70,13 +69,13 @@ def _explanation(names: str, ranks: list[int], world_size: int, cpus: str) -> st
     )
 
 
-def check_same_module(model: nn.Module, group: Any) -> None:
+def check_same_module(model: nn.Module, world: World) -> None:
     """Raise ConfigError, on every rank, if the ranks' modules differ in what collectives would not notice."""
     own = {
         name: [list(tensor.shape), _type(tensor), tensor.requires_grad, _strides(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    texts = [json.loads(text) for text in gather_texts(json.dumps([consensus.own_arithmetic(), own]), group)]
+    texts = world.gather_json([consensus.own_arithmetic(), own])
     gathered = [other for _, other in texts]
     for rank, other in enumerate(gathered):
         for name in {**gathered[0], **other}:
@@ -90,7 +89,7 @@ def check_same_module(model: nn.Module, group: Any) -> None:
             raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
     cpus = [each for each, _ in texts]
     differ = len({text[-8:] for text in cpus}) > 1
-    if differ and any(parameter.is_cpu for parameter in model.parameters()) and dist.get_rank(group) == 0:
+    if differ and any(parameter.is_cpu for parameter in model.parameters()) and world.is_first:
         warn(
             f"the ranks' CPUs compute differently ({consensus.differing_types(cpus)}): parameters will differ between "
             f"ranks after some steps, and ReplicasDifferError ends the fit. {_SAME_CPUS}"

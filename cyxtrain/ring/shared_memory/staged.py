@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -20,19 +20,10 @@ from cyxtrain.ring.shared_memory.meeting import Meeting
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import Ranks, SharedMemorySegment, make_segment
 from cyxtrain.ring.wire.frames import NO_ROOT, Kind
-from cyxtrain.ring.wire.persistent import Exchange, PersistentHeader, PersistentOps, keep
+from cyxtrain.ring.wire.persistent import Exchange, PersistentOps, keep
 
 EVEN_BYTES = 1 << 12
 """A window has a multiple of these bytes of each part: where NumPy's vectors end decides which of two NaNs stays."""
-
-
-class Staged(Protocol):
-    """A collective by way of shared memory, prepared for elements of one dtype and shape."""
-
-    header: PersistentHeader
-
-    def run(self, source: memoryview, target: memoryview) -> Iterator[Exchange]:
-        """Do it, from the bytes of `source` to those of `target`; yield each exchange with other ranks."""
 
 
 class StagedCollectives:
@@ -43,11 +34,11 @@ class StagedCollectives:
         self._global_ranks = global_ranks
         self._segment: SharedMemorySegment | None = None
         self._was_tried = False
-        self._kept: dict[tuple[Any, ...], Staged] = {}
+        self._kept: dict[tuple[Any, ...], StagedCopy | StagedReduction] = {}
 
     def find(
         self, kind: Kind, tensor: Tensor, reduction: Reduction = Reduction.NONE, root: int | None = None
-    ) -> Staged | None:
+    ) -> StagedCopy | StagedReduction | None:
         """Return what does a collective of a tensor of this dtype and shape; None, on every rank: it is not staged."""
         if self._segment is None:
             return None
@@ -80,7 +71,7 @@ class StagedCollectives:
 
     def _make(
         self, segment: SharedMemorySegment, kind: Kind, tensor: Tensor, reduction: Reduction, root: int | None
-    ) -> Staged:
+    ) -> StagedCopy | StagedReduction:
         selector, count = self._persistent.selector, tensor.numel()
         rank, world_size = selector.rank, selector.world_size
         name = NO_ROOT if root is None else self._global_ranks[root]

@@ -38,7 +38,7 @@ from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, Own
 from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.model.snapshot import modes_kept, put_into_training, snapshot
 from cyxtrain.training.trained import trained_with
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _OWN_ROWS = "and each has its own: let each predict to a separate folder, with distributed=False."
 # What a function returns keeps the class of a loss out.
@@ -46,8 +46,9 @@ LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[s
 
 
 class TrainerArguments(NamedTuple):
-    """What a trainer was given, the loss_fn with its factors; and what the dry run logs."""
+    """Who takes part, what a trainer was given, the loss_fn with its factors; and what the dry run logs."""
 
+    world: World
     model: nn.Module
     loss_fn: Any
     optimizers: Mapping[str, torch.optim.Optimizer]
@@ -191,12 +192,12 @@ def check_data(
         check_targets(source, loss)
     inputs, targets, weights = source.example
     loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
-    with memory_explained(trains=trains_on is not None):
-        placement = place_model(model, loss, trainer.device, channels_last=config.channels_last)
+    with memory_explained(trainer.world, trains=trains_on is not None):
+        placement = place_model(trainer.world, model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())
     call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
     asked, measures, output = NamedMetrics() if predicting else trainer.metrics, Metrics(), None
-    dry_run = DryRun(model, loss, call, placement, asked, is_of_fit=is_of_fit)
+    dry_run = DryRun(trainer.world, model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
         output = dry_run.predict(source)
     elif trains_on is None:
@@ -265,10 +266,12 @@ def check_rows(
     }
 
 
-def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
+def place_model(
+    world: World, model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False
+) -> Placement:
     """Move model and loss to their device; return where batches go, and in which types."""
-    chosen = choose_device(device, model)
-    if runtime.is_master():
+    chosen = choose_device(world, device, model)
+    if world.is_first:
         accelerator.warn_if_untested(chosen.type)
     model.to(chosen)
     for module in loss.modules:

@@ -15,13 +15,12 @@ from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.structure import Tree, parts_by_name
 from cyxtrain.data.sources.source import Source
-from cyxtrain.errors import ConfigError, brief, counted, shortened, warn
+from cyxtrain.errors import ConfigError, brief, counted, shortened, warn_together
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import ONLY, needs_closure, parameters_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.trained import params_without_optimizer
-from cyxtrain.world import runtime
 
 _APPLIED = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}
 _PROBABILITIES = "end the model with Sigmoid(), or take loss_fn='bce_with_logits'"
@@ -159,7 +158,7 @@ def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) 
     """Warn of probabilities for a loss that takes scores, and of scores for one that takes (log-)probabilities."""
     for part, each in loss.by_output.items() if loss.function is not None else ():
         warn_of_activation(*loss.of_output(part, output, targets), each, model)
-    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 1 or not runtime.is_master():
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 1:
         return
     name, made = type(loss.function).__name__, _made_by(output)
     scores = output.detach().float()
@@ -176,7 +175,7 @@ def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) 
     elif isinstance(loss.function, nn.BCELoss) and made in ("Addmm", "Mm", "Convolution"):
         problem = f"scores of a linear layer, and {name} takes probabilities: {_PROBABILITIES}"
     if problem:
-        warn(f"the outputs for all {len(output):,} rows that were tried are {problem}.")
+        warn_together(f"the outputs for all {len(output):,} rows that were tried are {problem}.")
 
 
 def _made_by(output: Tensor) -> str:
@@ -199,8 +198,8 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
     function = loss.function
     if loss.is_binary:
         wrong = _beyond_0_and_1(targets)
-        if wrong and runtime.is_master():  # a row of weight 0 may hold anything
-            warn(f"y is {wrong}, and the loss takes 0 and 1, or probabilities: convert it, as in y > 0.")
+        if wrong:  # a row of weight 0 may hold anything
+            warn_together(f"y is {wrong}, and the loss takes 0 and 1, or probabilities: convert it, as in y > 0.")
         wrong = _beyond_0_and_1(output) * isinstance(function, nn.BCELoss)
         require(not wrong, f"the model's output is {wrong}, and BCELoss takes probabilities: {_PROBABILITIES}.")
     known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))

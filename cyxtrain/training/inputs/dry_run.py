@@ -22,7 +22,7 @@ from cyxtrain.data.batches.structure import Tree, leaves, map_tree, named_tensor
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import is_accelerator, remedy_for_devices
-from cyxtrain.errors import ConfigError, counted, shortened, warn
+from cyxtrain.errors import ConfigError, counted, shortened, warn_together
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
@@ -35,7 +35,7 @@ from cyxtrain.training.inputs.weight_check import COMPARED_ROWS, WeightCheck, wa
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
 from cyxtrain.training.model.snapshot import put_into_training, snapshot
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _ROWS = 2
 """To try an evaluation or a prediction on."""
@@ -51,6 +51,7 @@ class DryRun:
 
     def __init__(
         self,
+        world: World,
         model: nn.Module,
         loss: Loss,
         call: ModelCall,
@@ -59,6 +60,7 @@ class DryRun:
         *,
         is_of_fit: bool,
     ) -> None:
+        self._world = world
         self._model = model
         self._loss = loss
         self._call = call
@@ -83,7 +85,7 @@ class DryRun:
         if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self._model.modules()):
             batch = few  # what batch norm cannot be trained on, `check_single_rows` refuses with the counts
         check = WeightCheck(self._model, self._loss, self._call, few)
-        with memory_explained(), self._without_trace(), torch.enable_grad():
+        with memory_explained(self._world), self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
             for module in self._model.modules():
                 if isinstance(module, nn.SyncBatchNorm):
@@ -93,7 +95,9 @@ class DryRun:
             self._loss.first_value = float(value.detach())
             if self._call.optimizes:
                 return self._measuring(output, batch, value)
-            with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+            with _described_error(
+                self._world, f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"
+            ):
                 self._backward(value)
             measures = self._measuring(output, batch, value)
             if counts_flops or is_accelerator(self._placement.device):
@@ -118,7 +122,7 @@ class DryRun:
         """Try an evaluation of a source's first rows; return the metrics."""
         batch = self._placed(source.first(_ROWS))
         check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(COMPARED_ROWS)))
-        with memory_explained(trains=False), self._without_trace(), torch.no_grad():
+        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
             self._put_into_evaluation()
             with gathering_alone():
                 warning_of(check.find_items)
@@ -139,7 +143,7 @@ class DryRun:
                 f"the forward of {type(self._model).__name__} requires {', '.join(missing)}{self._call.names_differ}, "
                 f"and predict passes the inputs alone: give {missing[0]} a default, as in {missing[0]}=None."
             )
-        with memory_explained(trains=False), self._without_trace(), torch.no_grad():
+        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
             self._model.eval()
             output = self._output(batch, predicting=True)
             self.rows_second = self._find_rows_second(source, output, batch.rows)
@@ -177,8 +181,9 @@ class DryRun:
         loss.check_shapes(output, batch.targets, source.column)
         check_classes(source.targets, output, loss)
         with _described_error(
+            self._world,
             f"the loss cannot take the model's output and y, tried on {_described(output)} and "
-            f"{_described(batch.targets)}"
+            f"{_described(batch.targets)}",
         ):
             result = loss.function(output, batch.targets)
         loss.inspect_result(result, batch.rows)
@@ -188,7 +193,7 @@ class DryRun:
         """Return the model's output; find out whether it needs gradients outside training."""
         call = self._call
         what = call.describe_failure(_shapes(batch.inputs))  # asked for now: a model may change its input
-        with _described_error(what, batch.inputs):
+        with _described_error(self._world, what, batch.inputs):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
             try:
@@ -271,7 +276,7 @@ class DryRun:
 
 
 @contextlib.contextmanager
-def _described_error(what: str, inputs: Tree | None = None) -> Iterator[None]:
+def _described_error(world: World, what: str, inputs: Tree | None = None) -> Iterator[None]:
     try:
         yield
     except ConfigError:
@@ -279,7 +284,7 @@ def _described_error(what: str, inputs: Tree | None = None) -> Iterator[None]:
     except Exception as error:
         if is_full(error):
             raise
-        remedy = f". {_ONE_ROW.format(counted(runtime.get_world_size(), 'rank'))}" if ONE_VALUE in str(error) else ""
+        remedy = f". {_ONE_ROW.format(counted(world.size, 'rank'))}" if ONE_VALUE in str(error) else ""
         remedy = remedy or remedy_for_devices(error) or _remedy_for_dtype(error, inputs)
         raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
 
@@ -310,8 +315,8 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             others[id(leaf)] = list(leaf.shape)
-    if others and runtime.is_master():
-        warn(
+    if others:
+        warn_together(
             f"the loss depends on {counted(len(others), 'parameter')} of shape {shortened(map(str, others.values()))} "
             "that belong neither to the model nor to loss_fn: nothing trains, saves or averages them. Give a loss_fn "
             "that is a torch.nn.Module and has them, or make them part of the model."

@@ -17,7 +17,7 @@ from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
-from cyxtrain.errors import ConfigError, shortened, warn
+from cyxtrain.errors import ConfigError, shortened, warn_together
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import can_fuse
@@ -40,6 +40,7 @@ from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class FitPlan:
     """One call of `fit` that passed all checks.
 
     Attributes:
+        world: Who takes part.
         validation: Sets of rows to validate with, by name; "" for a set without a name.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: those of the trainer.
@@ -56,6 +58,7 @@ class FitPlan:
         may_log: Whether this rank may log numbers of the user's own: the dry run has, or a callback may.
     """
 
+    world: World
     config: DistributedTrainingConfig
     data: CheckedData
     validation: Mapping[str, CheckedData]
@@ -79,7 +82,7 @@ class FitPlan:
 
     def merged_with(self, facts_by_rank: Sequence[dict[str, Any]]) -> FitPlan:
         """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
-        check_devices(facts_by_rank, self.data.placement.device)
+        check_devices(self.world, facts_by_rank, self.data.placement.device)
         for number, rows in enumerate((self.data, *self.validation.values())):
             rows.loss.join_names([facts["_shown"][number] for facts in facts_by_rank])
         return replace(
@@ -87,7 +90,7 @@ class FitPlan:
             ends_on_nan=any(facts["_ends_on_nan"] for facts in facts_by_rank),
             defers_verdicts=all(facts["_is_on_accelerator"] for facts in facts_by_rank),
             attempt=max(facts["_attempt"] for facts in facts_by_rank),
-            devices=explain_device(self.data.placement.device, facts_by_rank),
+            devices=explain_device(self.world, self.data.placement.device, facts_by_rank),
         )
 
     def params(self, last_epoch: int) -> dict[str, Any]:
@@ -255,13 +258,13 @@ def plan_fit(
     config, model, optimizers = arguments.config, trainer.model, trainer.optimizers
     trained = trained_with(model, Loss(trainer.loss_fn))
     check_trained(trained, optimizers, config)
-    rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
+    world, callbacks = trainer.world, Callbacks(arguments.callbacks)
     source, validation_sources = opened
-    feed = source.feed(config, rank, world_size)
+    feed = source.feed(config, world)
     data = _check_training_set(source, feed, config, trainer, epoch)
     validation = {name: _check_validation_set(name, each, config, trainer) for name, each in validation_sources.items()}
     named = by_name(opened)
-    not_finite = {name: each.not_finite(rank, world_size) for name, each in named.items()}
+    not_finite = {name: each.not_finite(world.rank, world.size) for name, each in named.items()}
     facts = {
         **device_facts(data.placement.device),
         **{what: value for name, each in named.items() for what, value in each.facts(name).items()},
@@ -277,12 +280,12 @@ def plan_fit(
         "_shown": [rows.loss.shown for rows in (data, *validation.values())],
         "_attempt": process_env.launched_run()[1],
     }
-    display = make_display(config.verbose and rank == 0)
+    display = make_display(config.verbose and world.is_first)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
     fused = tuple(name for name, each in optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
-    by_layer = compiles_by_layer(model, config.compile, data.placement.device, world_size)
-    plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
+    by_layer = compiles_by_layer(model, config.compile, data.placement.device, world.size)
+    plan = FitPlan(world, config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
     may_log = callbacks.may_log or trainer.logged.has_any
     plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
     _check_validation(plan)
@@ -329,8 +332,8 @@ def _check_validation(plan: FitPlan) -> None:
             raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
         meant = nearest(best, plan.measured, "metric")
         raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
-    if config.log_every_n_batches and runtime.is_master():
-        warn("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
+    if config.log_every_n_batches:
+        warn_together("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
     if config.validates_within_epochs and not plan.validation:
         name = "validation_freq" if isinstance(config.validation_freq, float) else "validate_every_n_steps"
         name = name if getattr(config, name) else "validate_every_n_minutes"
@@ -351,12 +354,10 @@ def _check_validation(plan: FitPlan) -> None:
 
 
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
-    """Warn on rank 0 of data that are not finite, and of a loss that is weighted wrongly."""
-    if not runtime.is_master():
-        return
+    """Warn of data that are not finite, and of a loss that is weighted wrongly."""
     warnings = [facts["_loss"] for facts in facts_by_rank if facts["_loss"]]
     if warnings:
-        warn(warnings[0])
+        warn_together(warnings[0])
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts["_not_finite"]):
         found = [facts["_not_finite"][name] for facts in facts_by_rank if name in facts["_not_finite"]]
         where, count = found[0][0], sum(rows for _, rows, _ in found)
@@ -367,7 +368,7 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
         if name != "training":
             where = f"{name.replace('validation', 'validation data')}: {where}"
             what = "val_loss may become NaN, and then no epoch is the best one."
-        warn(f"{where}{more}. {what} Fill or drop such rows first.")
+        warn_together(f"{where}{more}. {what} Fill or drop such rows first.")
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
@@ -383,26 +384,27 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     Raises:
         ConfigError: As `fit`; or the number of batches is unknown.
     """
-    runtime.join_for_all()
-    runtime.check_same_call("count_steps")
+    world = runtime.join_for_all()
+    world.check_same_call("count_steps")
     config = parse_fit(*data, **keywords).config
     if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have
         steps = requested_steps(config)
     else:
-        arguments, opened = open_fit(lambda: parse_fit(*data, **keywords), None, 0)
+        arguments, opened = open_fit(world, lambda: parse_fit(*data, **keywords), None, 0)
         config = arguments.config
-        steps = steps_per_epoch(config, opened[0].feed(config, *_rank_and_world_size(config)))
+        steps = steps_per_epoch(config, opened[0].feed(config, _world_of_fit(world, config)))
     total = all_steps(config, steps)
     if total is None:
         raise ConfigError("the number of batches is unknown: set steps_per_epoch, or max_steps.")
     return total if steps is None else steps, total
 
 
-def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:
-    """Return those of this process, or those of the workers that a notebook would start."""
-    rank, world_size, asked = runtime.get_rank(), runtime.get_world_size(), config.num_processes
-    if asked is None or world_size > 1 or process_env.is_launched():
-        return rank, world_size
+def _world_of_fit(world: World, config: DistributedTrainingConfig) -> World:
+    """Return the world of this process, or one as large as that of the workers that a notebook would start."""
+    asked = config.num_processes
+    if asked is None or world.size > 1 or process_env.is_launched():
+        return world
     if asked == "auto" and accelerator.visible() is not None:
         raise ConfigError('num_processes="auto" depends on where the model is: give count_steps a number of processes.')
-    return rank, ranks_by_cores(process_env.to_pass_on()) if asked == "auto" else int(asked)
+    count = ranks_by_cores(process_env.to_pass_on()) if asked == "auto" else int(asked)
+    return replace(world.alone(), size=count)

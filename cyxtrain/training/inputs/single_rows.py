@@ -14,7 +14,6 @@ from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.inputs.checked_data import CheckedData, EmptyBatch, inputs_seen
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.snapshot import put_into_training, snapshot
-from cyxtrain.world import runtime
 
 
 def check_single_rows(model: nn.Module, plan: FitPlan) -> None:
@@ -24,7 +23,7 @@ def check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     numbers of rows, ranks and micro-batches, so all ranks have the same. For SyncBatchNorm the rows of all ranks count
     together.
     """
-    feed, source, ranks = plan.feed, plan.data.source, runtime.get_world_size()
+    feed, source, ranks = plan.feed, plan.data.source, plan.world.size
     norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
     together = ranks > 1 and len(_layers_together(model, converts=plan.config.sync_batchnorm)) == len(norms)
     single = feed.single_row(together=together) if norms else None
@@ -62,7 +61,7 @@ def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: Check
 def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     """Return what a rank that runs out of rows computes; None: nothing. Raise ConfigError if the model cannot."""
     layers = _layers_together(model, converts=plan.config.sync_batchnorm)
-    uneven = plan.feed.uneven_step() if layers and runtime.get_world_size() > 1 else None
+    uneven = plan.feed.uneven_step() if layers and plan.world.size > 1 else None
     if uneven is None:
         return None
     data = plan.data

@@ -16,8 +16,8 @@ from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.training.inputs.arguments import FitArguments
 from cyxtrain.training.inputs.facts import config_facts
-from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on
+from cyxtrain.world.world import World
 
 Sources = tuple[Source, dict[str, Source]]
 """Rows to train on, and sets of rows to validate with, by name."""
@@ -25,46 +25,40 @@ Sources = tuple[Source, dict[str, Source]]
 _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
-def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
+def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
     """Return the arguments of a fit and its data from an `epoch`. All ranks call it, and raise alike."""
 
     def open_and_describe() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
         arguments = parse()
-        sources = _open_sources(arguments, loss_fn, epoch)
+        sources = _open_sources(world, arguments, loss_fn, epoch)
         return (arguments, sources), {**config_facts(arguments.config), **_source_facts(sources)}
 
-    (arguments, sources), facts_by_rank = agree_on(open_and_describe)
+    (arguments, sources), facts_by_rank = agree_on(world, open_and_describe)
     config = arguments.config
     with raised_on_all_ranks():
-        _reconcile(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
+        _reconcile(sources, facts_by_rank, world.rank, config.sharded_data)
         _check_batch_size(sources[0], config)
     if sources[0].batch_size is not None:
         config = dataclasses.replace(config, batch_size=sources[0].batch_size)
     return dataclasses.replace(arguments, config=config), sources
 
 
-def open_rows(
-    data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig, *, distributed: bool
-) -> Source:
+def open_rows(world: World, data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig) -> Source:
     """Return the rows of an evaluation or a prediction; `config` is that of the latest fit."""
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
 
     def open_and_describe() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
-        sources: Sources = (open_source(inputs, targets, weights, asked, 0, trains=False), {})
+        sources: Sources = (open_source(inputs, targets, weights, asked, 0, world, trains=False), {})
         actual = sources[0].batch_size
         if actual is not None and batch_size not in (None, actual):
             raise ConfigError(f"batch_size={batch_size}, and X makes batches of {actual}: leave batch_size out.")
         return sources, _source_facts(sources)
 
-    if not distributed:
-        sources, facts = open_and_describe()
-        _reconcile(sources, [facts], 0, None)
-    else:
-        sources, facts_by_rank = agree_on(open_and_describe)
-        with raised_on_all_ranks():
-            _reconcile(sources, facts_by_rank, runtime.get_rank(), None)
+    sources, facts_by_rank = agree_on(world, open_and_describe)
+    with contextlib.nullcontext() if world.sends_nothing else raised_on_all_ranks():
+        _reconcile(sources, facts_by_rank, world.rank, None)
     return sources[0]
 
 
@@ -97,16 +91,16 @@ def _reconcile(sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], ran
             source.reconcile([facts[f"_{name}"] for facts in facts_by_rank], rank, sharded=sharded)
 
 
-def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
+def _open_sources(world: World, arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
     """Return this rank's data of a fit; some of its rows validate, if validation_split is set."""
     config, validation = arguments.config, dict[str, Source]()
     given = (arguments.inputs, arguments.targets, arguments.weights)
-    source = open_source(*given, config, epoch, trains=True)
+    source = open_source(*given, config, epoch, world, trains=True)
     _check_batch_size(source, config)
     own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
     for name, each in arguments.validation.items():
         with naming_validation(f"validation {name}".rstrip()):
-            held_out = open_source(*each, own, 0, trains=False)
+            held_out = open_source(*each, own, 0, world, trains=False)
             if held_out.reads_once and (config.epochs > 1 or config.validates_within_epochs):
                 raise ConfigError(
                     "it gives its batches once, and each epoch is validated: give the function that makes it, without "

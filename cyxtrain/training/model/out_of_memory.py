@@ -9,7 +9,7 @@ import torch
 
 from cyxtrain.environment import accelerator
 from cyxtrain.errors import CyxtrainError
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 _OF_THE_CPU = "can't allocate memory"
 """PyTorch's words for it, in a plain RuntimeError."""
@@ -26,7 +26,7 @@ _ON_GPUS = "On a GPU, look at nvidia-smi: each rank needs its own (cyxtrain laun
 
 
 @contextlib.contextmanager
-def memory_explained(*, trains: bool = True) -> Iterator[None]:
+def memory_explained(world: World, *, trains: bool = True) -> Iterator[None]:
     """Add the rank and a remedy to an out-of-memory error within; `trains`: whether it is about training."""
     try:
         yield
@@ -38,7 +38,7 @@ def memory_explained(*, trains: bool = True) -> Iterator[None]:
             held += "" if _is_of_the_cpu(error) else f"{_IN_PIECES} "
             less = _LESS + (_IN_TRAINING if trains else _IN_EVALUATION)
             reason = str(error).rstrip(". \n") or type(error).__name__
-            error.args = (f"rank {runtime.get_rank()} is out of memory: {reason}. {held}{less}. {_ON_GPUS}",)
+            error.args = (f"rank {world.number} is out of memory: {reason}. {held}{less}. {_ON_GPUS}",)
         raise
 
 

@@ -22,7 +22,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import as_given, batch_parts
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import ConfigError, brief, warn
+from cyxtrain.errors import ConfigError, brief, warn_together
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.sums import correct_of
@@ -30,7 +30,6 @@ from cyxtrain.metrics.weighting import BatchLoss, Weighting, batch_loss_of, is_s
 from cyxtrain.optim.optimizers import described_name, needs_closure, parameters_of
 from cyxtrain.optim.precision import Precision
 from cyxtrain.training.model.forward import ModelCall
-from cyxtrain.world import runtime
 
 StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
@@ -332,9 +331,9 @@ class StepCall(ModelCall):
         known = _RETURNED.setdefault(self._own.trainer, {"loss", "output"})
         if result.keys() <= known:
             return
-        for name, value in result.items() if runtime.is_master() else ():
+        for name, value in result.items():
             if name not in known and value is not None and not is_scalar(value, flags=True):
-                warn(f"{self._own.name} returned {name!r}, {_left_out(value)}.")
+                warn_together(f"{self._own.name} returned {name!r}, {_left_out(value)}.")
         known.update(result)
 
     def _refuse(self, call: str) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.data.batches.prefetch import as_channels_last
 from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, shortened
 from cyxtrain.world import consensus, runtime
+from cyxtrain.world.world import World
 
 
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
@@ -42,7 +42,7 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
     return device
 
 
-def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
+def choose_device(world: World, asked: str | torch.device, model: nn.Module) -> torch.device:
     """Return where a model is to be, an accelerator with its number, and make that one this thread's.
 
     "auto" is where the model is, if that is an accelerator; otherwise the visible one, unless CPUs are asked for.
@@ -72,12 +72,12 @@ def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
         return chosen
     if chosen.index is None:
         index = torch.accelerator.current_device_index()  # the program's choice
-        chosen = torch.device(chosen.type, index or runtime.get_local_rank() % accelerator.count())
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        chosen = torch.device(chosen.type, index or world.local_rank % accelerator.count())
+    bound = getattr(world.group, "bound_device_id", None)
     if bound is not None and bound.type == chosen.type and bound != chosen:
         what = f"the model is on {chosen}" if asked == "auto" else f"device={str(asked)!r}"
         raise ConfigError(
-            f"{what}, and rank {dist.get_rank()}, local rank {runtime.get_local_rank()}, is connected over NCCL on "
+            f"{what}, and rank {world.number}, local rank {world.local_rank}, is connected over NCCL on "
             f"{bound}. Use {chosen.type!r} without a number: after cyxtrain.init() it is this rank's own."
         )
     torch.accelerator.set_device_index(chosen.index)
@@ -103,9 +103,9 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     return {"the kind of device": device.type, "_device": [str(device), platform.node(), identity]}
 
 
-def check_devices(facts_by_rank: Sequence[dict[str, Any]], device: torch.device) -> None:
+def check_devices(world: World, facts_by_rank: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Refuse ranks that share a GPU over NCCL, on every rank, if NCCL has not connected them yet."""
-    group = runtime.group_for(device)
+    group = world.group_for(device)
     is_connected = getattr(group, "bound_device_id", None) is not None
     if is_connected or consensus.backends_of(group).get(device.type) != "nccl":
         return
@@ -122,7 +122,7 @@ def check_devices(facts_by_rank: Sequence[dict[str, Any]], device: torch.device)
         holders[identity] = rank
 
 
-def explain_device(device: torch.device, facts_by_rank: Sequence[dict[str, Any]]) -> str:
+def explain_device(world: World, device: torch.device, facts_by_rank: Sequence[dict[str, Any]]) -> str:
     """Describe which devices are used and which are visible."""
     visible, count = accelerator.visible(), accelerator.count()
     words = str(device)
@@ -133,7 +133,7 @@ def explain_device(device: torch.device, facts_by_rank: Sequence[dict[str, Any]]
     if device.type != visible.type:
         what = f"1 {visible.type} device is" if count == 1 else f"{count} {visible.type} devices are"
         return f"{words}; {what} visible and not used: {runtime.why_cpus() or f'device={str(device)!r}'}"
-    node = facts_by_rank[runtime.get_rank()]["_device"][1]
+    node = facts_by_rank[world.rank]["_device"][1]
     here = {name for name, other, _ in (facts["_device"] for facts in facts_by_rank) if other == node}
     used = sorted(here, key=lambda name: torch.device(name).index or 0)
     which = str(device) if len(used) == 1 else f"{used[0]} to {used[-1]}"

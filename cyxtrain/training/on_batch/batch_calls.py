@@ -26,8 +26,8 @@ from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
 from cyxtrain.training.state import TrainerView, TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.updates import make_updates
-from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
+from cyxtrain.world.world import World
 
 _KEPT = (
     *("seed", "on_nonfinite", "clip_norm", "clip_value", "clip_adaptive", "precision", "amp", "sync_batchnorm"),
@@ -70,16 +70,17 @@ class BatchCalls(TrainerView, TrainerSteps):
             ConfigError: The input is wrong, on any rank, or a callback calls it.
             NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`.
         """
-        self._begin("train_on_batch")
+        world = self._begin("train_on_batch")
         given = (x, y, sample_weight, class_weight)
-        (source, config, form), _ = agree_on(lambda: _opened(self._state, *given))
-        if self._batch_plan is None or self._batch_plan[0] != form:
+        (source, config, form), _ = agree_on(world, lambda: _opened(world, self._state, *given))
+        known = self._batch_plan
+        if known is None or known[0] != form or known[1].world.group is not world.group:
             weights = {"sample_weight": sample_weight, "class_weight": class_weight}
-            plan = self._agreed_plan((x, y, config), weights, has_all_rows=False)
+            plan = self._agreed_plan(world, (x, y, config), weights, has_all_rows=False)
             with self._logging():
                 self._batch_plan = form, with_batch_norm_checked(self._state, plan)
         plan = self._batch_plan[1]
-        with ending_group_on_error(), memory_explained():
+        with ending_group_on_error(world), memory_explained(world):
             ddp = self._wrapped(plan)
             with self._fit_context(plan, ddp) as logged:
                 return _returned(_step(self._state, plan, ddp, source, logged), return_dict)
@@ -108,7 +109,7 @@ class BatchCalls(TrainerView, TrainerSteps):
 
 
 def _opened(
-    state: TrainingState, x: Any, y: Any, weights: Any, class_weights: Any
+    world: World, state: TrainingState, x: Any, y: Any, weights: Any, class_weights: Any
 ) -> tuple[tuple[Source, DistributedTrainingConfig, Any], dict[str, Any]]:
     """Return a batch, its settings and its form, and what must be the same on every rank."""
     rows, kept = _rows_of("train_on_batch", x), {name: getattr(state.config, name) for name in _KEPT}
@@ -118,7 +119,7 @@ def _opened(
         "torch.optim.lr_scheduler, or set the rate with trainer.set_learning_rates.",
     )
     config = DistributedTrainingConfig(epochs=1, effective_batch_size=rows, shuffle=False, verbose=False, **kept)
-    source = open_source(x, y, weights, config, 0, trains=True)
+    source = open_source(x, y, weights, config, 0, world, trains=True)
     source = source if class_weights is None else source.weighted_by_class(class_weights, None)
     facts = source.facts("the batch's")
     form = {name: value for name, value in facts.items() if "hash" not in name}
@@ -129,24 +130,24 @@ def _step(
     state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, source: Source, logged: LoggedNumbers
 ) -> dict[str, float]:
     """Take a step on a batch; return what was measured, over all ranks."""
-    config, data, rank = plan.config, plan.data, runtime.get_rank()
+    world, config, data = plan.world, plan.config, plan.data
     device = data.placement.device
     state.set(callbacks=Callbacks(), stop_training=False)
     with generators_kept(device):
-        seed_generators(config.seed, 0, state.position.step, rank, device)
+        seed_generators(config.seed, 0, state.position.step, world.rank, device)
         put_into_training(state.model, *data.loss.modules)
         guard = FiniteGuard(ddp, state, device)
         updates = make_updates(state, plan, ddp, logged)
         step = TrainingStep(ddp, state, data, guard, logged, updates)
-        shares = source.feed(config, rank, runtime.get_world_size()).shares(Place(0, 0, 0), data.placement, 1)
+        shares = source.feed(config, world).shares(Place(0, 0, 0), data.placement, 1)
         with contextlib.closing(shares), updates or contextlib.nullcontext():  # type: ignore[type-var]
             share = next(shares)
             logged.begin(share.rows, 0)
             step(share)
         ddp.sync_buffers()
         state.position.set(step=state.position.step + 1)
-        numbers = {name: each for name, each in logged.over_ranks().items() if not name.startswith(GRAD_NORM)}
-        return {**step.totals.over_ranks(runtime.cpu_group()), **numbers}
+        numbers = {name: each for name, each in logged.over_ranks(world).items() if not name.startswith(GRAD_NORM)}
+        return {**step.totals.over_ranks(world), **numbers}
 
 
 def _rows_of(call: str, x: Any) -> int:

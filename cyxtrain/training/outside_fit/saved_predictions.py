@@ -18,7 +18,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,8 +35,8 @@ from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
 from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.world import runtime
-from cyxtrain.world.agreement import agree_on, on_master
+from cyxtrain.world.agreement import agree_on, on_first
+from cyxtrain.world.world import World
 
 Shapes: TypeAlias = list[list[int]]
 INDEX, FORMAT = "index.json", "cyxtrain predictions 1"
@@ -215,23 +215,18 @@ class ShardFolder:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], model: nn.Module, rows: CheckedData, output: Any, *, distributed: bool
+        self, world: World, path: str | os.PathLike[str], model: nn.Module, rows: CheckedData, output: Any
     ) -> None:
         self.path = Path(local_path("predict.output_dir", path)).absolute()
-        self._distributed = distributed
+        self._world = world
         self._names, self._rows = [name for name, _ in leaves(output)], rows
         state: dict[str, Any] = {}
-        self._on_writer(lambda: state.update(self._begin(_facts(model, rows), output)))
-        if distributed:
-            state = json.loads(runtime.gather_texts(json.dumps(state))[0])
-            index = self.path / INDEX
-            agree_on(lambda: (None, {_SAME: index.stat().st_mtime_ns if os.path.exists(index) else None}))
+        on_first(world, lambda: state.update(self._begin(_facts(model, rows), output)))
+        state = world.gather_json(state)[0]
+        index = self.path / INDEX
+        agree_on(world, lambda: (None, {_SAME: index.stat().st_mtime_ns if os.path.exists(index) else None}))
         self.group: int = state["group"]
         self.done, self.is_complete = frozenset[int](state["done"]), bool(state["complete"])
-
-    def _on_writer(self, action: Callable[[], object]) -> None:
-        """Do something on rank 0, and raise its error on all ranks; on this rank, if it works alone."""
-        on_master(action, together=True) if self._distributed else action()
 
     def _begin(self, facts: dict[str, Any], output: Any) -> dict[str, Any]:
         """Create the folder and its index, or check them; return what the other ranks must know."""
@@ -275,8 +270,7 @@ class ShardFolder:
 
     def finish(self, pad_value: float | None, *, is_ended: bool) -> Predictions:
         """Write the index; return the predictions. If a callback has ended the call, they are the first shards."""
-        last = str(max(self.done, default=-1))
-        count = 1 + max(map(int, runtime.gather_texts(last) if self._distributed else [last]))
+        count = 1 + max(self._world.gather_json(max(self.done, default=-1)))
 
         def write() -> None:
             records: list[dict[str, Any]] = []
@@ -294,7 +288,7 @@ class ShardFolder:
             shapes = [record["shapes"] for record in records]
             _write_json(self.path / INDEX, {**read_index(self.path), **found, "shards": shapes})
 
-        self._on_writer(write)
+        on_first(self._world, write)
         return Predictions(self.path)
 
 

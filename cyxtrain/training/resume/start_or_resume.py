@@ -28,7 +28,7 @@ from cyxtrain.checkpoint.validation import check_content, taking_over
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
-from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
+from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn, warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.optimizers import ONLY
@@ -39,7 +39,7 @@ from cyxtrain.training.inputs.plan import FitPlan, place_of
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
 from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import Position, TrainingState
-from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 AUTO = "auto"
 _SAME_FIELDS = (
@@ -66,10 +66,15 @@ HeaderLines = list[tuple[str, str]]
 
 
 def restore_rank(
-    checkpoint: CheckpointState, source: str, totals: MetricSums, logged: LoggedNumbers, device: torch.device
+    world: World,
+    checkpoint: CheckpointState,
+    source: str,
+    totals: MetricSums,
+    logged: LoggedNumbers,
+    device: torch.device,
 ) -> None:
     """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch."""
-    rank, world_size, ranks = runtime.get_rank(), runtime.get_world_size(), checkpoint.ranks
+    rank, world_size, ranks = world.rank, world.size, checkpoint.ranks
     try:
         tables = [each["sums"] for each in ranks]
         if not any(tables):
@@ -101,14 +106,14 @@ def find_checkpoint(plan: FitPlan, state: TrainingState, program: str) -> Checkp
         # A fit that resumes from a path is that checkpoint's call of fit.
         named = None if resume is None else look_into(Path(resume)).position
         call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
-        found = read_on_all(lambda: _newest_of_call(folder, state, call, program, launched))
+        found = read_on_all(plan.world, lambda: _newest_of_call(folder, state, call, program, launched))
         if found is not None:
             return found
     if resume is None:
         return None
     if resume == AUTO:
-        return read_on_all(lambda: _newest_of_call(folder, state, state.next_fit(initial_epoch), program))
-    return read_file_on_all(resume)
+        return read_on_all(plan.world, lambda: _newest_of_call(folder, state, state.next_fit(initial_epoch), program))
+    return read_file_on_all(plan.world, resume)
 
 
 def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
@@ -122,13 +127,13 @@ def start_or_resume(
     """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header."""
     try:
         digests = plan.digests()
-        program = runtime.gather_texts(_program_of(state, plan.config, digests))[0]
+        program = plan.world.gather(_program_of(state, plan.config, digests))[0]
         found = find_checkpoint(plan, state, program)
-        run = {**digests, "program": program, "started": _after_all(plan.config)}
+        run = {**digests, "program": program, "started": _after_all(plan.world, plan.config)}
         return _begin(state, plan, numerics, run) if found is None else _resume(state, plan, numerics, run, found)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
-        runtime.gather_texts("")  # all ranks have read it when the first one leaves
+        plan.world.gather("")  # all ranks have read it when the first one leaves
         raise
 
 
@@ -142,10 +147,10 @@ def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests
     return xxhash.xxh3_64_hexdigest(json.dumps([same, digests, shapes, kinds, options], default=repr).encode())
 
 
-def _after_all(config: DistributedTrainingConfig) -> float:
+def _after_all(world: World, config: DistributedTrainingConfig) -> float:
     """Return the earliest time at which a run may begin to be newer than all others, whose clocks may be ahead."""
     started = [0.0]
-    if config.makes_checkpoints and runtime.is_master():
+    if config.makes_checkpoints and world.is_first:
         started += [found.run.get("started", 0.0) for found in _folder_of(config).newest_first()]
     return math.nextafter(max(started), math.inf)
 
@@ -158,14 +163,14 @@ def _begin(
         scheduled = plan.scheduled(rates)
         interval = plan.config.scheduler_interval or "step"
         check_schedule(rates.schedule_for(scheduled), scheduled, interval, plan.steps_per_epoch)
-    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
-        warn(
+    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps:
+        warn_together(
             f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
             "will not reach its value."
         )
     lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
     effective = plan.feed.effective_batch_size
-    state.begin_fit(plan.config, run, effective, lengths, plan.initial_epoch, numerics)
+    state.begin_fit(plan.world, plan.config, run, effective, lengths, plan.initial_epoch, numerics)
     return plan, None, _describe_start(plan, state)
 
 
@@ -177,7 +182,8 @@ def _resume(
     check_same_fit(checkpoint, name, plan.config, {each: run[each] for each in _DATA}, plan.feed.effective_batch_size)
     given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
     plan = replace(plan, config=as_in_checkpoint(asked, checkpoint.config))
-    state.resume_from(checkpoint, source, plan.config, run, numerics, is_new_run=_is_new_run(plan, checkpoint, run))
+    is_new_run = _is_new_run(plan, checkpoint, run)
+    state.resume_from(plan.world, checkpoint, source, plan.config, run, numerics, is_new_run=is_new_run)
     with taking_over(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
         plan.feed.resume_from(state.position.effective_batch_size)
@@ -190,25 +196,34 @@ def _resume(
     restored = describe_restored(given, restored_settings(state, plan.config))
     header_lines = restored + _describe_frozen(trained, _trained(state))
     header_lines += _describe_run(plan, name, checkpoint.run, state.run)
-    if header_lines and not plan.config.verbose and runtime.is_master():
-        warn(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
-    for rates in state.rates.values():
-        stretched = rates.resume_from(plan.schedule_steps(rates.warmup_steps))
-        if not plan.is_over(state.position):
-            header_lines += [("schedule", stretched)] if stretched else []
-            to_come = plan.schedule_steps(rates.warmup_steps_left, state.position)
-            check_schedule(rates.scheduler, to_come, rates.interval)
-    if checkpoint.others.get("compression") and runtime.get_world_size() == 1:
+    if header_lines and not plan.config.verbose:
+        warn_together(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
+    header_lines += _resume_schedules(state, plan)
+    if checkpoint.others.get("compression") and plan.world.size == 1:
         header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
-    if runtime.is_master() and (computed := differences(checkpoint.arithmetic, numerics)):
-        warn(
+    if computed := differences(checkpoint.arithmetic, numerics):
+        warn_together(
             f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
             "bits, or more."
         )
-    if runtime.is_master() and (done := describe_changes(asked, checkpoint.config)):
-        warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
+    if done := describe_changes(asked, checkpoint.config):
+        warn_together(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
     header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
     return plan, (checkpoint, source), header_lines
+
+
+def _resume_schedules(state: TrainingState, plan: FitPlan) -> HeaderLines:
+    """Fit schedules to the steps of this fit; return lines for the header about those that changed."""
+    lines: HeaderLines = []
+    for rates in state.rates.values():
+        stretched = rates.resume_from(plan.schedule_steps(rates.warmup_steps))
+        if plan.is_over(state.position):
+            continue
+        if stretched:
+            lines.append(("schedule", stretched))
+        to_come = plan.schedule_steps(rates.warmup_steps_left, state.position)
+        check_schedule(rates.scheduler, to_come, rates.interval)
+    return lines
 
 
 def _is_new_run(plan: FitPlan, checkpoint: CheckpointState, run: Mapping[str, Any]) -> bool:
@@ -262,11 +277,11 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     """Describe the checkpoint that a fit continues from, and whether anything is left to train."""
     position = state.position
     text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
-    there = _folder_of(plan.config).newest_first() if runtime.is_master() else []
+    there = _folder_of(plan.config).newest_first() if plan.world.is_first else []
     later = sum(found.fits is not None and found.fits > position.fits for found in there)
     if later:
         text += f"; {counted(later, 'checkpoint')} of later calls of fit there"
-    if ranks != runtime.get_world_size():
+    if ranks != plan.world.size:
         text += f"; made by {counted(ranks, 'rank')}, samples keep their order"
     limit = "max_steps" if plan.steps_left(position) == 0 else "epochs"
     if position.stopped:
@@ -278,7 +293,7 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
 def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
     """Return the header's lines where a fit begins."""
     config = plan.config
-    if not runtime.is_master():
+    if not plan.world.is_first:
         return []
     if plan.resume is None and not config.makes_checkpoints:
         is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
@@ -435,10 +450,10 @@ def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[
         "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
         "the optimizer's kernel": f"fused {names}".rstrip() if plan.fused_optimizers else "as it was built",
         "the device": device.type,
-        "the backend": dist.get_backend(),
+        "the backend": dist.get_backend(plan.world.group),
         **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
         "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
-        **(exchange if dist.get_world_size() > 1 else {}),  # alone they do not
+        **(exchange if plan.world.size > 1 else {}),  # alone they do not
     }
 
 

@@ -21,6 +21,7 @@ from cyxtrain.callbacks import Callback, ProgressBar, SlowRankMonitor
 from cyxtrain.callbacks.monitors import slow_rank
 from cyxtrain.environment import accelerator
 from cyxtrain.progress.step_timer import PARTS, StepTimer
+from cyxtrain.world.world import World
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 SLOW_SECONDS = 0.05
@@ -90,7 +91,7 @@ def test_waits_of_a_device_are_taken_out_of_the_part_in_which_the_host_waited_fo
     clock.backward.seconds, clock.optimizer.seconds, clock.forward.seconds = 1.0, 2.0, 3.0
     clock.communicated(clock.backward, 4.0)
     with one_process():
-        [found] = clock.over_ranks()
+        [found] = clock.over_ranks(World())
     assert found == {"data": 0.0, "forward": 2.0, "backward": 0.0, "communication": 4.0, "optimizer": 0.0}
 
 

@@ -28,6 +28,7 @@ from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.feed import Place
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.environment import accelerator
+from cyxtrain.world.world import World
 
 GPU = os.environ.get("CYXTRAIN_TEST_GPU", "cuda")
 """Or the stand-in of tests/support/stand_in, on which test_stand_in.py runs some of these."""
@@ -237,7 +238,7 @@ def test_rows_that_are_copied_ahead_are_the_rows_that_were_asked_for(kind):
         "inputs alone": (inputs,),
     }[kind]
     source, placement = ArraySource(*given), Placement(torch.device(GPU), torch.float32, lambda values, dtype: values)
-    feed = source.feed(DistributedTrainingConfig(batch_size=100, accumulation_steps=2), 0, 1)
+    feed = source.feed(DistributedTrainingConfig(batch_size=100, accumulation_steps=2), World())
     kept, wrong = [], torch.zeros((), dtype=torch.int64, device=GPU)
     expected = inputs.to(GPU, torch.float32)
     side = 2000 if IS_REAL else 200  # the stand-in computes at once, with one core

@@ -426,7 +426,7 @@ def unlike_calls(kind: str, outputs: int, **settings: Any) -> str:
 def on_tcp(kind: str, outputs: int) -> str:
     """As `unlike_calls`, in a world whose ranks share no memory: buckets of one size are not told apart by it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cyxtrain.parallel.reducer._gradient_buffers", lambda layout, _: [None] * len(layout))
+        patch.setattr("cyxtrain.parallel.reducer._gradient_buffers", lambda layout, *_: [None] * len(layout))
         return unlike_calls(kind, outputs)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import cyxtrain as cx
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.parallel.compression import LowRankGradient, as_matrix, load_state
+from cyxtrain.world.world import World
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 MANY_BUCKETS = 1e-4  # MiB: about a parameter each
@@ -290,7 +291,7 @@ def test_what_a_checkpoint_does_not_know_begins_anew():
     state = {"queries": {"old": torch.ones(6, 2)}, "errors": [{"old": torch.ones(8, 6)}]}
     known, new, reshaped = kept("old"), kept("new"), kept("old", rows=9)
     for own in (known, new, reshaped):
-        load_state(own, state, 0, 1)
+        load_state(own, state, World())
     assert torch.equal(known["old"].error, torch.ones(8, 6))
     assert torch.equal(known["old"].query, torch.ones(6, 2))
     assert not new["new"].error.any()
@@ -301,7 +302,7 @@ def test_what_a_checkpoint_does_not_know_begins_anew():
 @pytest.mark.parametrize("state", [{}, {"queries": {}, "errors": 3}, {"queries": {"old": 3}, "errors": []}])
 def test_a_state_that_is_none_is_refused(state):
     with pytest.raises(cx.CheckpointError, match="the saved state of gradient compression cannot be used"):
-        load_state(kept("old"), state, 0, 1)
+        load_state(kept("old"), state, World())
 
 
 # --- fits -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ What PyTorch's collectives then do, on any dtype, shape and reduction, is in tes
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pytest
@@ -172,15 +173,16 @@ def check_group_of_ranks_1_and_2(group):
         assert cx.recv(tensor, group=group, group_src=0) == 1
         assert tensor.tolist() == [2, 4, 6]
     cx.barrier(group)
-    assert runtime.gather_texts(f"rank {cx.get_rank()}", group) == ["rank 1", "rank 2"]
+    world = dataclasses.replace(runtime.current(), size=2, cpu_group=group)
+    assert world.gather(f"rank {cx.get_rank()}") == ["rank 1", "rank 2"]
 
 
 @on_ranks(1, 3)
 def test_texts_of_all_ranks_are_gathered_as_they_are():
     rank, ranks = cx.get_rank(), range(cx.get_world_size())
-    assert runtime.gather_texts(f"rank {rank}") == [f"rank {r}" for r in ranks]
-    assert runtime.gather_texts("") == ["" for _ in ranks]
-    assert runtime.gather_texts("ä" * rank * 1000 + "☃") == ["ä" * r * 1000 + "☃" for r in ranks]
+    assert runtime.current().gather(f"rank {rank}") == [f"rank {r}" for r in ranks]
+    assert runtime.current().gather("") == ["" for _ in ranks]
+    assert runtime.current().gather("ä" * rank * 1000 + "☃") == ["ä" * r * 1000 + "☃" for r in ranks]
 
 
 def run_with_another_default_device():
@@ -203,7 +205,7 @@ def test_small_agreements_do_not_depend_on_the_users_defaults():
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float16)
     try:
-        assert runtime.gather_texts(f"rank {cx.get_rank()}") == ["rank 0", "rank 1"]
+        assert runtime.current().gather(f"rank {cx.get_rank()}") == ["rank 0", "rank 1"]
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)

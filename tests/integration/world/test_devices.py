@@ -24,6 +24,7 @@ from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.model import placement
 from cyxtrain.world import consensus, devices, join, runtime
 from cyxtrain.world.devices import Seen
+from cyxtrain.world.world import World
 
 # --- the agreement on a backend -------------------------------------------------------------------------------------
 
@@ -99,12 +100,11 @@ def test_all_ranks_train_on_one_kind_of_device():
 
 
 def test_two_ranks_of_an_adopted_group_of_nccl_on_one_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(placement.runtime, "group_for", lambda _: None)
     monkeypatch.setattr(placement.consensus, "backends_of", lambda _: {"cuda": "nccl"})
     everyone = [{"_device": ["cuda:0", "node", name]} for name in ("GPU-1", "GPU-2", "GPU-1")]
-    placement.check_devices(everyone[:2], torch.device("cuda", 0))
+    placement.check_devices(World(), everyone[:2], torch.device("cuda", 0))
     with pytest.raises(cx.ConfigError, match="rank 0 and rank 2 train on one GPU, cuda:0 of node, which NCCL refuses"):
-        placement.check_devices(everyone, torch.device("cuda", 0))
+        placement.check_devices(World(), everyone, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("asked", ["mps", torch.device("mps")])
@@ -170,7 +170,7 @@ def train_over_groups_of_gpus(folder: str) -> None:
     assert beside is not group
     assert beside._group.timeout == timedelta(seconds=7)
     assert consensus.backends_of() == {"cuda": "gloo"}
-    assert runtime.gather_texts("here") == ["here"] * 2
+    assert runtime.current().gather("here") == ["here"] * 2
     mine = torch.ones(3)
     cx.all_reduce(mine)
     assert mine.tolist() == [2.0] * 3

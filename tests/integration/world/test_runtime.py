@@ -7,7 +7,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -262,10 +262,11 @@ def test_init_method_that_is_none_is_refused(method):
     ("method", "address"), [("tcp://node-0:1234", ("node-0", 1234)), ("tcp://[::1]:1234", ("::1", 1234))]
 )
 def test_tcp_init_method_says_where_rank_0_is(method, address, monkeypatch):
-    configs = []
-    monkeypatch.setattr(runtime, "join", lambda config: configs.append(config) or SimpleNamespace(group=0, cpu_group=0))
-    cx.init_process_group("gloo", method, timedelta(seconds=7), 3, 1)
-    found = configs[0]
+    join = Mock(side_effect=LookupError("asked"))
+    monkeypatch.setattr(runtime, "join", join)
+    with pytest.raises(LookupError, match="asked"):
+        cx.init_process_group("gloo", method, timedelta(seconds=7), 3, 1)
+    (found,) = join.call_args.args
     assert (found.master_addr, found.master_port) == address
     assert (found.rank, found.world_size, found.backend) == (1, 3, cx.BackendType.GLOO)
     assert found.timeout_ms == found.collective_timeout_ms == 7000

@@ -38,7 +38,7 @@ def weigh_tails_as_full_batches() -> None:
     def unweighted(self: RowSharding, rank: int, step: int) -> Shard:
         pieces, global_rows = shard(self, rank, step)
         own = sum(map(len, pieces))
-        return Shard(pieces, own * self.world_size if own else global_rows)
+        return Shard(pieces, own * self.num_slices if own else global_rows)
 
     _replace(RowSharding, "shard", unweighted)
 

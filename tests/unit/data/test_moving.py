@@ -17,6 +17,7 @@ from cyxtrain.data.batches.prefetch import Placement, prefetch_one
 from cyxtrain.data.feed import Place
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.arrays import ArraySource
+from cyxtrain.world.world import World
 
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, lambda targets, dtype: targets.to(dtype))
@@ -37,7 +38,7 @@ class Noting(ArraySource):
 def shares(source: Noting, rank: int, world_size: int, rows_at_once: int, first: int = 0) -> Iterator[Share]:
     accumulation_steps = -(-6 // (world_size * rows_at_once))
     config = DistributedTrainingConfig(batch_size=1, effective_batch_size=6, accumulation_steps=accumulation_steps)
-    return source.feed(config, rank, world_size).shares(Place(0, first, 0), PLACEMENT, None)
+    return source.feed(config, World(rank, world_size)).shares(Place(0, first, 0), PLACEMENT, None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -11,6 +11,7 @@ from cyxtrain.data import sampler as sampler_module
 from cyxtrain.data.sampler import DistributedSampler, global_order
 from cyxtrain.data.sources.validation_rows import validation_rows
 from cyxtrain.errors import ConfigError
+from cyxtrain.world.world import World
 
 SIZES = [1, 2, 7, 64, 100, 1797]
 WORLDS = [1, 2, 3, 4, 5]
@@ -131,8 +132,8 @@ def test_without_a_group_it_is_rank_0_of_1():
 
 
 def test_with_a_group_rank_and_world_size_are_the_groups(monkeypatch):
-    for name, found in {"is_initialized": True, "get_rank": 2, "get_world_size": 3}.items():
-        monkeypatch.setattr(sampler_module.dist, name, lambda found=found: found)
+    for name, found in {"is_initialized": True, "current": World(rank=2, size=3)}.items():
+        monkeypatch.setattr(sampler_module.runtime, name, lambda found=found: found)
     sampler = DistributedSampler(5)
     assert (sampler.rank, sampler.world_size) == (2, 3)
     given = DistributedSampler(5, rank=0, world_size=1)

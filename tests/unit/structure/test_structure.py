@@ -70,7 +70,7 @@ INSIDE = {
         "legacy_backend registered_backend",
         "backend",
     ],
-    "data": ["rng sampler", "order sharding", "batches", "feed", "sources"],
+    "data": ["rng sampler slices", "order sharding", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange",
         "bucket gathering step_report",

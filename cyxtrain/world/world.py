@@ -1,0 +1,138 @@
+"""Who takes part in a call: a value that is passed as an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cyxtrain.environment.accelerator import is_accelerator
+from cyxtrain.errors import CollectiveMismatchError, on_all_ranks
+
+SAME_CALL = "the check that all ranks make the same call"
+"""The `during` of its errors."""
+_LEAVES = "leaves the world (its program, or the with block of init, has ended; or it calls finalize)"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class World:
+    """The ranks that take part in a call, as one of them sees them. All of them make the same calls, in one order.
+
+    A rank by itself is a world of one: its methods send nothing.
+
+    Attributes:
+        rank: This process's number, from 0.
+        size: How many ranks there are.
+        group: Carries gradients, and the tensors of accelerators; None: this world sends nothing.
+        cpu_group: Carries small agreements: the same group, or a ring beside NCCL.
+        cpu_tensors: Carries other tensors of the CPU: one of these two.
+        local_rank: This process's number on its machine.
+        members: The launcher's number of each rank, which errors name.
+        generation: How many worlds this process has joined before.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    cpu_group: Any = None
+    cpu_tensors: Any = None
+    local_rank: int = 0
+    members: tuple[int, ...] = (0,)
+    generation: int = 0
+
+    @property
+    def number(self) -> int:
+        """The launcher's number of this process, which errors name."""
+        return self.members[self.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that shows and writes."""
+        return self.rank == 0
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether this is a rank by itself, which has no process group."""
+        return self.group is None
+
+    def alone(self) -> World:
+        """Return the world of this rank by itself."""
+        return World(local_rank=self.local_rank, members=(self.number,), generation=self.generation)
+
+    def group_for(self, device: torch.device) -> Any:
+        """Return the group that carries the tensors of a device."""
+        return self.cpu_tensors if device.type == "cpu" else self.group
+
+    def device_of_sums(self, device: torch.device) -> torch.device:
+        """Return where sums over ranks are computed: on an accelerator, unless the ring carries them. Ask once."""
+        stays = is_accelerator(device) and (self.size == 1 or dist.get_backend(self.group) != "ring")
+        return device if stays else torch.device("cpu")
+
+    def reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a small tensor over ranks, in place, and return it; one on a CPU by the group of agreements."""
+        if not self.sends_nothing:
+            dist.all_reduce(values, operation, group=self.cpu_group if values.is_cpu else self.group)
+        return values
+
+    def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
+        """Overwrite a small tensor of the CPU with that of a rank, and return it."""
+        if not self.sends_nothing:
+            dist.broadcast(values, source, group=self.cpu_group)
+        return values
+
+    def gather(self, text: str) -> list[str]:
+        """Return the text of every rank, by rank: how ranks compare what they know.
+
+        Cost: two all_gathers; 8 bytes, then the longest text, of each rank.
+        """
+        if self.sends_nothing:
+            return [text]
+        content = text.encode()
+        # device: a small agreement uses a CPU group, also if the program sets another default device.
+        own = torch.tensor([len(content)], device="cpu")
+        lengths = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(lengths, own, group=self.cpu_group)
+        sizes = [int(length) for length in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        if content:
+            padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        texts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(texts, padded, group=self.cpu_group)
+        return [found[:size].numpy().tobytes().decode() for found, size in zip(texts, sizes, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return a JSON value of every rank, by rank. Cost: as `gather`."""
+        return [json.loads(text) for text in self.gather(json.dumps(value))]
+
+    def check_same_call(self, call: str, *, works_alone: bool = False) -> bool:
+        """Check that all ranks are about to make the same call.
+
+        Where rank 0 is about to do what it can do alone, and the others wait elsewhere, they keep waiting meanwhile.
+
+        Cost: as `gather`.
+        """
+        while True:
+            announced = self.gather_json([call, works_alone])
+            calls = [name for name, _ in announced]
+            if len(set(calls)) == 1:
+                return True
+            if not announced[0][1] or len(set(calls[1:])) > 1:
+                other = next(rank for rank, name in enumerate(calls) if name != calls[0])
+                mismatch = CollectiveMismatchError(
+                    f"rank 0 {_verb(calls[0])} and rank {other} {_verb(calls[other])}: all ranks must make the same "
+                    "calls. evaluate, predict and save_checkpoint work on rank 0 alone, while the others wait in "
+                    "another call.",
+                    rank=other,
+                    during=SAME_CALL,
+                )
+                raise on_all_ranks(mismatch)
+            if self.is_first:
+                return False
+
+
+def _verb(call: str) -> str:
+    return _LEAVES if call == "finalize" else f"calls {call}"
