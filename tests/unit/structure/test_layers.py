@@ -54,6 +54,22 @@ def test_environment_is_read_in_one_place():
     assert readers == READERS_OF_THE_ENVIRONMENT
 
 
+def test_the_ranks_are_an_argument_above_the_world():
+    """A rank or a number of ranks that is looked up, or kept apart from its world, would be wrong in the next one."""
+    asked = {
+        f"{module}.{name}" for module in ("dist", "runtime") for name in ("get_rank", "get_world_size", "is_master")
+    }
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree, _ in files()
+        if not path.startswith(("world/", "ring/"))
+        for node in tree
+        if (isinstance(node, ast.Call) and ast.unparse(node.func) in asked)
+        or (isinstance(node, ast.Name) and node.id == "RingProcessGroup")
+    ]
+    assert found == []
+
+
 def test_files_have_at_most_600_lines():
     assert {path: lines for path, _, text in files() if (lines := len(text.splitlines())) > 600} == {}
 
