@@ -249,8 +249,9 @@ class RowFeed(Feed):
     ) -> Iterator[RowShare]:
         fetch = self._source.fetcher(order, _pieces(sharding, self._slices, steps), number, pinned=copier.prefetches)
         for step in steps:
-            global_rows = sharding.shard(0, step).global_rows
-            own = [order.rows(piece) for piece in _pieces(sharding, self._slices, range(step, step + 1))]
+            shards = [sharding.shard(number, step) for number in self._slices.owned]
+            own = [order.rows(piece) for shard in shards for piece in shard.pieces]
+            global_rows = shards[0].global_rows
             share = RowShare(next(numbers), global_rows, own, fetch, copier, keeps=not self._source.is_whole)
             share.count_ranks = functools.partial(sharding.count_ranks, step)
             yield share

@@ -246,19 +246,20 @@ class Group:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
             return
         spans = even_spans(check_target(output).numel(), self.world_size)
-        own = slice(*spans[self.rank])
-        target = flat_view_of(output)
-        if overlap(target, source):
-            target = torch.empty_like(target)
         with self._lock:
-            if self._run_staged(Kind.REDUCE_SCATTER, output, memory_of(source), memory_of(target), timeout, reduction):
+            staged = self._staged.find(Kind.REDUCE_SCATTER, output, reduction)
+            if staged is not None:
+                target = flat_view_of(output)
+                if overlap(target, source):
+                    target = torch.empty_like(target)
+                self.run_persistent(staged.header, staged.run(memory_of(source), memory_of(target)), timeout)
                 copy_back(target, output)
                 return
             flat = source.clone()
             operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
             stages = plan.by_tree() if plan.is_few else plan.by_chunks(spans)
             self._executor.run(operation, stages, timeout or self.timeout)
-            write(flat[own], output)
+            write(flat[slice(*spans[self.rank])], output)
             self._staged.create_after(self, Kind.REDUCE_SCATTER, output, reduction, timeout)
 
     def _reduce_scatter_uneven(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain.ring.schedules.kernels import Reduction
+from cyxtrain.ring.wire.payload import address_of
 from cyxtrain.ring.wire.persistent import COUNTER_WORDS
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -123,7 +124,7 @@ def _make_private() -> None:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4)
     for memory, descriptor in _mapped.items():
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        address = address_of(memoryview(memory))
         access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
         libc.mmap(address, len(memory), access, kind, descriptor, 0)
 

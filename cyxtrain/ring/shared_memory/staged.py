@@ -159,7 +159,6 @@ class StagedReduction:
         self._windows: list[_Window] = []
         rank, words, item_bytes = selector.rank, segment.counters(0), np.dtype(array).itemsize
         count = parts[-1][1]
-        own_first = parts[rank][0] if scatters else 0
         longest = WINDOW_BYTES // selector.world_size // EVEN_BYTES * EVEN_BYTES // item_bytes
         made: dict[tuple[int, ...], SharedMemoryReduce] = {}
         for start in range(0, max(end - first for first, end in parts), longest):
@@ -169,11 +168,10 @@ class StagedReduction:
             if lengths not in made:
                 rows = segment.rows(0, array, sum(lengths))
                 made[lengths] = SharedMemoryReduce(meeting, selector, rows, words, spans=places, count=count)
-            brought = [_slices(*each, 0, item_bytes) for each in zip(places, pieces, strict=True)]
-            taken = [_slices(*each, own_first, item_bytes) for each in zip(places, pieces, strict=True)]
-            reduction = made[lengths]
-            own = memoryview(reduction.own).cast("B")
-            self._windows.append(_Window(reduction, own, brought, [taken[rank]] if scatters else taken))
+            moves = [_slices(*each, 0, item_bytes) for each in zip(places, pieces, strict=True)]
+            taken = [_slices(places[rank], pieces[rank], parts[rank][0], item_bytes)] if scatters else moves
+            own = memoryview(made[lengths].own).cast("B")
+            self._windows.append(_Window(made[lengths], own, moves, taken))
 
     def run(self, source: memoryview, target: memoryview) -> Iterator[Exchange]:
         """Do it, from the bytes of `source` to those of `target`; yield each exchange with other ranks."""
