@@ -17,15 +17,11 @@ from torch import Tensor
 from cyxtrain.config.settings import names_checked, require, require_choice
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, brief, on_all_ranks
+from cyxtrain.metrics.accumulator import ALIKE, REDUCES, Accumulator, Number, Pair, joined, number_of
 from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.world.world import World
 
 GRAD_NORM = "grad_norm"
-
-_Number = Tensor | float
-_REDUCES = ("mean", "sum", "max", "min", "last")
-# the mean of a number that every rank has alike; the ranks do not add it up
-_ALIKE = "alike"
 
 
 class LoggedNumbers:
@@ -39,8 +35,7 @@ class LoggedNumbers:
         self.is_closed = False  # whether the last epoch is complete
         self.larger_is_better: dict[str, bool] = {}
         self._reduces: dict[str, str] = {}
-        self._sums: dict[str, list[_Number]] = {}
-        self._before: dict[str, list[_Number]] = {}
+        self._numbers = Accumulator()
         self._apart: LoggedNumbers | None = None
         self._is_repeating = False
 
@@ -75,16 +70,16 @@ class LoggedNumbers:
     def begin(self, rows: int, place: int) -> None:
         """Begin a step or a batch with so many rows."""
         self.rows, self.place = rows, place
-        self._before = dict(self._sums)
 
-    def skip(self) -> None:
-        """Forget what was added since `begin`: the step is skipped, and its loss does not count either."""
-        self._sums = self._before
+    def keep(self) -> Callable[[], None]:
+        """Return what forgets the numbers that are added from now on."""
+        self._numbers.keep()
+        return self._numbers.roll_back
 
     def reset(self) -> None:
         """Forget the sums, but not how numbers are reduced."""
         self.rows = 1
-        self._sums.clear()
+        self._numbers.clear()
 
     def add(
         self, name: str, value: Any, reduce: str = "mean", weight: Any = None, larger_is_better: bool | None = None
@@ -98,7 +93,7 @@ class LoggedNumbers:
         require(not self.is_closed, f"log({name!r}) was called after the last epoch. Call it before on_train_end.")
         if name not in self._reduces:
             self._check_name(name, larger_is_better, self.reserved)
-            require_choice("log", "reduce", reduce, _REDUCES)
+            require_choice("log", "reduce", reduce, REDUCES)
         known = self._reduces.setdefault(name, reduce)
         if reduce != known:
             raise _changed(name, known, reduce)
@@ -109,7 +104,7 @@ class LoggedNumbers:
         counts = self.rows if weight is None else _as_number(name, "weight", weight)
         if not isinstance(counts, Tensor) and not 0 <= counts < math.inf:
             raise ConfigError(f"log({name!r}): weight must be a finite number of at least 0, got {counts}.")
-        self._add(name, {"mean": _weighted(number, counts), "last": [self.place, number]}.get(reduce, [number]))
+        self._numbers.add(name, number, counts if reduce == "mean" else self.place, reduce=reduce)
 
     def add_parts(self, parts: Mapping[str, BatchLoss], known: Sequence[str]) -> None:
         """Add what a model or a step returned of a batch under names that are not `known` from the dry run."""
@@ -123,24 +118,20 @@ class LoggedNumbers:
                 reduce = self._reduces.setdefault(name, "mean")
                 if reduce != "mean":
                     raise _changed(name, reduce, "mean")
-                total = _as_number(name, "value", part.value.double() * part.terms)
-                self._add(name, [total, _as_number(name, "weight", part.weight)])
+                numbers = (part.value, part.weight, part.terms)
+                value, weight, terms = (_as_number(name, "value", each) for each in numbers)
+                self._numbers.add(name, value, weight, terms=terms)
 
     def add_norms(self, norms: Mapping[str, Tensor], *, may_be_skipped: bool) -> None:
         """Add norms of averaged gradients by optimizer; only finite ones if it is not known whether the step counts."""
         for owner, norm in norms.items():
             name = f"{GRAD_NORM}_{owner}" if owner else GRAD_NORM
-            self._reduces[name] = _ALIKE
+            self._reduces[name] = ALIKE
             number = _as_number(name, "value", norm)
             if may_be_skipped and isinstance(number, Tensor):
-                self._add(name, [torch.nan_to_num(number, 0.0, 0.0, 0.0), number.isfinite().double()])
+                self._numbers.add(name, number, number.isfinite(), reduce=ALIKE)
             else:
-                self._add(name, [number, 1.0])
-
-    def _add(self, name: str, sums: list[_Number]) -> None:
-        before, reduce = self._sums.get(name), self._reduces[name]
-        is_first = before is None or reduce == "last"
-        self._sums[name] = sums if is_first else _joined("mean" if reduce == _ALIKE else reduce, before or [], sums)
+                self._numbers.add(name, number, reduce=ALIKE)
 
     def _check_name(self, name: Any, larger_is_better: bool | None, reserved: Collection[str]) -> None:
         require(isinstance(name, str) and bool(name), f"log takes a name, got {brief(name)}.")
@@ -154,13 +145,13 @@ class LoggedNumbers:
     def state(self) -> dict[str, Any]:
         """Return this rank's sums as JSON values; waits for the device."""
         return {
-            name: [self._reduces[name], self.larger_is_better.get(name), [float(each) for each in sums]]
-            for name, sums in self._sums.items()
+            name: [reduce, self.larger_is_better.get(name), [*pair]]
+            for name, (reduce, pair) in self._numbers.kept().items()
         }
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the sums of one or several ranks."""
-        self._sums = {}
+        found: dict[str, tuple[str, Pair]] = {}
         for state in states:
             for name, (reduce, better, sums) in state.items():
                 known = self._reduces.setdefault(name, reduce)
@@ -168,26 +159,32 @@ class LoggedNumbers:
                     raise _changed(name, known, reduce)
                 if better is not None:
                     self.larger_is_better[name] = better
-                self._sums[name] = _joined(reduce, self._sums[name], sums) if name in self._sums else list(sums)
+                first, second = (*sums, 0.0)[:2]  # earlier versions have one number of a sum
+                found[name] = (
+                    reduce,
+                    joined(reduce, found[name][1], (first, second)) if name in found else (first, second),
+                )
+        self._numbers.clear()
+        self._numbers.load(found)
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Return the numbers of the ranks of a world; collective."""
         if world.sends_nothing:
             return {name: value() for name, value in self.lazy_values().items()}
         # First an all_reduce: another collective of a rank whose callback calls one alone would not match it.
-        if not world.reduce(torch.tensor(len(self._sums), device="cpu"), dist.ReduceOp.MAX):
+        if not world.reduce(torch.tensor(len(self._numbers.names), device="cpu"), dist.ReduceOp.MAX):
             return {}
-        joined = LoggedNumbers()
-        joined.larger_is_better = self.larger_is_better
+        of_all = LoggedNumbers()
+        of_all.larger_is_better = self.larger_is_better
         try:
-            joined.restore(world.gather_json(self.state()))
+            of_all.restore(world.gather_json(self.state()))
         except ConfigError as error:
             raise on_all_ranks(error) from None
-        return joined.over_ranks(world.alone())
+        return of_all.over_ranks(world.alone())
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return a function for each number of this rank."""
-        return {name: partial(_value, self._reduces[name], sums) for name, sums in self._sums.items()}
+        return {name: partial(number_of, reduce, pair) for name, (reduce, pair) in self._numbers.kept().items()}
 
 
 class NumberLogger:
@@ -252,7 +249,7 @@ def _is_recomputing() -> bool:
     return torch.is_grad_enabled() and torch_compat.current_autograd_node() is not None
 
 
-def _as_number(name: str, what: str, value: Any) -> _Number:
+def _as_number(name: str, what: str, value: Any) -> Number:
     """Return a number of the host, or a copy of a number on an accelerator, which a later step may overwrite."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.detach()
@@ -267,35 +264,5 @@ def _as_number(name: str, what: str, value: Any) -> _Number:
     raise ConfigError(f"log({name!r}): {what} must be a number, got {got}{kind}. Log a number of it, such as its mean.")
 
 
-def _weighted(number: _Number, weight: _Number) -> list[_Number]:
-    """Return a number times its weight, 0 without one even if the number is not finite; and the weight."""
-    if isinstance(weight, Tensor):
-        return [torch.where(weight == 0, 0.0, number * weight), weight]
-    return [number * weight if weight else 0.0, weight]
-
-
 def _changed(name: str, known: str, reduce: str) -> ConfigError:
     return ConfigError(f"log({name!r}) was called with reduce={known!r}, and with reduce={reduce!r}. Use one of them.")
-
-
-def _joined(reduce: str, before: Sequence[_Number], new: Sequence[_Number]) -> list[_Number]:
-    """Return the sums of two parts, of which the second is that of a later call or of a higher rank."""
-    if reduce == _ALIKE:
-        return [*before]
-    if reduce == "last":
-        return [*(new if new[0] > before[0] else before)]
-    if reduce in ("mean", "sum"):
-        return [one + other for one, other in zip(before, new, strict=True)]
-    both = [
-        each if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float64, device="cpu")
-        for each in (*before, *new)
-    ]
-    found = (torch.maximum if reduce == "max" else torch.minimum)(*both)
-    return [float(found) if found.is_cpu else found]
-
-
-def _value(reduce: str, sums: Sequence[_Number]) -> float:
-    if reduce not in ("mean", _ALIKE):
-        return float(sums[-1])
-    total, weight = map(float, sums)
-    return total / weight if weight else math.nan

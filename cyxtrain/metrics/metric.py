@@ -26,6 +26,7 @@ from cyxtrain.data.batches.structure import as_tensor
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import own_copy
 from cyxtrain.errors import ConfigError, brief
+from cyxtrain.metrics.accumulator import Accumulator, joined, mean_of
 from cyxtrain.metrics.whole_set import TriedSet
 from cyxtrain.world.world import World
 
@@ -66,7 +67,7 @@ class MeanMetric(Metric):
     A module is copied, runs in evaluation mode on the output's device, and its state is part of checkpoints.
     """
 
-    sums: Tensor  # (sum, count), where the function's results are
+    numbers: Accumulator
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], larger_is_better: bool | None = None) -> None:
         own = getattr(function, "higher_is_better", None)
@@ -80,8 +81,8 @@ class MeanMetric(Metric):
             self._function.to(output.device)
         result = self._function(output, target)
         if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
-            device = next((part.device for part in result if isinstance(part, Tensor)), torch.device("cpu"))
-            self._add(*(_as_double(part, device) for part in result))
+            total, weight = map(_own_number, result)
+            self.numbers.add(self.name, total, weight, terms=1.0)
             return
         if not isinstance(result, (Tensor, tuple)):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a text, None, a dictionary
@@ -95,21 +96,15 @@ class MeanMetric(Metric):
                 f"rows it returned {what}."
             )
         total = found.reshape(rows, -1).mean(1).sum() if per_row else found.reshape(()) * rows
-        self._add(total, torch.full_like(total, rows))
-
-    def _add(self, total: Tensor, weight: Tensor) -> None:
-        device = total.device
-        earlier = self.sums if self.sums.device == device else self.sums.to(device, non_blocking=self.sums.is_cpu)
-        weight = weight.to(device)
-        self.sums = earlier + torch.stack([total.masked_fill(weight == 0, 0.0), weight])
+        self.numbers.add(self.name, total, rows, terms=1.0)
 
     @override
     def over_ranks(self, world: World) -> list[float]:
-        return [mean_of(world.reduce(self.sums.cpu().clone()))]
+        return [mean_of(self.numbers.over(world)[self.name])]
 
     @override
     def reset(self) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
+        self.numbers = Accumulator([self.name])
         if isinstance(self._function, nn.Module):
             self._function.eval()
         self._begun = {name: (id(each), torch_compat.version_of(each)) for name, each in self._own().items()}
@@ -126,12 +121,16 @@ class MeanMetric(Metric):
             for name, each in self._own().items()
             if self._begun[name] != (id(each), torch_compat.version_of(each))
         }
-        return {"sums": self.sums.tolist(), "own": {name: _plain(each) for name, each in changed.items()}}
+        return {
+            "sums": [*self.numbers.pairs()[self.name]],
+            "own": {name: _plain(each) for name, each in changed.items()},
+        }
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Add the sums; a module continues from the first state."""
         for state in states:
-            self.sums += torch.tensor(state["sums"], dtype=torch.float64, device="cpu")
+            total = joined("mean", self.numbers.pairs()[self.name], state["sums"])
+            self.numbers.load({self.name: ("mean", total)})
         own = states[0].get("own") if states else None
         if own and isinstance(self._function, nn.Module):
             found = {name: _tensor(each, torch.device("cpu")) for name, each in own.items()}
@@ -142,17 +141,11 @@ def _is_number(part: Any) -> bool:
     return part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, (Number, np.bool_, np.ndarray))
 
 
-def _as_double(number: Any, device: torch.device) -> Tensor:
-    """Return a number as float64; one of the host reaches an accelerator without a wait."""
+def _own_number(number: Any) -> Tensor | float:
+    """Return a number, which a function may change later, as one of the host, or as a copy on an accelerator."""
     if isinstance(number, Tensor):
-        return number.detach().double().reshape(())
-    return torch.full((), float(number), dtype=torch.float64, device=device)
-
-
-def mean_of(sums: Tensor) -> float:
-    """Return sum / count of a tensor of shape (2,); NaN if the count is 0."""
-    total, count = sums.tolist()
-    return total / count if count else math.nan
+        return number.detach().to(torch.float64, copy=True).reshape(())
+    return float(number)
 
 
 # Batches that torchmetrics gets at once on an accelerator.
@@ -377,9 +370,11 @@ class Metrics:
             for place, name in enumerate(metric.names)
         }
 
-    def cheap_sums(self) -> dict[str, Tensor]:
-        """Return (sum, count) of this rank, of those metrics that are means."""
-        return {metric.name: metric.sums for metric in self._metrics if isinstance(metric, MeanMetric)}
+    def cheap_values(self) -> dict[str, float]:
+        """Return the means of this rank, as `Accumulator.lately`."""
+        means = [metric for metric in self._metrics if isinstance(metric, MeanMetric)]
+        found = {metric.name: metric.numbers.lately() for metric in means}
+        return {name: mean_of(pairs[name]) for name, pairs in found.items() if pairs}
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Return each number over the rows of all ranks of a world; collective."""

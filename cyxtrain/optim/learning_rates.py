@@ -201,8 +201,8 @@ class LearningRates:
         different = {f"{LEARNING_RATE}_{number}": rate for number, rate in enumerate(others, 1) if rate != first}
         return {LEARNING_RATE: first, **different}
 
-    def undoable(self) -> Callable[[], None]:
-        """Return a function that restores the present rates and schedule, if a step turns out to be skipped."""
+    def keep(self) -> Callable[[], None]:
+        """Return what restores the present rates and schedule."""
         groups = [dict(group) for group in self.optimizer.param_groups]
         tensors = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else None for group in groups]
         own = self._warm_steps, [*self._targets]

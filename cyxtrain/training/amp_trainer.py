@@ -37,9 +37,9 @@ from cyxtrain.training.inputs.dry_run import DryRun
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step import Result, TrainingStep
+from cyxtrain.training.step.nonfinite import Verdict
+from cyxtrain.training.step.training_step import Result, TrainingStep
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
@@ -290,8 +290,7 @@ class DistributedAMPTrainer:
         # same number for all ranks and calls, so that gradients can be added.
         self._share.global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
-        guard = FiniteGuard(self._ddp, self._state, device, is_fit=False)
-        return TrainingStep(self._ddp, self._state, setup, guard, LoggedNumbers())
+        return TrainingStep(self._ddp, self._state, setup, LoggedNumbers(), is_fit=False)
 
     def _discard_step(self) -> None:
         self._share = _CurrentStep(self.step, self._share.global_rows, self._placement)

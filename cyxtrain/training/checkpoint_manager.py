@@ -124,7 +124,7 @@ class CheckpointManager:
         if totals is not None:
             own = {
                 "generators": generators_as_json(self._plan.data.placement.device),
-                "sums": totals.table.tolist(),
+                "sums": totals.table().tolist(),
                 "names": totals.shown,
                 "metrics": totals.metrics.state(),
                 "logged": self._logged.state(),

@@ -128,10 +128,10 @@ def evaluate_rows(
     If a callback ends the evaluation, they are over the first batches: those that were done. `should_stop` is called
     after each batch; it returns whether to skip the rest.
     """
-    loss, device = rows.loss, rows.placement.device
+    loss = rows.loss
     logged.reserved |= {*loss.shown, *rows.metrics.names}
     batches = rows.source.num_batches(rows.batch_size)
-    totals = MetricSums(batches or 1, device, loss, rows.metrics)
+    totals = MetricSums(batches or 1, loss, rows.metrics)
     run = BatchRun(world, model, rows, "test", callbacks, display)
     whole = [(each, _Outputs(each.structure, owner=f"the metric {each.name}")) for each in rows.metrics.whole_sets]
 

@@ -33,10 +33,10 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.snapshot import put_into_training
-from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step import TrainingStep
+from cyxtrain.training.step.training_step import TrainingStep
+from cyxtrain.training.step.updates import make_updates
 from cyxtrain.training.stopping import (
     StoppedError,
     StopRequest,
@@ -46,7 +46,6 @@ from cyxtrain.training.stopping import (
     stop_if_requested,
 )
 from cyxtrain.training.trained import warn_of_params_without_optimizer
-from cyxtrain.training.updates import make_updates
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
 _DIVERGED = 1e5
@@ -236,8 +235,11 @@ class FitLoop:
         self._epoch_started_at = time.perf_counter()
         # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
         may_defer = plan.defers_verdicts and self._ddp.config.compression != "powersgd"
-        guard = FiniteGuard(self._ddp, state, self._device, ends_fit=plan.ends_on_nan, may_defer=may_defer)
-        self._step = step = TrainingStep(self._ddp, state, plan.data, guard, self._logged, self._updates)
+        self._step = step = TrainingStep(
+            *(self._ddp, state, plan.data, self._logged, self._updates),
+            ends_fit=plan.ends_on_nan,
+            may_defer=may_defer,
+        )
         seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
         if self._checkpoint is not None:
             restore_rank(self._world, *self._checkpoint, step.totals, self._logged, self._device)

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -93,6 +94,10 @@ class Position(_Fields):
                 f"Cannot load {source}: its position {brief(values)} is invalid, or that of another version."
             )
         return cls(**values)
+
+    def keep(self) -> Callable[[], None]:
+        """Return what restores the present position."""
+        return partial(self.set, **vars(self))
 
     def have_read(self, read: tuple[int, int, int]) -> None:
         """Note what has been read of the data: passes, batches and order."""

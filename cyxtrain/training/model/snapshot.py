@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment import torch_compat
+from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.tensors.layouts import is_plain, parts_of, write
 
@@ -221,6 +222,26 @@ class BuffersKept:
             if kept.buffer is not None:
                 kept.buffer = _restored(kept.buffer, kept.copy)  # changed in place
             setattr(kept.module, kept.name, kept.buffer)  # or replaced
+
+
+class StepBuffers:
+    """The buffers of a wrapped model, which each step's forward changes; `depth`: copies of so many steps are kept."""
+
+    def __init__(self, ddp: DistributedDataParallel, depth: int) -> None:
+        self._ddp = ddp
+        self._copies = [BuffersKept(ddp.module) for _ in range(depth)]
+
+    def keep(self) -> Callable[[], None]:
+        """Copy the buffers; return what restores them, and the number of rows that they have counted."""
+        self._copies.append(self._copies.pop(0))
+        kept, rows = self._copies[-1], self._ddp.buffer_rows
+        kept.keep()
+
+        def restore() -> None:
+            kept.restore()
+            self._ddp.buffer_rows = rows
+
+        return restore
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

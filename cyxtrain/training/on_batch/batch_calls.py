@@ -21,11 +21,10 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import TrainerSteps
 from cyxtrain.training.model.snapshot import put_into_training
-from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
 from cyxtrain.training.state import TrainerView, TrainingState
-from cyxtrain.training.step import TrainingStep
-from cyxtrain.training.updates import make_updates
+from cyxtrain.training.step.training_step import TrainingStep
+from cyxtrain.training.step.updates import make_updates
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
 from cyxtrain.world.world import World
 
@@ -136,9 +135,8 @@ def _step(
     with generators_kept(device):
         seed_generators(config.seed, 0, state.position.step, world.rank, device)
         put_into_training(state.model, *data.loss.modules)
-        guard = FiniteGuard(ddp, state, device)
         updates = make_updates(state, plan, ddp, logged)
-        step = TrainingStep(ddp, state, data, guard, logged, updates)
+        step = TrainingStep(ddp, state, data, logged, updates)
         shares = source.feed(config, world).shares(Place(0, 0, 0), data.placement, 1)
         with contextlib.closing(shares), updates or contextlib.nullcontext():  # type: ignore[type-var]
             share = next(shares)

@@ -333,7 +333,7 @@ def test_what_outlives_a_step_is_copied_out_of_cuda_graphs(monkeypatch, kind):
     with one_process():
         usual = history_of(Graphs(), kind)
         graphs = Graphs()
-        for owner in ("environment.accelerator", "training.model.compile", "metrics.sums"):
+        for owner in ("environment.accelerator", "training.model.compile", "metrics.accumulator"):
             monkeypatch.setattr(f"cyxtrain.{owner}.may_use_cuda_graphs", lambda _: True)
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", graphs.mark)
         monkeypatch.setattr("cyxtrain.environment.torch_compat.unmark_cuda_graph_steps", graphs.end)

@@ -26,7 +26,7 @@ from tests.structure import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-LINE_BUDGET = 44_005
+LINE_BUDGET = 44_220
 """Lines of the package. A new capability pays for itself, or raises this with a line in CHANGELOG.md."""
 MOST_FILES = 14
 
@@ -84,8 +84,7 @@ INSIDE = {
         "state",
         "model",
         "inputs",
-        "nonfinite outside_fit",
-        "updates",
+        "outside_fit",
         "step",
         "stopping checkpoint_manager resume evaluation header delegation",
         "fit_loop on_batch",

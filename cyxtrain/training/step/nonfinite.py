@@ -22,8 +22,8 @@ from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, wa
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.training.model.snapshot import BuffersKept
 from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.step.transaction import StepTransaction, Undo
 
 MAX_SKIPPED = 10
 """Skipped steps in a row before training stops with an error."""
@@ -52,7 +52,7 @@ class _Pending(NamedTuple):
     share: Share
     recompute: Callable[[], Sequence[Tensor]]
     report: Report
-    undo: Callable[[], None]
+    undo: Undo
 
 
 class FiniteGuard:
@@ -63,9 +63,10 @@ class FiniteGuard:
     has been launched, or at `wait_for_verdict`.
 
     Args:
+        transaction: What a step changes, to put it back.
         state: Its loss scale is updated here. An overflow that a smaller one may cure is not an error.
         ends_fit: Whether such a step ends the fit in good order.
-        may_defer: Whether all ranks compute on accelerators, and the wrapper uses reports: a verdict may be late.
+        defers_verdicts: Whether the verdict on a step arrives in the next one: what that does must not depend on it.
         is_fit: Whether `fit` takes the steps, and not a loop of the user's.
         part: What of the model `ddp` has, in words, if a step has several updates; the loss scale is then updated by
             `end_updates` of the guard of the whole model.
@@ -76,19 +77,18 @@ class FiniteGuard:
         ddp: DistributedDataParallel,
         state: TrainingState,
         device: torch.device,
+        transaction: StepTransaction,
         *,
         ends_fit: bool = False,
-        may_defer: bool = False,
+        defers_verdicts: bool = False,
         is_fit: bool = True,
         part: str = "",
     ) -> None:
         self._ddp = ddp
         self._scale, self._skips = state.loss_scale, state.config.on_nonfinite == "skip"
-        is_dynamic = self._scale is not None and self._scale.is_dynamic
-        self.defers_verdicts = may_defer and not (self._skips or ends_fit or is_dynamic)
-        """Whether the verdict on a step arrives in the next one: what the next step does must not depend on it."""
+        self.defers_verdicts = defers_verdicts
         self._pending: _Pending | None = None
-        self._spare = BuffersKept(ddp.module) if self.defers_verdicts else None
+        self._transaction = transaction
         self._ends_fit = ends_fit
         self._is_fit = is_fit
         self._part = part
@@ -96,24 +96,10 @@ class FiniteGuard:
         self._device = device
         self._used_scale = 1.0
         self._taken = self._overflows = 0
-        self._buffers = BuffersKept(ddp.module)
-        self._rows = 0
 
     @property
     def _position(self) -> Position:
         return self._state.position
-
-    def before_step(self) -> None:
-        """Copy what a forward changes."""
-        if self._spare is not None:  # the copy of the previous step may still be needed
-            self._buffers, self._spare = self._spare, self._buffers
-        self._buffers.keep()
-        self._rows = self._ddp.buffer_rows
-
-    def restore(self) -> None:
-        """Undo what a forward has changed since `before_step`."""
-        self._buffers.restore()
-        self._ddp.buffer_rows = self._rows
 
     def verdict(self, share: Share, losses: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]) -> Verdict:
         """Return whether to take the step, or raise NonFiniteError, with the model restored; all ranks call it.
@@ -132,10 +118,10 @@ class FiniteGuard:
             self._taken += 1
             return Verdict.TAKEN
         if scale_can_fall and self._ddp.losses_are_finite():
-            self.restore()
+            self._transaction.put_back_buffers()
             self._overflows += 1
             return Verdict.OVERFLOW
-        self._explain(share, losses, recompute, self._nonfinite_gradients(), self.restore)
+        self._explain(share, losses, recompute, self._nonfinite_gradients(), self._transaction.roll_back)
         return Verdict.SKIPPED
 
     def end_updates(self, verdicts: Collection[Verdict]) -> Verdict:
@@ -143,13 +129,15 @@ class FiniteGuard:
 
         If an update was not taken, the buffers are restored: its forward may have left NaN in them.
         """
-        if {*verdicts} == {Verdict.TAKEN}:
-            self._taken += 1
-        else:
-            self.restore()
-        if self._scale is not None:
-            self._scale.update(overflowed={*verdicts} != {Verdict.TAKEN})
         worst = max(verdicts, key=[*Verdict].index)
+        if worst is Verdict.TAKEN:
+            self._taken += 1
+        elif worst is Verdict.OVERFLOW:
+            self._transaction.put_back_buffers()
+        else:
+            self._transaction.roll_back()
+        if self._scale is not None:
+            self._scale.update(overflowed=worst is not Verdict.TAKEN)
         self._overflows += worst is Verdict.OVERFLOW
         return worst
 
@@ -158,25 +146,15 @@ class FiniteGuard:
         share: Share,
         losses: Sequence[Tensor],
         recompute: Callable[[], Sequence[Tensor]],
-        undo_rates: Sequence[Callable[[], None]],
     ) -> Report:
         """Start to send the verdict on a step to the host; then read that of the previous step.
 
         All ranks call it, after backward. The step may be launched so that the device skips it if the report is bad.
-        `undo_rates` restore learning rates and schedules. Raises as `wait_for_verdict`.
+        Raises as `wait_for_verdict`.
         """
         report = self._ddp.report(losses)
         self.wait_for_verdict()
-        position, buffers, rows = {**vars(self._position)}, self._buffers, self._rows
-
-        def undo() -> None:
-            buffers.restore()
-            self._ddp.buffer_rows = rows
-            self._position.set(**position)
-            for each in undo_rates:
-                each()
-
-        self._pending = _Pending(share, recompute, report, undo)
+        self._pending = _Pending(share, recompute, report, self._transaction.undo())
         return report
 
     def wait_for_verdict(self) -> None:

@@ -42,9 +42,11 @@ from cyxtrain.parallel import (
 )
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
-from cyxtrain.training.nonfinite import FiniteGuard, Verdict
+from cyxtrain.training.model.snapshot import StepBuffers
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.updates import Updates
+from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
+from cyxtrain.training.step.transaction import Participant, StepTransaction
+from cyxtrain.training.step.updates import Updates
 
 Divisors = Sequence[Number] | None
 
@@ -58,21 +60,27 @@ class Result(NamedTuple):
 
 
 class TrainingStep:
-    """One update of the parameters per global batch; `totals` are the sums of the epoch."""
+    """One update of the parameters per global batch; `totals` are the sums of the epoch.
+
+    `ends_fit` and `is_fit`: as `FiniteGuard`; `may_defer`: whether all ranks compute on accelerators, and the wrapper
+    uses reports.
+    """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         state: TrainingState,
         setup: ModelSetup,
-        guard: FiniteGuard,
         logged: LoggedNumbers,
         updates: Updates | None = None,
+        *,
+        ends_fit: bool = False,
+        may_defer: bool = False,
+        is_fit: bool = True,
     ) -> None:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
-        self.guard = guard
         self._own_updates = updates
         self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
         self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
@@ -88,7 +96,14 @@ class TrainingStep:
         self._parameters = list(ddp.parameters())
         self._factor: Number = 1.0  # of the gradients after backward
         self._choose_weighting()
-        self.totals = MetricSums(1, self._device, setup.loss, setup.metrics)
+        defers = may_defer and not (ends_fit or state.config.on_nonfinite == "skip")
+        defers = defers and not (self._scale is not None and self._scale.is_dynamic)
+        follows: list[Participant] = [state.position, *self._rates] if defers else []
+        self._transaction = StepTransaction(StepBuffers(ddp, depth=1 + defers), [logged, *follows])
+        self.guard = FiniteGuard(
+            ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=is_fit
+        )
+        self.totals = MetricSums(1, setup.loss, setup.metrics)
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
 
     def _choose_weighting(self) -> None:
@@ -109,10 +124,9 @@ class TrainingStep:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
         self.begin()
         if self._own_updates is not None:
-            self._own_updates.begin(share, self.guard, self._multiplier)
+            self._own_updates.begin(share, self.guard, self._transaction, self._multiplier)
         results = self._accumulate(share)
         if self.finish(share, results) is Verdict.SKIPPED:
-            self._logged.skip()
             return
         for result in results:
             self.totals.add(0, result.loss, result.answers)
@@ -123,7 +137,7 @@ class TrainingStep:
     def begin(self) -> None:
         """Zero the gradients, and copy what a forward changes."""
         self._zero()
-        self.guard.before_step()
+        self._transaction.begin()
         if self._scale is not None:
             self._multiplier = self._scale.of_each(self._world.size)
             self._ddp.expect_scale(self._multiplier)
@@ -196,7 +210,7 @@ class TrainingStep:
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
             return verdict, self._updates(share) if verdict is Verdict.TAKEN else ()
-        report = self.guard.report(share, losses, recompute, [rates.undoable() for rates in self._rates])
+        report = self.guard.report(share, losses, recompute)
         late = [step.unless(report.bad) for step in self._steps] if self._before_update is None else [None]
         if None not in late:
             return Verdict.TAKEN, [step for step in late if step is not None]
@@ -396,7 +410,7 @@ class TrainingStep:
             for _ in range(max_micro_batches - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)
-        self.guard.restore()
+        self._transaction.put_back_buffers()
         return weights
 
     def _divide_by_weight(self, results: Sequence[Result], share: Share) -> None:

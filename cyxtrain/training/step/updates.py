@@ -42,8 +42,9 @@ from cyxtrain.training.model.own_steps import (
     mean_of_loss,
     what_needs_all_rows,
 )
-from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
+from cyxtrain.training.step.transaction import StepTransaction
 from cyxtrain.world.world import World
 
 _Result = TypeVar("_Result")
@@ -85,9 +86,9 @@ class Updates:
         self._signals, self._received = signals, None
         return lambda: received() if self._received is None else self._received
 
-    def begin(self, share: Share, guard: FiniteGuard, multiplier: float) -> None:
+    def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, multiplier: float) -> None:
         """Begin a step; `guard`: of the whole model; `multiplier`: of losses before backward."""
-        self._share, self._guard, self._multiplier = share, guard, multiplier
+        self._share, self._guard, self._transaction, self._multiplier = share, guard, transaction, multiplier
         self.made, self._rows, self._is_last, self._calls = False, 0, True, 0
         self._verdicts: dict[str, list[Verdict]] = {}
         self.norms: list[Mapping[str, Tensor]] = []
@@ -227,7 +228,7 @@ class Updates:
             try:
                 verdict = part.guard.verdict(self._share, own, partial(self._recompute_locally, part, own))
             except NonFiniteError:
-                self._guard.restore()
+                self._transaction.roll_back()
                 raise
             self._verdicts.setdefault(part.name, []).append(verdict)
             if verdict is Verdict.TAKEN:
@@ -388,7 +389,7 @@ class _Part:
         # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
         self.ddp = _Wrapper(self.owned, dataclasses.replace(config, broadcast_parameters=False))
         part, device = f", {described_name(name)}", plan.data.placement.device
-        self.guard = FiniteGuard(self.ddp, state, device, ends_fit=plan.ends_on_nan, part=part)
+        self.guard = FiniteGuard(self.ddp, state, device, StepTransaction(), ends_fit=plan.ends_on_nan, part=part)
         self.step = OptimizerStep(self.optimizer)
         self.clip = make_clip(state.config, {name: self.optimizer})
 

@@ -1,0 +1,255 @@
+"""Numbers by name in float64, which batches add up: of losses, of metrics, and of what a program logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cyxtrain.environment.accelerator import HostCopy, from_host, own_copy
+from cyxtrain.world.world import World
+
+Number = Tensor | float
+Pair = tuple[float, float]
+"""Of a "mean" the sum of its terms and their weight; of the "last" number its place and the number; of others the
+number, and 0."""
+
+REDUCES = ("mean", "sum", "max", "min", "last")
+# the mean of a number that every rank has alike; the ranks do not add it up
+ALIKE = "alike"
+# Numbers of an accelerator that are added at once: single additions would cost a step more.
+_FOLD = 16
+
+
+class Accumulator:
+    """A table in float64: for each name a column of pairs, with a row for each part of the data, or one for all.
+
+    An accelerator's numbers stay there, and the host does not wait for them.
+
+    Args:
+        names: Of means that all ranks have; others begin with their first number.
+        rows: How many parts.
+    """
+
+    def __init__(self, names: Iterable[str] = (), rows: int = 1) -> None:
+        self._rows = rows
+        self._columns = {name: _Column("mean", rows) for name in names}
+        self._before: dict[str, _Column] | None = None
+        self._copies: dict[str, HostCopy] = {}
+        self._latest: dict[str, Pair] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns."""
+        return [*self._columns]
+
+    def add(
+        self,
+        name: str,
+        value: Number,
+        weight: Number = 1.0,
+        *,
+        terms: Number | None = None,
+        row: int = 0,
+        reduce: str = "mean",
+    ) -> None:
+        """Add a number to those of its name.
+
+        To a mean, `value` times `terms` (None: `weight`) over `weight`; 0 if the weight is 0. The weight of the "last"
+        number is its place; that of others is not used.
+        """
+        self._column(name, reduce).add(row, value, weight if terms is None else terms, weight)
+
+    def _column(self, name: str, reduce: str) -> _Column:
+        if name not in self._columns:
+            self._columns[name] = _Column(reduce, self._rows)
+        return self._columns[name]
+
+    def keep(self) -> None:
+        """Begin a step: `roll_back` forgets what is added from now on."""
+        self._before = dict(self._columns)
+        for column in self._columns.values():
+            column.keep()
+
+    def roll_back(self) -> None:
+        """Forget what was added since `keep`."""
+        self._columns = dict(self._before or {})
+        for column in self._columns.values():
+            column.roll_back()
+
+    def clear(self) -> None:
+        """Forget all numbers."""
+        self._columns.clear()
+
+    def table(self) -> Tensor:
+        """Return the pairs side by side, shape (rows, 2 x names), float64, on the CPU; waits for an accelerator."""
+        return torch.cat([column.table().cpu() for column in self._columns.values()], dim=1)
+
+    def load(self, pairs: Mapping[str, tuple[str, Pair]]) -> None:
+        """Replace all numbers by (how it is reduced, pair) of each name, in the first row; means without one stay."""
+        for name, (reduce, pair) in pairs.items():
+            self._columns[name] = _Column(reduce, self._rows)
+            self._columns[name].load(pair)
+
+    def pairs(self) -> dict[str, Pair]:
+        """Return the exact sums over the rows, each rounded once; waits for an accelerator."""
+        return {name: _over_rows(column.pairs()) for name, column in self._columns.items()}
+
+    def kept(self) -> dict[str, tuple[str, Pair]]:
+        """Return (how it is reduced, pair) of each name, as `load` takes it; waits for an accelerator."""
+        return {name: (self._columns[name].reduce, pair) for name, pair in self.pairs().items()}
+
+    def lately(self) -> dict[str, Pair]:
+        """Return `pairs`; of an accelerator those at the call before, without waiting for it."""
+        tables = {name: column.table() for name, column in self._columns.items()}
+        if all(table.is_cpu for table in tables.values()):
+            return self.pairs()
+        if all(copy.is_there() for copy in self._copies.values()):
+            self._latest = {name: _over_rows(copy.read().tolist()) for name, copy in self._copies.items()}
+            self._copies = {name: HostCopy(table) for name, table in tables.items()}
+        return self._latest
+
+    def over(self, world: World) -> dict[str, Pair]:
+        """Return `pairs` over all ranks of a world, which have the same means; collective.
+
+        The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
+        rank, the result has the same bits on any number of ranks.
+        """
+        columns = world.reduce(self.table()).split(2, dim=1)
+        return {name: _over_rows(column.tolist()) for name, column in zip(self._columns, columns, strict=True)}
+
+
+class _Column:
+    """The pairs of one name: on the host, from its first number of an accelerator on there."""
+
+    def __init__(self, reduce: str, rows: int) -> None:
+        self.reduce = reduce
+        self._host: list[Pair] = [_NOTHING.get(reduce, (0.0, 0.0))] * rows
+        self._device: Tensor | None = None
+        self._pending: list[tuple[int, Number, Number, Number]] = []
+        self._kept: tuple[list[Pair], int] | None = None  # the pairs, and how many were pending
+
+    def add(self, row: int, value: Number, terms: Number, weight: Number) -> None:
+        value, terms, weight = (_on_host(each) for each in (value, terms, weight))
+        if isinstance(value, Tensor) or isinstance(terms, Tensor) or isinstance(weight, Tensor):
+            self._pending.append((row, *map(_own, (value, terms, weight))))
+        elif self._device is not None or self._pending:
+            self._pending.append((row, value, terms, weight))
+        else:
+            self._host[row] = joined(self.reduce, self._host[row], self._pair(value, terms, weight), on_rank=True)
+        if len(self._pending) >= _FOLD and self._kept is None:
+            self._fold()
+
+    def _pair(self, value: float, terms: float, weight: float) -> Pair:
+        if self.reduce in ("mean", ALIKE):
+            return value * terms if weight else 0.0, weight  # 0 / 0 if nothing counts
+        return (weight, value) if self.reduce == "last" else (value, 0.0)
+
+    def keep(self) -> None:
+        if len(self._pending) >= _FOLD:
+            self._fold()
+        self._kept = [*self._host], len(self._pending)
+
+    def roll_back(self) -> None:
+        if self._kept is not None:
+            self._host, pending = self._kept
+            del self._pending[pending:]
+
+    def load(self, pair: Pair) -> None:
+        self._host[0] = pair
+
+    def table(self) -> Tensor:
+        """Return the pairs, shape (rows, 2), where they are."""
+        self._fold()
+        if self._device is not None:
+            return self._device
+        return torch.tensor(self._host, dtype=torch.float64, device="cpu")
+
+    def pairs(self) -> Sequence[Sequence[float]]:
+        """Return the pairs, row by row, on the host."""
+        self._fold()
+        return self._host if self._device is None else self._device.tolist()
+
+    def _fold(self) -> None:
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        self._kept = None if self._kept is None else (self._kept[0], 0)
+        rows, *numbers = zip(*pending, strict=True)
+        device = next(each.device for one in pending for each in one if isinstance(each, Tensor))
+        table = from_host(self._host, device, torch.float64) if self._device is None else self._device
+        values, terms, weights = (_vector(each, table.device) for each in numbers)
+        if self.reduce in ("max", "min"):
+            pick = torch.maximum if self.reduce == "max" else torch.minimum
+            most = values.max() if self.reduce == "max" else values.min()
+            self._device = torch.stack([pick(table[0, 0], most), table[0, 1]]).view(1, 2)
+        elif self.reduce == "last":
+            self._device = torch.stack([weights[-1], values[-1]]).view(1, 2)
+        else:
+            first = values if self.reduce == "sum" else (values * terms).masked_fill_(weights == 0, 0.0)
+            found = torch.stack([first, weights], dim=1)
+            if len(table) == 1:  # index_add_ has no fixed order on an accelerator
+                self._device = table + found.sum(0)
+            else:
+                self._device = table.index_add_(0, from_host(rows, table.device, torch.int64), found)
+
+
+_NOTHING: Mapping[str, Pair] = {"max": (-math.inf, 0.0), "min": (math.inf, 0.0), "last": (-math.inf, math.nan)}
+
+
+def joined(reduce: str, before: Pair, new: Pair, *, on_rank: bool = False) -> Pair:
+    """Return the pair of two parts, of which the second is that of a later call `on_rank`, or of a higher rank."""
+    if reduce == "last":
+        return new if on_rank or new[0] > before[0] else before
+    if reduce == ALIKE and not on_rank:
+        return before
+    if reduce in ("max", "min"):
+        choose: Callable[[float, float], float] = max if reduce == "max" else min
+        numbers = before[0], new[0]
+        return (math.nan if any(map(math.isnan, numbers)) else choose(*numbers)), 0.0
+    return before[0] + new[0], before[1] + new[1]
+
+
+def number_of(reduce: str, pair: Pair) -> float:
+    """Return the number that a pair stands for; NaN for a mean without weight."""
+    if reduce == "last":
+        return pair[1]
+    return mean_of(pair) if reduce in ("mean", ALIKE) else pair[0]
+
+
+def mean_of(pair: Sequence[float]) -> float:
+    """Return sum / weight; NaN if the weight is 0."""
+    total, weight = pair
+    return total / weight if weight else math.nan
+
+
+def _over_rows(pairs: Sequence[Sequence[float]]) -> Pair:
+    """Return the sum of each column, rounded once; NaN and infinities stay."""
+    if len(pairs) == 1:
+        return pairs[0][0], pairs[0][1]
+    # fsum raises on opposite infinities, and diverging training must show its numbers.
+    columns = zip(*pairs, strict=True)
+    first, second = (math.fsum(each) if all(map(math.isfinite, each)) else sum(each) for each in columns)
+    return first, second
+
+
+def _on_host(number: Number) -> Number:
+    return float(number.item()) if isinstance(number, Tensor) and number.is_cpu else number
+
+
+def _own(number: Any) -> Any:
+    return own_copy(number.detach()) if isinstance(number, Tensor) else number
+
+
+def _vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
+    """Return numbers in float64 on a device, without waiting for it."""
+    dtype = torch.float64
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return from_host(numbers, device, dtype)
+    each = [n if isinstance(n, Tensor) else torch.full((), n, dtype=dtype, device=device) for n in numbers]
+    if all(number.device == device and number.dtype is each[0].dtype for number in each):
+        return torch.stack([number.reshape(()) for number in each]).to(dtype)
+    return torch.stack([number.to(device, dtype).reshape(()) for number in each])

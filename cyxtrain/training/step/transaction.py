@@ -1,0 +1,55 @@
+"""A step as a transaction: what it changes besides parameters is put back if it is not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Undo = Callable[[], None]
+
+
+class Participant(Protocol):
+    """What a step changes before the optimizer steps."""
+
+    def keep(self) -> Undo:
+        """Return what puts back the present state."""
+
+
+class StepTransaction:
+    """What steps change, as it was before the running one.
+
+    The verdict on a step comes before its optimizer steps, or the device skips that: parameters need no copy.
+
+    Args:
+        buffers: Those of the model, which a forward changes.
+        others: What is put back as well if the step is not taken at all: what it has logged; if a verdict may come a
+            step late, also what has followed the step.
+    """
+
+    def __init__(self, buffers: Participant | None = None, others: Sequence[Participant] = ()) -> None:
+        self._buffers, self._others = buffers, others
+        self._undo: list[Undo] = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        participants = [*([] if self._buffers is None else [self._buffers]), *self._others]
+        self._undo = [each.keep() for each in participants]
+
+    def put_back_buffers(self) -> None:
+        """Put back the buffers alone: the numbers of a step are right, or it goes on."""
+        if self._buffers is not None:
+            self._undo[0]()
+
+    def roll_back(self) -> None:
+        """Put back everything."""
+        self.undo()()
+
+    def undo(self) -> Undo:
+        """Return what puts back everything that the running step changes; it is valid during the next step, too."""
+        undo = self._undo
+
+        def put_back() -> None:
+            for each in undo:
+                each()
+
+        return put_back
