@@ -67,6 +67,7 @@ class Loss:
         self.shown: tuple[str, ...] = ()  # further numbers in the history: several losses, other scalars of the model
         self.items: ItemRule | None = None  # how to count `num_items_in_batch`; None: the model is not given it
         self.uses_num_items = False  # whether the model's loss is the sum of its terms, divided by that number
+        self.weight_per_row = 1.0  # about, if the data decide it; of any rank
         self.warning = ""  # what is wrong with its weighting
         self.first_value = math.inf  # before training, in the dry run
         self.gathers: list[GatherCall] = []  # of `all_gather_with_grad`, by model and loss in each batch
@@ -256,6 +257,11 @@ class Loss:
         """Take the numbers of all ranks' dry runs for `shown`, in one order: what they return may depend on rows."""
         if self.function is None and not self.weightings:
             self.shown = tuple(dict.fromkeys(name for names in names_by_rank for name in names))
+
+    def note_weight(self, weight: Any, rows: int) -> None:
+        """Note about how much a row counts, from some rows of this rank."""
+        found = float(weight) / rows
+        self.weight_per_row = found if 0 < found < math.inf else 1.0
 
     def use_num_items(self, rule: ItemRule) -> None:
         """Take the model's loss for the sum of its terms, divided by what a rule counts."""

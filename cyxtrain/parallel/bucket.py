@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from cyxtrain.errors import DistributedTrainingError
 from cyxtrain.parallel.exchange import AllReduceExchange, CommHookExchange, GradientExchange, SharedMemoryExchange
 from cyxtrain.parallel.layout import BucketSpec
-from cyxtrain.ring import SharedGradientBuffer
+from cyxtrain.ring import DIGITS, SharedGradientBuffer, digits_of, total_of_means
 
+_WEIGHT = slice(-1 - DIGITS, -1)
+"""Its digits among the flags of the last bucket."""
 STEP_LATER = (
     "The replicas would differ. Call optimizer.step() after backward, when .grad is the average; a hook may look at a "
     "gradient, not use it up."
@@ -55,9 +57,10 @@ class Bucket:
         spec = self._spec
         self.numbers, self._flags = flat, flat[spec.flags_offset :]
         self.flags = self._flags.real if self._flags.is_complex() else self._flags
-        """For each parameter the share of ranks that have not used it; the share of absent ranks; signals; loss."""
+        """For each parameter the share of ranks that have not used it; that of absent ranks; signals; weight; loss."""
         signals = self._flags[len(self._parameters) + 1 :]
-        self._signals = signals[:-1] if spec.num_signals else None
+        self._signals = signals[: spec.num_signals] if spec.num_signals else None
+        self._weight = self.flags[_WEIGHT]
         self._loss = signals[-1] if spec.num_signals else None
         self._views = [
             _slot(flat, offset, parameter) for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
@@ -108,7 +111,16 @@ class Bucket:
         """Let a comm hook average the gradients from now on."""
         self.exchange = CommHookExchange(self.numbers, self._gradients_end, hook, state, self)
 
-    def launch(self, group: Any, *, absent: bool, signals: Sequence[float], loss: Tensor | None, scale: float) -> None:
+    def launch(
+        self,
+        group: Any,
+        *,
+        absent: bool,
+        signals: Sequence[float],
+        loss: Tensor | None,
+        weight: tuple[Tensor | float, float] | None,
+        scale: float,
+    ) -> None:
         """Begin the exchange; the unused parameters of a rank that is `absent` (no samples) do not count."""
         self.launched = True
         self._group = group
@@ -123,23 +135,33 @@ class Bucket:
             self._signals.copy_(torch.tensor(signals, device="cpu"))
         if self._loss is not None and loss is not None:
             torch.sub(loss, loss, out=self._loss)  # 0 or NaN, without waiting for the device
+        if weight is not None:
+            self.exchange.divide_by(*weight)
+        if self._loss is not None and weight is not None:
+            self._weight.copy_(digits_of(*weight, self._weight.device), non_blocking=True)
         self.exchange.launch(group, scale)
+
+    def total_weight(self, numbers: Sequence[float] | None, unit: float) -> Tensor | float:
+        """Return the weight of all ranks; `numbers` are the `flags` on the host: without, it stays on the device."""
+        return total_of_means(self._weight if numbers is None else numbers[_WEIGHT], self._group.size(), unit)
 
     def read_flags(self, numbers: Sequence[float]) -> list[nn.Parameter]:
         """Store the received `flags`; return the parameters that some rank with samples has not used."""
         count = len(self._parameters)
-        self.received = [*numbers[count + 1 : -1]]
+        self.received = [*numbers[count + 1 : count + 1 + self._spec.num_signals]]
         self.losses_are_finite = not math.isnan(numbers[-1])
         return [parameter for parameter, share in zip(self._parameters, numbers, strict=False) if share > 0]
 
-    def finish(self, numbers: Sequence[float] | None, *, is_finite: bool) -> None:
+    def finish(self, numbers: Sequence[float] | None, *, is_finite: bool, factor: Tensor | float) -> None:
         """Give each parameter its averaged gradient; those used on no rank with samples keep theirs: none.
 
         `numbers` are the `flags`, on the host; without, this rank has all gradients, so each parameter was used.
-        `is_finite` tells whether what was received, in all buckets, is finite.
+        `is_finite` tells whether what was received, in all buckets, is finite; averages are multiplied by `factor`.
         """
         nowhere = set() if self.complete or numbers is None else self._unused_on_all_ranks(numbers)
         self.exchange.complete(is_finite=is_finite, unused=nowhere)
+        if isinstance(factor, Tensor) or factor != 1:
+            self.exchange.multiply(factor)
         for slot, parameter in enumerate(self._parameters):
             if slot in nowhere:
                 continue

@@ -41,6 +41,16 @@ class MeanWork:
             self._tensor.div_(self._divisor)
 
 
+def multiply(numbers: Tensor, factor: Tensor | float) -> None:
+    """Multiply in place by a number, or by a 0-dim tensor, without waiting for its device."""
+    if not isinstance(factor, Tensor):
+        numbers.mul_(factor)
+    elif numbers.dtype.itemsize > 2:
+        numbers.mul_(factor.to(numbers.device, numbers.real.dtype))
+    else:  # in 16 bits the factor itself would be rounded
+        numbers.copy_(numbers.float() * factor.to(numbers.device, torch.float32))
+
+
 class GradientExchange(ABC):
     """The exchange of a bucket: `launch`; when all are launched, `launch_second_round`; `wait`; `complete`.
 
@@ -87,6 +97,13 @@ class GradientExchange(ABC):
     def complete(self, *, is_finite: bool, unused: Collection[int]) -> None:  # noqa: B027 - most exchanges keep nothing
         """Finish the gradients, and keep what the next step needs; `unused` are those that no rank has made."""
 
+    def divide_by(self, weight: Tensor | float, divided_by: float) -> None:  # noqa: B027 - most multiply afterwards
+        """Give this rank's weight of the next numbers, and what they were divided by, before `launch`."""
+
+    def multiply(self, factor: Tensor | float) -> None:
+        """Multiply the gradients, which are complete; a 0-dim tensor may be on another device."""
+        multiply(self._gradients, factor)
+
     def abandon(self) -> None:
         """Wait for an interrupted exchange, whose memory is filled anew. The group reports if it failed."""
         for work in self._pending:
@@ -123,6 +140,14 @@ class SharedMemoryExchange(GradientExchange):
     @override
     def is_known_finite(self) -> bool:
         return self._mean.is_known_finite
+
+    @override
+    def divide_by(self, weight: Tensor | float, divided_by: float) -> None:
+        self._mean.divide_by(float(weight), divided_by, len(self._gradients))
+
+    @override
+    def multiply(self, factor: Tensor | float) -> None:
+        """Do nothing: they were multiplied when they were added up."""
 
 
 class CommHookExchange(GradientExchange):

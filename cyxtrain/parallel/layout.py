@@ -2,8 +2,9 @@
 
 A bucket is one flat tensor: the gradients of some parameters, then a flag per parameter, which is 1 on a rank that has
 not used it, and one that is 1 on a rank without samples; in the last bucket, then, the ranks' signals. All are summed
-with the gradients, so that all ranks know who used what, and what others signal, without another message. The very last
-number is 0, and NaN on a rank whose loss is not finite: the sum is then NaN on every rank.
+with the gradients, so that all ranks know who used what, and what others signal, without another message. The digits of
+the weight of the rank's loss follow, if the data decide it. The very last number is 0, and NaN on a rank whose loss is
+not finite: the sum is then NaN on every rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from cyxtrain.ring import DIGITS
 
 _FIRST_BUCKET_BYTES = 1 << 20  # the first bucket is small, so that communication begins early in backward
 NUM_SIGNALS = 5  # numbers that each rank signals to all others in a synchronisation
@@ -36,12 +39,12 @@ class BucketSpec:
     flags_offset: int  # the first flag, after the gradients; one per parameter and one more
     dtype: torch.dtype
     device: torch.device
-    num_signals: int = 0  # signals that follow the flags, and then the loss; 0: neither
+    num_signals: int = 0  # signals that follow the flags, and then weight and loss; 0: none of them
 
     @property
     def count(self) -> int:
         """Elements of the flat tensor, flags and signals included."""
-        return self.flags_offset + len(self.parameters) + 1 + (self.num_signals + 1 if self.num_signals else 0)
+        return self.flags_offset + len(self.parameters) + 1 + (self.num_signals + DIGITS + 1 if self.num_signals else 0)
 
 
 def bucket_layout(

@@ -68,6 +68,9 @@ class Reducer:
         self.held = False  # whether backward accumulates locally
         self.signals = [0.0] * num_signals  # this rank's signals in each synchronisation
         self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
+        self.weight: tuple[Tensor | float, float] | None = None
+        """Of this rank's loss in the next synchronisation, and what that was divided by; None: it is not counted."""
+        self.factor: Tensor | float = 1.0  # by which the latest averages were multiplied
         self.reports = False
         """Whether flags stay on the accelerator, and unused parameters are not refused, until a `report` is read."""
         self.scale = 1.0  # what the gradients of the next synchronisations are multiplied by
@@ -106,6 +109,7 @@ class Reducer:
         self.unsynced, self.seconds, self.is_prepared = earlier.unsynced, earlier.seconds, earlier.is_prepared
         self._device_waits = earlier._device_waits
         self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
+        self.weight = earlier.weight
         self.reports = earlier.reports
         if earlier._hook is not None:
             self.exchange_by_hook(*earlier._hook)
@@ -139,6 +143,11 @@ class Reducer:
     def record_forward(self) -> None:
         """Record the parameters' versions: they must not change until backward has averaged their gradients."""
         self._versions = torch_compat.versions_of(self._trained)
+
+    @property
+    def carries_weights(self) -> bool:
+        """Whether a weight travels with the gradients, which are divided by that of all ranks: not in 16 bits."""
+        return not self._is_compressing and bool(self._buckets) and self._buckets[-1].numbers.dtype.itemsize > 2
 
     @property
     def _group(self) -> Any:
@@ -258,7 +267,14 @@ class Reducer:
             elif not bucket.complete:
                 return
             began = time.perf_counter()
-            bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
+            bucket.launch(
+                self._group,
+                absent=self._absent,
+                signals=self.signals,
+                loss=self.loss,
+                weight=self.weight,
+                scale=self.scale,
+            )
             self.seconds += time.perf_counter() - began
             self._next_bucket += 1
 
@@ -275,7 +291,7 @@ class Reducer:
                 raise
             raise cause from error
         finally:
-            self._backward = self.loss = self._versions = None
+            self._backward = self.loss = self.weight = self._versions = None
             self.is_prepared = False
         self.unsynced = False
         self._refuses_unused = check
@@ -295,14 +311,25 @@ class Reducer:
         is_finite = all_finite(received)
         unused: list[nn.Parameter] = []
         found = self._flags_as_needed()
+        self.factor = self._factor(found[-1])
         for bucket, numbers in zip(self._buckets, found, strict=True):
-            bucket.finish(numbers, is_finite=is_finite)
+            bucket.finish(numbers, is_finite=is_finite, factor=self.factor)
             if not self.reports and self._unread is None and numbers is not None:
                 unused += bucket.read_flags(numbers)
         began = time.perf_counter()
-        unused += self._sparse.average(self._world, absent=self._absent)
+        unused += self._sparse.average(self._world, absent=self._absent, factor=self.factor)
         self.seconds += time.perf_counter() - began
         return unused
+
+    def _factor(self, flags: Sequence[float] | None) -> Tensor | float:
+        """Return what makes of the averages the gradients of a mean, by the weights that came with them."""
+        if self.weight is None:
+            return 1.0
+        _, divisor = self.weight
+        total = self._buckets[-1].total_weight(flags, divisor)
+        if isinstance(total, Tensor):
+            return torch.where(total == 0, 0.0, divisor / total)
+        return divisor / total if total else 0.0
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
         """Return what measures how long an accelerator waits for its backend; with the ring, the host waits."""

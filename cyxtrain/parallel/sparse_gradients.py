@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.parallel.bucket import checked_gradient
-from cyxtrain.parallel.exchange import MeanWork
+from cyxtrain.parallel.exchange import MeanWork, multiply
+from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.gathering import gathered_rows
 from cyxtrain.world.world import World
 
@@ -48,8 +49,8 @@ class SparseGradients:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.parameters = parameters
 
-    def average(self, world: World, *, absent: bool) -> list[nn.Parameter]:
-        """Give each parameter its averaged gradient: sparse and coalesced, dense if any rank's is.
+    def average(self, world: World, *, absent: bool, factor: Tensor | float) -> list[nn.Parameter]:
+        """Give each parameter its averaged gradient, times a factor: sparse and coalesced, dense if any rank's is.
 
         Returns the parameters that some rank with samples has not used. Those used on no rank keep no gradient.
         """
@@ -74,6 +75,8 @@ class SparseGradients:
                 _average_dense(parameter, group)
             elif max(rows) >= 0:
                 _average_rows(parameter, [max(count, 0) for count in rows], group)
+            if parameter.grad is not None and (isinstance(factor, Tensor) or factor != 1):
+                multiply(values_of(parameter.grad), factor)
         return unused
 
 

@@ -246,6 +246,27 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.scale = scale
 
+    @property
+    def carries_weights(self) -> bool:
+        """Whether the next synchronisation can divide by a weight of all ranks: there are others, and 32 bits."""
+        return self._reducer is not None and self._reducer.carries_weights
+
+    def divide_by(self, weight: Tensor | float, divided_by: float) -> None:
+        """Make the next averages the gradients of a mean over all ranks: the sum of terms over the sum of weights.
+
+        Args:
+            weight: Of this rank's terms; it travels with the gradients, and an accelerator is not waited for.
+            divided_by: By which the terms were divided before backward, times the number of ranks: the same on every
+                rank, and a power of two, so that nothing is rounded.
+        """
+        if self._reducer is not None:
+            self._reducer.weight = weight, divided_by
+
+    @property
+    def factor(self) -> Tensor | float:
+        """By which the latest averages were multiplied."""
+        return 1.0 if self._reducer is None else self._reducer.factor
+
     def watch(self, loss: Tensor) -> None:
         """Include this rank's `loss`, 0-dim, in the next synchronisation: `is_finite` checks it too."""
         # With accumulation, the losses of several backwards are summed: what is not finite stays so.
@@ -259,6 +280,7 @@ class DistributedDataParallel(nn.Module):
         self._latest.watched = None
         if self._reducer is not None:
             self._reducer.loss, self._reducer.unsynced, self._reducer.is_prepared = None, False, False
+            self._reducer.weight = None
 
     def use_reports(self) -> None:
         """Leave flags on the accelerator until `read_report`: backward does not wait.

@@ -25,11 +25,13 @@ from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store import reach_store, reach_tcp_store, serve_store, share_tcp_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.schedules.kernels import memory_of
+from cyxtrain.ring.weight_digits import DIGITS, digits_of, total_of_means
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.work import CallOptions
 
 __all__ = [
+    "DIGITS",
     "WORLD_GROUPS",
     "CallOptions",
     "Deadline",
@@ -41,6 +43,7 @@ __all__ = [
     "StoreClient",
     "StoreLostError",
     "await_all_ranks",
+    "digits_of",
     "fail",
     "failure_of",
     "gradient_buffers_of",
@@ -53,6 +56,7 @@ __all__ = [
     "register",
     "serve_store",
     "share_tcp_store",
+    "total_of_means",
     "transport_of",
     "try_transports",
 ]

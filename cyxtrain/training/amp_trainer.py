@@ -168,9 +168,8 @@ class DistributedAMPTrainer:
                 changed.
             DistributedTrainingError: Another rank has failed, with its traceback.
 
-        Cost: in the last call of a step, a sum of one number besides the gradients; the micro-batches of a step are
-        kept until it is complete. Since it returns a number, each call waits for the accelerator, which
-        `fit(precision="fp16", accumulation_steps=...)` does not.
+        Cost: the micro-batches of a step are kept until it is complete. Since it returns a number, each call waits for
+        the accelerator, which `fit(precision="fp16", accumulation_steps=...)` does not.
         """
         runtime.rejoin_after_failure()
         world = self._ddp.world

@@ -74,13 +74,13 @@ class World:
 
     def reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor over ranks, in place, and return it; one on a CPU by the group of agreements."""
-        if not self.sends_nothing:
+        if self.size > 1:
             dist.all_reduce(values, operation, group=self.cpu_group if values.is_cpu else self.group)
         return values
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
         """Overwrite a small tensor of the CPU with that of a rank, and return it."""
-        if not self.sends_nothing:
+        if self.size > 1:
             dist.broadcast(values, source, group=self.cpu_group)
         return values
 
@@ -89,7 +89,7 @@ class World:
 
         Cost: two all_gathers; 8 bytes, then the longest text, of each rank.
         """
-        if self.sends_nothing:
+        if self.size == 1:
             return [text]
         content = text.encode()
         # device: a small agreement uses a CPU group, also if the program sets another default device.

@@ -6,6 +6,7 @@ Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), sect
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ from cyxtrain.ring.schedules.algorithms import Span, chunks, ring_order, tree
 from cyxtrain.ring.schedules.kernels import Reduction, lasting, silent_numpy
 from cyxtrain.ring.schedules.selector import AlgorithmSelector, is_latency_bound
 from cyxtrain.ring.shared_memory.meeting import Meeting
+from cyxtrain.ring.weight_digits import total_of, whole_of
 from cyxtrain.ring.wire.payload import is_finite
-from cyxtrain.ring.wire.persistent import FINITE, Exchange
+from cyxtrain.ring.wire.persistent import FINITE, WEIGHT, Exchange
 
+_NUMBER, _WORD = struct.Struct("=d"), struct.Struct("=q")
 _PIECE_BYTES = 1 << 18
 """Bytes reduced at once: the same elements of a few ranks stay in a processor's second-level cache."""
 
@@ -46,19 +49,40 @@ class SharedMemoryReduce:
         self.meeting = meeting
         self.own = own = rows[rank]
         self._words = words
+        self._rows, self._span = rows, (spans or chunks(own.size, world_size))[rank]
         is_power = world_size & (world_size - 1) == 0  # both round alike then, and to multiply is twice as fast
         divide: tuple[np.ufunc, float] = (np.multiply, 1 / world_size) if is_power else (np.true_divide, world_size)
         self._divide, by = divide
         self._by = own.dtype.type(by) if meeting.header.reduction is Reduction.AVG else None
         # As recursive doubling adds, and as a ring does: PyTorch and NumPy keep different ones of two NaNs.
-        is_few = is_latency_bound(world_size, count or own.size, own.itemsize)
-        self._add: Callable[..., object] = torch.add if is_few else np.add
-        own_span = (spans or chunks(own.size, world_size))[rank]
-        self._pieces = [_piece(parts, rank, is_few) for parts in _cut(rows, own_span)]
-        with lasting():
-            self._totals = [torch.from_numpy(total) for _, total, _ in self._pieces] if checks else []
-        self._own_words = words[rank] if checks else None
+        self._is_few = is_latency_bound(world_size, count or own.size, own.itemsize)
+        self._add: Callable[..., object] = torch.add if self._is_few else np.add
+        self._rank, self._checks = rank, checks
+        self._cut_at(0)
+        self._own_words = words[rank]
+        self.weight: tuple[float, float] | None = None
+        """Of this rank in the next reduction, and what the terms were divided by; None: elements become their mean."""
         self.is_finite = True  # whether the latest result is, if ranks check it; the same on all
+
+    def _cut_at(self, num_weighted: int) -> None:
+        """Divide the first elements by the ranks' weights, when they are given, and not by the number of ranks."""
+        self._num_weighted = num_weighted
+        first, end = self._span
+        middle = min(max(first, num_weighted), end)
+        parts = [*_cut(self._rows, (first, middle)), *_cut(self._rows, (middle, end))]
+        self._pieces = [_piece(each, self._rank, self._is_few) for each in parts]
+        self._weighted_pieces = len([*_cut(self._rows, (first, middle))])
+        with lasting():
+            self._totals = [torch.from_numpy(total) for _, total, _ in self._pieces] if self._checks else []
+
+    def divide_by(self, weight: float, divided_by: float, count: int) -> None:
+        """Make the first `count` elements of the next result a mean over weights, not over ranks.
+
+        It is the mean over ranks, times `divided_by`, the same on all of them, over the sum of all weights.
+        """
+        if count != self._num_weighted:
+            self._cut_at(count)
+        self.weight = weight, divided_by
 
     def in_place(self) -> Iterator[Exchange]:
         """Reduce this rank's part of every row, in an operation of its own; yield each exchange with other ranks."""
@@ -67,20 +91,41 @@ class SharedMemoryReduce:
 
     def reduce(self) -> Iterator[Exchange]:
         """Reduce this rank's part of every row; yield each exchange with other ranks."""
+        weight, self.weight = self.weight, None
+        if weight is not None:
+            self._own_words[WEIGHT] = _bits(weight[0])
         yield from self.meeting.all_here()
+        factor = None if weight is None else self._factor(weight[1])
         with silent_numpy():
-            for steps, total, copies in self._pieces:
+            for number, (steps, total, copies) in enumerate(self._pieces):
                 for one, other, into in steps:
                     self._add(one, other, out=into)
                 if self._by is not None:
                     self._divide(total, self._by, total)
+                if number < self._weighted_pieces and factor is not None:
+                    np.multiply(total, factor, total)
                 for copy in copies:
                     copy[...] = total
-        if self._own_words is not None:
+        if self._checks:
             self._own_words[FINITE] = all(map(is_finite, self._totals))
         yield from self.meeting.all_here()
-        if self._own_words is not None:
+        if self._checks:
             self.is_finite = all(words[FINITE] for words in self._words)
+
+    def _factor(self, divided_by: float) -> Any:
+        """Return what the mean over ranks is multiplied by, from the weights of all ranks: they are here."""
+        total = total_of([whole_of(_from_bits(words[WEIGHT]), divided_by) for words in self._words], divided_by)
+        return self.own.dtype.type(divided_by / total if total else 0.0)
+
+
+def _bits(number: float) -> int:
+    (found,) = _WORD.unpack(_NUMBER.pack(number))
+    return int(found)
+
+
+def _from_bits(word: int) -> float:
+    (found,) = _NUMBER.unpack(_WORD.pack(word))
+    return float(found)
 
 
 def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:

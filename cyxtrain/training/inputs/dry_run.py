@@ -27,6 +27,7 @@ from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.named_metrics import ACCURACY, NamedMetrics, make_metrics
+from cyxtrain.metrics.weighting import Weighting, weight_of_classes
 from cyxtrain.metrics.whole_set import WholeSet, tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
@@ -187,6 +188,10 @@ class DryRun:
         ):
             result = loss.function(output, batch.targets)
         loss.inspect_result(result, batch.rows)
+        if isinstance(result, tuple):
+            loss.note_weight(result[1], batch.rows)
+        elif loss.weighting is Weighting.TERMS and isinstance(batch.targets, Tensor):
+            loss.note_weight(weight_of_classes(loss.function, batch.targets), batch.rows)
         return output, _total(result)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
@@ -209,7 +214,9 @@ class DryRun:
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
         try:
             self._loss.inspect_result(output, batch.rows)
-            return self._loss(output, batch).value
+            found = self._loss(output, batch)
+            self._loss.note_weight(found.weight, batch.rows)
+            return found.value
         except ConfigError as error:
             if self._model.training:
                 raise

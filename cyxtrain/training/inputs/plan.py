@@ -85,6 +85,7 @@ class FitPlan:
         check_devices(self.world, facts_by_rank, self.data.placement.device)
         for number, rows in enumerate((self.data, *self.validation.values())):
             rows.loss.join_names([facts["_shown"][number] for facts in facts_by_rank])
+        self.data.loss.weight_per_row = max(facts["_weight_per_row"] for facts in facts_by_rank)
         return replace(
             self,
             ends_on_nan=any(facts["_ends_on_nan"] for facts in facts_by_rank),
@@ -277,6 +278,7 @@ def plan_fit(
         "the metrics": [*trainer.metrics],
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
+        "_weight_per_row": data.loss.weight_per_row,
         "_shown": [rows.loss.shown for rows in (data, *validation.values())],
         "_attempt": process_env.launched_run()[1],
     }

@@ -10,6 +10,7 @@ Parameters change only after every collective of the step has succeeded; over NC
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -94,6 +95,7 @@ class TrainingStep:
         self._is_accelerator = is_accelerator(self._device)
         self._device_of_sums = self._world.device_of_sums(self._device)
         self._parameters = list(ddp.parameters())
+        self._weight: Number = 0.0  # of this rank's terms in the running step, if the data decide it
         self._factor: Number = 1.0  # of the gradients after backward
         self._choose_weighting()
         defers = may_defer and not (ends_fit or state.config.on_nonfinite == "skip")
@@ -107,18 +109,22 @@ class TrainingStep:
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
 
     def _choose_weighting(self) -> None:
-        """Choose when all ranks' weights, which gradients are divided by, are summed."""
+        """Choose when gradients are divided by the weight of all ranks, if the data decide how much counts.
+
+        That of one loss travels with the gradients, which are divided when they are there. Several losses have a weight
+        each, by which they are divided before backward adds them up: it needs a message, and with several micro-batches
+        a forward that counts.
+        """
         loss, num = self._loss, self._setup.num_micro_batches
+        self._counts_before_forward = num is not None and num > 1 and loss.counts_terms and bool(loss.weightings)
         if num is None:
-            self._normalizes_after_backward = loss.weighting is not Weighting.NOTHING
-            self._counts_before_forward = False
+            self._divides_after = loss.weighting is not Weighting.NOTHING
         else:
+            is_counted = loss.counts_terms and not loss.weightings and not loss.uses_num_items
             # The weight of several micro-batches together is known when all have run.
-            sums_weights = num > 1 and loss.counts_terms
-            self._normalizes_after_backward = sums_weights and not loss.weightings and not loss.uses_num_items
-            self._counts_before_forward = sums_weights and bool(loss.weightings)
+            self._divides_after = is_counted and (num > 1 or self._ddp.carries_weights)
         self._kinds = [kind for _, kind, _ in loss.terms(loss.without_rows())]
-        self._all_reduces_weights = loss.counts_terms and not self._normalizes_after_backward
+        self._all_reduces_weights = loss.counts_terms and not self._divides_after
 
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
@@ -156,7 +162,11 @@ class TrainingStep:
             if self._has_updated:
                 return result
             with self.clock.backward:
-                self._backward(result.loss, self._divisors_of(result.loss, share, divisors), kept, is_last=is_last)
+                known = self._divisors_of(result.loss, share, divisors)
+                self._weight += result.loss.weight
+                if is_last:
+                    self._send_weight(share)
+                self._backward(result.loss, known, kept, is_last=is_last)
         return result
 
     def join_without_rows(self, share: Share, divisors: Divisors = None) -> None:
@@ -168,6 +178,7 @@ class TrainingStep:
             if self._has_updated:
                 return
             self._divisors_of(self._loss.without_rows(), share, divisors)
+            self._send_weight(share)
             self._ddp.backward_without_batch()
 
     @property
@@ -185,7 +196,7 @@ class TrainingStep:
             for norms in self._own_updates.norms:
                 self._logged.add_norms(norms, may_be_skipped=False)
             return self._own_updates.finish()
-        self._divide_by_weight(results, share)
+        self._divide_by_weight(share)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
@@ -228,7 +239,8 @@ class TrainingStep:
         """Return the loss of a share over all ranks, and set the gradients, once more."""
         self._zero()
         with self._logged.repeating():
-            self._divide_by_weight(self._accumulate(share), share)
+            self._accumulate(share)
+            self._divide_by_weight(share)
         self._ddp.is_finite()  # a line search may leave the finite
         return self._averaged_loss()
 
@@ -241,6 +253,7 @@ class TrainingStep:
         )
 
     def _zero(self) -> None:
+        self._weight = 0.0
         for parameter in self._parameters:  # also those that the optimizer does not have, or they would add up
             parameter.grad = None
 
@@ -294,8 +307,10 @@ class TrainingStep:
                         gather_no_rows(self._world, self._loss.gathers, self._device)
                 loss = self._loss.without_rows() if batch is None else results[-1].loss
                 known = self._divisors_of(loss, share, divisors)
+                self._weight += loss.weight
                 backward_alike(self._world, value if batch is None else self._scaled_loss(loss, known), kept)
                 share.prefetch_next(self.clock.data)
+        self._send_weight(share)
         self._ddp.backward_without_batch()
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
@@ -372,6 +387,8 @@ class TrainingStep:
 
     def _divisors(self, weights: Sequence[Number], share: Share) -> list[Number]:
         """Return the divisor of each loss, the same on every rank; `weights`: this rank's, if they are all_reduced."""
+        if self._divides_after:
+            return [self._unit(share)]
         divisors: list[Number] = [1.0 if kind is Weighting.NOTHING else share.global_rows for kind in self._kinds]
         if self._all_reduces_weights:
             places = [place for place, kind in enumerate(self._kinds) if kind is Weighting.TERMS]
@@ -413,14 +430,29 @@ class TrainingStep:
         self._transaction.put_back_buffers()
         return weights
 
-    def _divide_by_weight(self, results: Sequence[Result], share: Share) -> None:
-        """Divide gradients by the weight over all ranks instead of by the number of samples, if it is known now."""
-        if self._normalizes_after_backward:
-            weight = sum(result.loss.weight for result in results)
-            with self.clock.backward:
-                (total,) = self._sum_over_ranks([weight], self.clock.backward)
-            self._factor = quotient(share.global_rows, total)
-            multiply_gradients(self._parameters, self._factor)
+    def _unit(self, share: Share) -> float:
+        """Return what a loss is divided by before backward if its weight is known only then: a power of two near it.
+
+        All ranks know it without a message, and nothing is rounded; it keeps the gradients of 16 bits in range.
+        """
+        return 2.0 ** round(math.log2(share.global_rows * self._loss.weight_per_row))
+
+    def _send_weight(self, share: Share) -> None:
+        """Send this rank's weight with the next gradients, which are divided by that of all ranks."""
+        if self._divides_after and self._ddp.carries_weights:
+            self._ddp.divide_by(self._weight, self._unit(share))
+
+    def _divide_by_weight(self, share: Share) -> None:
+        """Divide gradients by the weight of all ranks, unless that was done when they were exchanged."""
+        if not self._divides_after:
+            return
+        if self._ddp.carries_weights:
+            self._factor = self._ddp.factor
+            return
+        with self.clock.backward:
+            (total,) = self._sum_over_ranks([self._weight], self.clock.backward)
+        self._factor = quotient(self._unit(share), total)
+        multiply_gradients(self._parameters, self._factor)
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
         """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""

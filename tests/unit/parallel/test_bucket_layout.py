@@ -9,6 +9,7 @@ import torch
 
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
+from cyxtrain.ring import DIGITS
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def test_places_follow_each_other_and_the_flags_come_last(seed):
         ends = [offset + parameters[i].count for offset, i in zip(bucket.offsets, bucket.parameters, strict=True)]
         assert list(bucket.offsets) == [0, *ends[:-1]]
         assert bucket.flags_offset == ends[-1]
-        signals = NUM_SIGNALS + 1 if bucket is layout[-1] else 0  # and the loss
+        signals = NUM_SIGNALS + DIGITS + 1 if bucket is layout[-1] else 0  # and weight and loss
         assert bucket.count == ends[-1] + len(bucket.parameters) + 1 + signals
 
 
