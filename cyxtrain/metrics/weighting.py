@@ -32,7 +32,7 @@ class Weighting(enum.Enum):
 
     # the number of samples, which every rank knows
     SAMPLES = "mean over samples"
-    # what the loss itself counts, such as class weights: summed over ranks before backward
+    # what the loss itself counts, such as class weights: ranks add it up, in the message with the gradients if they can
     TERMS = "weighted mean"
     # nothing: the loss is a sum
     NOTHING = "sum"
@@ -43,7 +43,7 @@ class BatchLoss:
     """The loss of this rank's part of a batch."""
 
     value: Tensor  # what the loss function returned, 0-dim; with a graph while training
-    terms: Tensor | float  # `value` times this is the sum of the terms
+    terms: Tensor | float  # a factor: `value` times this is the sum of the terms
     weight: Tensor | float  # what that sum is divided by; a tensor if it depends on the data
     # other losses of the same rows by name: those that `value` adds up, and numbers that are only reported
     parts: Mapping[str, BatchLoss] = field(default_factory=dict)

@@ -23,7 +23,10 @@ STEP_LATER = (
 
 
 class Bucket:
-    """Gradients that are exchanged together; PyTorch's comm hooks get it as a GradBucket."""
+    """Gradients that are exchanged together; PyTorch's comm hooks get it as a GradBucket.
+
+    In memory: gradients, then flags: unused parameters, absent rank; in the last bucket: signals, weight, loss.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Collectives on tensors: numbering, error handling and shutdown.
 
 A group is immutable: its ranks never change, and its generation distinguishes its frames from a later group's.
+How it notices that a rank has died: `monitoring/monitor.py`.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class Mailbox:
         except LinkBroken as broken:
             inbox = self._inboxes[peer]
             awaited = inbox.current is not None or any(message.peer == peer for message in self._receives)
-            if awaited or not self._monitor.has_left(broken.rank):
+            if awaited or not self._monitor.await_goodbye(broken.rank):
                 raise
             inbox.ended = True  # a recv from any source may still be served by the others
             if self._all_ended():

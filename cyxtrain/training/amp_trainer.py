@@ -39,6 +39,7 @@ from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.nonfinite import Verdict
+from cyxtrain.training.step.session import Session
 from cyxtrain.training.step.training_step import Result, TrainingStep
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
@@ -289,7 +290,7 @@ class DistributedAMPTrainer:
         # same number for all ranks and calls, so that gradients can be added.
         self._share.global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
-        return TrainingStep(self._ddp, self._state, setup, LoggedNumbers(), is_fit=False)
+        return Session(self._state, setup, self._ddp, LoggedNumbers(), is_fit=False).begin_epoch()
 
     def _discard_step(self) -> None:
         self._share = _CurrentStep(self.step, self._share.global_rows, self._placement)

@@ -114,7 +114,7 @@ class CheckpointManager:
         every = self._config.checkpoint_every_n_steps
         return bool(every) and self._state.position.step % every == 0
 
-    def save_step(self, totals: MetricSums) -> None:
+    def save_step(self, totals: MetricSums | None) -> None:
         """Write a checkpoint of this step, in the middle of an epoch, unless there is one."""
         if self._is_on and self._saved != self._name():
             self._save(totals)
@@ -143,7 +143,7 @@ class CheckpointManager:
         if is_best or (every and epoch % every == 0):
             self._save(None, is_best=is_best)
 
-    def after_validation(self, totals: MetricSums) -> None:
+    def after_validation(self, totals: MetricSums | None) -> None:
         """Save the latest step if its validation, in the middle of an epoch, is the best one."""
         if self._is_best():
             self._save(totals, is_best=True)

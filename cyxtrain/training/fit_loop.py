@@ -35,8 +35,8 @@ from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.snapshot import put_into_training
 from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step.session import Session
 from cyxtrain.training.step.training_step import TrainingStep
-from cyxtrain.training.step.updates import make_updates
 from cyxtrain.training.stopping import (
     StoppedError,
     StopRequest,
@@ -82,16 +82,14 @@ class FitLoop:
         self._requests = StopSignals(plan.config, state, plan.world)
         self._callbacks = plan.callbacks
         state.set(callbacks=plan.callbacks, data=plan.feed.state_dict, stop_training=False)
-        self._step: TrainingStep | None = None  # None between two epochs
         self._samples_before = 0
         self._clock_step = -1
         self._validates_within_epochs = plan.config.validates_within_epochs
-        if plan.defers_verdicts:
-            ddp.use_reports()
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device, plan.world)
-        self._updates = make_updates(state, plan, ddp, logged)
-        self._exchange_signals = (self._updates or ddp).exchange_signals
+        self._session = Session(
+            *(state, plan.data, ddp, logged), ends_fit=plan.ends_on_nan, may_defer=plan.defers_verdicts
+        )
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
     def fit(self) -> StoppedError | None:
@@ -106,7 +104,7 @@ class FitLoop:
                 stopped = error.with_traceback(None)  # its frames would keep the data's workers
                 self._requests.begin_stop(stopped)
                 self._ddp.sync_buffers()
-            self._manager.finish(None if self._step is None else self._step.totals)
+            self._manager.finish(self._session.totals)
             best = self._manager.load_best() if stopped is None else ""
             if stopped is not None:  # before another signal ends the process
                 self._plan.display.close()
@@ -127,17 +125,17 @@ class FitLoop:
             with memory_explained(self._world), contextlib.closing(self._plan.shares(position)) as shares:
                 try:
                     for share in marked_steps(step.clock.data.each(shares), self._device):
-                        self._train_one_step(step, share)
+                        self._train_one_step(share)
                         if position.stopped:
                             break
-                    step.guard.wait_for_verdict()
-                    self._keep_before_end(step)
+                    self._session.wait_for_verdict()
+                    self._keep_before_end()
                 except DataInterruptedError:
-                    step.guard.wait_for_verdict()
+                    self._session.wait_for_verdict()
                     stop_if_requested(self._requests.agree()[0])
                     raise
                 except BaseException:
-                    step.guard.abort()
+                    self._session.abort()
                     raise
             self._logged.rows = 1
             if self._plan.feed.is_over:
@@ -145,32 +143,29 @@ class FitLoop:
             if self._plan.defers_verdicts:  # requests arrived with the last step
                 requests = self._ddp.received()
                 self._apply_end(requests)
-                self._apply(requests, step)
+                self._apply(requests)
         self._end_epoch(step)
 
-    def _train_one_step(self, step: TrainingStep, share: Share) -> None:
+    def _train_one_step(self, share: Share) -> None:
         """Run a step; then the callbacks, checkpoints and requests of any rank that follow it."""
-        self._logged.begin(share.rows, share.number)
+        self._session.begin_step(share)
         self._callbacks.on_batch_begin("train", share.number)
-        received = self._exchange_signals(self._requests.local())
-        step(share)
-        self._logged.rows = share.rows
+        received = self._session.take_step(share, self._requests.local())
         self._state.take_step(share.global_rows, self._plan.feed.position)
         requests = received()
         self._apply_end(requests)
         self._callbacks.on_batch_end("train", share.number, self._batch_values)
-        self._show(step, share)
+        self._show(share)
         if self._validates_within_epochs and self._plan.validates_at(self._state.position):
-            self._validate_within_epoch(step)
+            self._validate_within_epoch()
         every = self._plan.config.check_replicas_every_n_steps
         if every and self._state.position.step % every == 0:
-            step.guard.wait_for_verdict()
+            self._session.wait_for_verdict()
             self._ddp.check_replicas()
         if self._manager.is_due():
-            step.guard.wait_for_verdict()
-            self._manager.save_step(step.totals)
-        self._apply(requests, step)
-        step.clock.steps += 1
+            self._session.wait_for_verdict()
+            self._manager.save_step(self._session.totals)
+        self._apply(requests)
         self._profile.step()
 
     @contextlib.contextmanager
@@ -178,8 +173,7 @@ class FitLoop:
         """Acquire the resources of a fit; release them however it ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._release_data)
-            if self._updates is not None:
-                stack.enter_context(self._updates)
+            stack.enter_context(self._session)
             stack.enter_context(freed_memory_kept())
             stack.enter_context(contextlib.closing(self._manager))
             stack.enter_context(contextlib.closing(self._callbacks))
@@ -233,28 +227,22 @@ class FitLoop:
         plan.display.begin_epoch(position.epoch + 1, last_epoch, last_step, position.epoch_steps)
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
-        # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
-        may_defer = plan.defers_verdicts and self._ddp.config.compression != "powersgd"
-        self._step = step = TrainingStep(
-            *(self._ddp, state, plan.data, self._logged, self._updates),
-            ends_fit=plan.ends_on_nan,
-            may_defer=may_defer,
-        )
+        step = self._session.begin_epoch()
         seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
         if self._checkpoint is not None:
             restore_rank(self._world, *self._checkpoint, step.totals, self._logged, self._device)
             self._checkpoint = None
             if position.samples and self._validates_within_epochs and plan.validates_at(position):
-                self._validate_within_epoch(step)  # unless the checkpoint has it
+                self._validate_within_epoch()  # unless the checkpoint has it
         # Again in each epoch: a callback may have unfrozen some.
         warn_of_params_without_optimizer(state.trained, state.optimizers.values(), self._warned_params)
         self._put_into_training()
         return step
 
-    def _keep_before_end(self, step: TrainingStep) -> None:
+    def _keep_before_end(self) -> None:
         """Keep the state, if a longer fit would continue from it in another way than from that after the epoch."""
         if self._plan.ends_early(self._state.position) and not self._state.position.stopped:
-            self._manager.gather(step.totals)
+            self._manager.gather(self._session.totals)
             self._state.keep_before_end(self._world)
 
     def _end_epoch(self, step: TrainingStep) -> None:
@@ -263,10 +251,10 @@ class FitLoop:
         measured = step.totals.over_ranks(self._world)
         seconds = time.perf_counter() - self._epoch_started_at
         if plan.feed.is_over and not position.epoch_steps:
-            self._step = None
+            self._session.step = None
             return  # the data had ended before the epoch began
-        if self._updates is not None:
-            self._updates.warn_of_idle()
+        if self._session.updates is not None:
+            self._session.updates.warn_of_idle()
         self._warn_of_divergence(measured["loss"])
         rows = position.samples - self._samples_before
         if plan.config.check_replicas_every_n_steps is None:
@@ -276,7 +264,7 @@ class FitLoop:
         is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
         where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
-        self._step = None
+        self._session.step = None
         state.end_epoch(plan.feed.position)
         self._record(step, measured, own, seconds, rows, is_validated=is_validated)
         if is_validated:
@@ -301,9 +289,9 @@ class FitLoop:
                 f"{before:.3g} before. Lower the learning rate ({rates}), set clip_norm=1.0, or scale X and y."
             )
 
-    def _validate_within_epoch(self, step: TrainingStep) -> None:
+    def _validate_within_epoch(self) -> None:
         """Validate, save the best and stop if a callback asks for it; training continues with the same generators."""
-        step.guard.wait_for_verdict()
+        self._session.wait_for_verdict()
         began = time.perf_counter()
         self._logged.rows = 1  # numbers that hooks log from here on are not of the batch
         with generators_kept(self._device):
@@ -314,7 +302,7 @@ class FitLoop:
         plan.display.line(around_validation(f"step {position.step:,}", self._validation, [*plan.validation]))
         received = self._together(self._callbacks.call, "on_validation_end", position.epoch, self._validation)
         self._apply_end(received)
-        self._manager.after_validation(step.totals)
+        self._manager.after_validation(self._session.totals)
         self._epoch_started_at += time.perf_counter() - began
         stop_if_requested(received)
 
@@ -356,19 +344,15 @@ class FitLoop:
 
     def prepare_to_save(self) -> None:
         """Gather per-rank state, and any rank's request to end. All ranks call it."""
-        self._wait_for_verdict()
-        self._manager.gather(None if self._step is None else self._step.totals)
-        if self._step is None:
+        self._session.wait_for_verdict()
+        self._manager.gather(self._session.totals)
+        if self._session.step is None:
             self._apply_end(self._requests.agree()[0])
 
     def prepare_to_evaluate(self) -> None:
         """Make the model the same on every rank. All ranks call it."""
-        self._wait_for_verdict()
+        self._session.wait_for_verdict()
         self._ddp.sync_buffers()
-
-    def _wait_for_verdict(self) -> None:
-        if self._step is not None:
-            self._step.guard.wait_for_verdict()
 
     def _logged_in_epoch(self) -> dict[str, float]:
         """Return what all ranks have logged outside of validations; refuse names that a validation has."""
@@ -420,38 +404,37 @@ class FitLoop:
         if any(received) and received[StopRequest.COMPLETE] > 0:
             self._state.position.set(stopped=1)
 
-    def _apply(self, received: Sequence[float], step: TrainingStep) -> None:
+    def _apply(self, received: Sequence[float]) -> None:
         """Save, or stop, if any rank requests it."""
         if not any(received):
             return
-        self._wait_for_verdict()
+        self._session.wait_for_verdict()
         number = self._state.position.step
         if received[StopRequest.CLOCK] > 0 and number > self._clock_step:
             saves, validates = self._requests.take_due()
             self._clock_step = number + int(self._plan.defers_verdicts)  # the next step still has the old request
             if validates:
-                self._validate_within_epoch(step)
+                self._validate_within_epoch()
             if saves:
-                self._manager.save_step(step.totals)
+                self._manager.save_step(self._session.totals)
         stop_if_requested(received)
 
-    def _show(self, step: TrainingStep, share: Share) -> None:
-        plan = self._plan
-        plan.display.step(share.global_rows, step.totals.cheap_values)
+    def _show(self, share: Share) -> None:
+        plan, totals = self._plan, self._session.running
+        plan.display.step(share.global_rows, totals.cheap_values)
         every, count = plan.config.log_every_n_steps, self._state.position.step
         if not every:
             every, count = plan.config.log_every_n_batches, share.number + 1
         if every and count % every == 0:
-            step.guard.wait_for_verdict()
-            text = numbers(step.totals.over_ranks(self._world))
+            self._session.wait_for_verdict()
+            text = numbers(totals.over_ranks(self._world))
             of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
             plan.display.line(f"batch {share.number + 1}{of}  {text}")
 
     def _batch_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate this rank's numbers of the epoch so far, and the step's learning rate."""
-        assert self._step is not None
         rates = {name: partial(float, rate) for name, rate in rates_by_name(self._state.rates).items()}
-        return self._step.totals.lazy_values() | rates | self._logged.lazy_values()
+        return self._session.running.lazy_values() | rates | self._logged.lazy_values()
 
     def _logs(self) -> dict[str, float]:
         """Return the numbers of the last epoch, under Keras's names."""

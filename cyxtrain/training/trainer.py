@@ -1,6 +1,6 @@
 """Keras's `fit` for any module, on any number of ranks.
 
-fit -> FitLoop (`fit_loop.py`), which runs the epochs -> TrainingStep (`step.py`).
+fit -> FitLoop (`fit_loop.py`), which runs the epochs -> TrainingStep (`step/training_step.py`).
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps, over all calls of `fit`."""
+        """Number of steps over all calls of `fit`, skipped ones included."""
         return self._state.position.step
 
     @property
@@ -273,7 +273,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
         Raises:
             ConfigError: The input is wrong, on any rank; nothing has started.
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: A rank died, or fell out of step.
+            PeerLostError, PeerSilentError: A rank died, or is suspended.
+            CollectiveMismatchError, CollectiveTimeoutError: A rank fell out of step.
             CheckpointError: A checkpoint could not be read, or with `on_save_error="raise"`, written.
             NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`, or ten in a row.
             ReplicasDifferError: Ranks hold different parameters.

@@ -9,7 +9,8 @@ the call,
     CollectiveTimeoutError      if a rank does not call before the deadline
     CollectiveMismatchError     if ranks make different calls, or with tensors that do not fit
 
-After an error that a program has caught, the next call over the default group begins a new world, on all ranks.
+After an error that a program has caught, the next call over the default group begins a new world, on all ranks; not
+if a rank was lost or silent: then all ranks must be started again.
 
 Sums have the same bits on every rank and in every run: their order depends only on the number of ranks, of elements and
 the dtype.

@@ -203,7 +203,10 @@ def join_for_all(*, works_alone: bool = False) -> World:
 
 
 def rejoin_after_failure() -> None:
-    """Begin a new world after an error that this rank's program has seen, as every rank does in its next call."""
+    """Begin a new world after an error that this rank's program has seen, as every rank does in its next call.
+
+    Raises the error of a rank that was lost or silent again: all ranks must be started again.
+    """
     if torch.compiler.is_compiling():
         return  # torch.compile cannot look into a group
     group: Any = dist.group.WORLD  # not `cpu_group`, which takes longer: small collectives take microseconds

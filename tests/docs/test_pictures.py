@@ -11,7 +11,7 @@ import pytest
 
 from cyxtrain.data.sampler import DistributedSampler
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.training import step
+from cyxtrain.training.step import training_step
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
@@ -58,7 +58,7 @@ def drawn_steps():
 def test_picture_of_a_step_has_the_order_of_the_code():
     shard, *names = drawn_steps()
     assert shard == "shard"  # before the step begins
-    docstring = step.__doc__.replace("\n", " ")
+    docstring = training_step.__doc__.replace("\n", " ")
     order = re.search(r"The order of a training step: (.*?)\.", docstring).group(1)
     assert "next loss scale" in order
     for clause in order.split("; "):

@@ -2,6 +2,11 @@
 
 One thread per group reads them all. The first error of a group is final: it is sent to all other ranks, then every link
 is stopped, so that every waiting thread wakes and finds the cause here.
+
+If a rank dies, the kernel closes its control connections: `_on_data` sees the end without a goodbye, and `fail` records
+`lost`, tells the others, and stops the links. A thread in a collective then finds its link broken
+(`executor.py`), and asks `explain` for the error that its program gets. It may find the link of the dead rank, or that
+of a neighbour who has failed, broken before: `explain` waits for the cause.
 """
 
 from __future__ import annotations
@@ -96,7 +101,7 @@ class PeerMonitor:
 
     @property
     def failure(self) -> CyxtrainError | None:
-        """The first error of the group, or None."""
+        """Why the group has ended: its first error, or that this rank has left it; None: it has not."""
         return self._failure
 
     def is_closed(self, peer: int) -> bool:
@@ -110,6 +115,7 @@ class PeerMonitor:
                 return self._failure
             self._failure, self.failed_at = error, time.monotonic()
             try:
+                # Before the links stop: a neighbour whose link ends would blame this rank.
                 self._send(Control.ABORT, error.to_facts())
             finally:  # also if Ctrl-C arrives just then
                 self._stop_links()
@@ -137,7 +143,7 @@ class PeerMonitor:
 
         Waits up to a second: the cause arrives on another connection.
         """
-        if self.has_left(peer):
+        if self.await_goodbye(peer):
             return CollectiveMismatchError(
                 f"rank {peer} has left (finalize, or the end of its program) after {self._departed[peer]} "
                 f"collectives, and rank {self.rank} still needs it. All ranks must make the same calls.",
@@ -149,8 +155,8 @@ class PeerMonitor:
             rank=peer,
         )
 
-    def has_left(self, peer: int) -> bool:
-        """Return whether `peer`, whose link has ended, said goodbye; wait up to a second for it."""
+    def await_goodbye(self, peer: int) -> bool:
+        """Wait up to a second for a goodbye of `peer`, whose link has ended; return whether it came."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_WAIT_SECONDS)
             return self._failure is None and peer in self._departed
@@ -262,6 +268,7 @@ class PeerMonitor:
         error = self._heartbeat.examine(now)
         if error is not None:
             self.fail(error)
+            return
         with self._changed:
             warning = self._waits.unanswered(now)
             asked = self._waits.question(now)

@@ -69,9 +69,9 @@ class SharedMemoryReduce:
         self._num_weighted = num_weighted
         first, end = self._span
         middle = min(max(first, num_weighted), end)
-        parts = [*_cut(self._rows, (first, middle)), *_cut(self._rows, (middle, end))]
-        self._pieces = [_piece(each, self._rank, self._is_few) for each in parts]
-        self._weighted_pieces = len([*_cut(self._rows, (first, middle))])
+        weighted, others = [*_cut(self._rows, (first, middle))], [*_cut(self._rows, (middle, end))]
+        self._pieces = [_piece(each, self._rank, self._is_few) for each in (*weighted, *others)]
+        self._weighted_pieces = len(weighted)
         with lasting():
             self._totals = [torch.from_numpy(total) for _, total, _ in self._pieces] if self._checks else []
 

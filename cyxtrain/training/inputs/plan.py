@@ -20,7 +20,7 @@ from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, shortened, warn_together
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.learning_rates import LearningRates
-from cyxtrain.optim.optimizers import can_fuse
+from cyxtrain.optim.optimizers import can_fuse, needs_closure
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
@@ -282,6 +282,7 @@ def plan_fit(
         "_shown": [rows.loss.shown for rows in (data, *validation.values())],
         "_attempt": process_env.launched_run()[1],
     }
+    _check_closures(optimizers, data)
     display = make_display(config.verbose and world.is_first)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
@@ -292,6 +293,16 @@ def plan_fit(
     plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
     _check_validation(plan)
     return plan, facts
+
+
+def _check_closures(optimizers: Mapping[str, torch.optim.Optimizer], data: CheckedData) -> None:
+    """Refuse an optimizer that evaluates the loss itself beside others, unless a step of the user's calls each."""
+    with_closure = [name for name, each in optimizers.items() if needs_closure(each)]
+    require(
+        not with_closure or len(optimizers) == 1 or data.call.optimizes,
+        f"the optimizer {(with_closure or [''])[0]!r} evaluates the loss several times per step, by its own parameters "
+        "alone, and there are others: give a train_step that calls self.optimize for each, or one optimizer.",
+    )
 
 
 def _check_training_set(

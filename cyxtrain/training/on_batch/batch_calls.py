@@ -23,8 +23,7 @@ from cyxtrain.training.model.own_steps import TrainerSteps
 from cyxtrain.training.model.snapshot import put_into_training
 from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
 from cyxtrain.training.state import TrainerView, TrainingState
-from cyxtrain.training.step.training_step import TrainingStep
-from cyxtrain.training.step.updates import make_updates
+from cyxtrain.training.step.session import Session
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
 from cyxtrain.world.world import World
 
@@ -135,13 +134,11 @@ def _step(
     with generators_kept(device):
         seed_generators(config.seed, 0, state.position.step, world.rank, device)
         put_into_training(state.model, *data.loss.modules)
-        updates = make_updates(state, plan, ddp, logged)
-        step = TrainingStep(ddp, state, data, logged, updates)
         shares = source.feed(config, world).shares(Place(0, 0, 0), data.placement, 1)
-        with contextlib.closing(shares), updates or contextlib.nullcontext():  # type: ignore[type-var]
-            share = next(shares)
-            logged.begin(share.rows, 0)
-            step(share)
+        with contextlib.closing(shares), Session(state, data, ddp, logged) as session:  # type: ignore[type-var]
+            step, share = session.begin_epoch(), next(shares)
+            session.begin_step(share)
+            session.take_step(share)
         ddp.sync_buffers()
         state.position.set(step=state.position.step + 1)
         numbers = {name: each for name, each in logged.over_ranks(world).items() if not name.startswith(GRAD_NORM)}

@@ -121,7 +121,9 @@ class FiniteGuard:
             self._transaction.put_back_buffers()
             self._overflows += 1
             return Verdict.OVERFLOW
-        self._explain(share, losses, recompute, self._nonfinite_gradients(), self._transaction.roll_back)
+        nonfinite = self._nonfinite_gradients()
+        self._transaction.roll_back()  # the share runs again from where the step began
+        self._explain(share, losses, recompute, nonfinite, self._transaction.roll_back)
         return Verdict.SKIPPED
 
     def end_updates(self, verdicts: Collection[Verdict]) -> Verdict:
@@ -154,7 +156,7 @@ class FiniteGuard:
         """
         report = self._ddp.report(losses)
         self.wait_for_verdict()
-        self._pending = _Pending(share, recompute, report, self._transaction.undo())
+        self._pending = _Pending(share, recompute, report, self._transaction.kept_undo())
         return report
 
     def wait_for_verdict(self) -> None:

@@ -10,8 +10,6 @@ Parameters change only after every collective of the step has succeeded; over NC
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,15 +21,13 @@ from torch import Tensor
 from cyxtrain.config.settings import require
 from cyxtrain.data.batches.batch import Batch, Share
 from cyxtrain.data.batches.structure import map_tree
-from cyxtrain.data.rng import generators_kept
-from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
-from cyxtrain.metrics.weighting import BatchLoss, Weighting
+from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.optim.clipping import fill_gradients, make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import needs_closure
-from cyxtrain.optim.precision import Number, as_double, quotient, times
+from cyxtrain.optim.precision import Number
 from cyxtrain.parallel import (
     DistributedDataParallel,
     GatherCall,
@@ -41,15 +37,14 @@ from cyxtrain.parallel import (
     gathering_alone,
     gathers_kept,
 )
-from cyxtrain.progress.step_timer import Part, StepTimer
+from cyxtrain.progress.step_timer import StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.snapshot import StepBuffers
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step.loss_division import Divisors, LossDivision
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.step.transaction import Participant, StepTransaction
 from cyxtrain.training.step.updates import Updates
-
-Divisors = Sequence[Number] | None
 
 
 class Result(NamedTuple):
@@ -92,39 +87,18 @@ class TrainingStep:
         self._before_update = state.callbacks.before_optimizer_step
         self._world = ddp.world
         self._device = setup.placement.device
-        self._is_accelerator = is_accelerator(self._device)
-        self._device_of_sums = self._world.device_of_sums(self._device)
         self._parameters = list(ddp.parameters())
-        self._weight: Number = 0.0  # of this rank's terms in the running step, if the data decide it
-        self._factor: Number = 1.0  # of the gradients after backward
-        self._choose_weighting()
         defers = may_defer and not (ends_fit or state.config.on_nonfinite == "skip")
         defers = defers and not (self._scale is not None and self._scale.is_dynamic)
-        follows: list[Participant] = [state.position, *self._rates] if defers else []
-        self._transaction = StepTransaction(StepBuffers(ddp, depth=1 + defers), [logged, *follows])
+        # A step whose verdict comes late and is bad ends the fit: what it has logged is of no use.
+        others: list[Participant] = [state.position, *self._rates] if defers else [logged]
+        self._transaction = StepTransaction(StepBuffers(ddp, depth=1 + defers), others)
         self.guard = FiniteGuard(
             ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=is_fit
         )
         self.totals = MetricSums(1, setup.loss, setup.metrics)
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
-
-    def _choose_weighting(self) -> None:
-        """Choose when gradients are divided by the weight of all ranks, if the data decide how much counts.
-
-        That of one loss travels with the gradients, which are divided when they are there. Several losses have a weight
-        each, by which they are divided before backward adds them up: it needs a message, and with several micro-batches
-        a forward that counts.
-        """
-        loss, num = self._loss, self._setup.num_micro_batches
-        self._counts_before_forward = num is not None and num > 1 and loss.counts_terms and bool(loss.weightings)
-        if num is None:
-            self._divides_after = loss.weighting is not Weighting.NOTHING
-        else:
-            is_counted = loss.counts_terms and not loss.weightings and not loss.uses_num_items
-            # The weight of several micro-batches together is known when all have run.
-            self._divides_after = is_counted and (num > 1 or self._ddp.carries_weights)
-        self._kinds = [kind for _, kind, _ in loss.terms(loss.without_rows())]
-        self._all_reduces_weights = loss.counts_terms and not self._divides_after
+        self._division = LossDivision(ddp, setup, logged, self._transaction, self.clock)
 
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
@@ -133,6 +107,7 @@ class TrainingStep:
             self._own_updates.begin(share, self.guard, self._transaction, self._multiplier)
         results = self._accumulate(share)
         if self.finish(share, results) is Verdict.SKIPPED:
+            self._zero()  # they are this rank's own, of the search for the cause
             return
         for result in results:
             self.totals.add(0, result.loss, result.answers)
@@ -162,10 +137,9 @@ class TrainingStep:
             if self._has_updated:
                 return result
             with self.clock.backward:
-                known = self._divisors_of(result.loss, share, divisors)
-                self._weight += result.loss.weight
+                known = self._division.of_loss(result.loss, share, divisors)
                 if is_last:
-                    self._send_weight(share)
+                    self._division.send(share)
                 self._backward(result.loss, known, kept, is_last=is_last)
         return result
 
@@ -177,8 +151,8 @@ class TrainingStep:
                 self._own_updates.follow()
             if self._has_updated:
                 return
-            self._divisors_of(self._loss.without_rows(), share, divisors)
-            self._send_weight(share)
+            self._division.of_loss(self._loss.without_rows(), share, divisors)
+            self._division.send(share)
             self._ddp.backward_without_batch()
 
     @property
@@ -196,7 +170,7 @@ class TrainingStep:
             for norms in self._own_updates.norms:
                 self._logged.add_norms(norms, may_be_skipped=False)
             return self._own_updates.finish()
-        self._divide_by_weight(share)
+        self._division.complete(share, self._parameters)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
@@ -240,20 +214,17 @@ class TrainingStep:
         self._zero()
         with self._logged.repeating():
             self._accumulate(share)
-            self._divide_by_weight(share)
+            self._division.complete(share, self._parameters)
         self._ddp.is_finite()  # a line search may leave the finite
         return self._averaged_loss()
 
     def _averaged_loss(self) -> Tensor:
         """Return the loss over all ranks of which the gradients are, 0-dim, float64."""
         own = self._ddp.checked_loss
-        (total,) = self._sum_over_ranks([0.0 if own is None else own], self.clock.backward)
-        return (
-            torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums) * self._factor / self._world.size
-        )
+        return self._division.mean_of_ranks(0.0 if own is None else own)
 
     def _zero(self) -> None:
-        self._weight = 0.0
+        self._division.begin()
         for parameter in self._parameters:  # also those that the optimizer does not have, or they would add up
             parameter.grad = None
 
@@ -271,7 +242,7 @@ class TrainingStep:
             )
             if most != least:
                 return self._accumulate_unevenly(share, most)
-        items, divisors = self._precompute_divisors(share)
+        items, divisors = self._division.before_forward(share)
         if share.rows == 0:
             self.join_without_rows(share, divisors)
         for batch in self.clock.data.each(share):
@@ -288,7 +259,7 @@ class TrainingStep:
         are averaged when all backwards are complete.
         """
         results: list[Result] = []
-        items, divisors = self._precompute_divisors(share, max_micro_batches)
+        items, divisors = self._division.before_forward(share, max_micro_batches)
         self._ddp.forward_without_batch()
         with self._ddp.no_sync():
             batches = iter(share)
@@ -306,11 +277,10 @@ class TrainingStep:
                     else:
                         gather_no_rows(self._world, self._loss.gathers, self._device)
                 loss = self._loss.without_rows() if batch is None else results[-1].loss
-                known = self._divisors_of(loss, share, divisors)
-                self._weight += loss.weight
+                known = self._division.of_loss(loss, share, divisors)
                 backward_alike(self._world, value if batch is None else self._scaled_loss(loss, known), kept)
                 share.prefetch_next(self.clock.data)
-        self._send_weight(share)
+        self._division.send(share)
         self._ddp.backward_without_batch()
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
@@ -338,11 +308,11 @@ class TrainingStep:
             self._loss.check_shapes(output, batch.targets)  # there was no dry run
         loss = self._loss(output, batch)
         if self._setup.num_micro_batches is None:
-            self._choose_weighting()
+            self._division.choose()
             require(
-                not (self._loss.weightings and self._loss.counts_terms),
-                "DistributedAMPTrainer does not know what several losses count before a step is complete: use fit, or "
-                "return one loss as (sum, weight).",
+                len({*self._division.kinds}) == 1 and not (self._loss.weightings and self._loss.counts_terms),
+                "DistributedAMPTrainer does not know what several losses count before a step is complete, unless all "
+                "are means over samples, or sums: use fit, or return one loss as (sum, weight).",
             )
         # Detached: several micro-batches together would keep their graphs.
         output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
@@ -366,102 +336,9 @@ class TrainingStep:
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
         """Return what to call `backward` on, scaled."""
-        value: Tensor | None = None
-        for number, (factor, _, each) in enumerate(self._loss.terms(loss)):
-            # Averaging divides by N, so multiply by N x this rank's fraction; exactly 1 for even batches.
-            term = times(each.value, quotient(factor * each.terms * self._world.size, divisors[number]))
-            value = term if value is None else value + term
-        assert value is not None
-        self._ddp.watch(value.to(self._device))
+        value = self._division.divided(loss, divisors)
+        self._ddp.watch(self._division.watched(value, loss).to(self._device))
         return self._times_loss_scale(value)
 
     def _times_loss_scale(self, loss: Tensor) -> Tensor:
         return loss if self._multiplier == 1 else loss * self._multiplier
-
-    def _divisors_of(self, loss: BatchLoss, share: Share, known: Divisors) -> Sequence[Number]:
-        """Return the divisor of each loss, for the sum of all ranks' terms, in this backward."""
-        if known is not None:
-            return known
-        terms = self._loss.terms(loss) if self._all_reduces_weights else ()
-        return self._divisors([each.weight for _, _, each in terms], share)
-
-    def _divisors(self, weights: Sequence[Number], share: Share) -> list[Number]:
-        """Return the divisor of each loss, the same on every rank; `weights`: this rank's, if they are all_reduced."""
-        if self._divides_after:
-            return [self._unit(share)]
-        divisors: list[Number] = [1.0 if kind is Weighting.NOTHING else share.global_rows for kind in self._kinds]
-        if self._all_reduces_weights:
-            places = [place for place, kind in enumerate(self._kinds) if kind is Weighting.TERMS]
-            totals = self._sum_over_ranks([weights[place] for place in places], self.clock.backward)
-            for place, weight in zip(places, totals, strict=True):
-                divisors[place] = weight
-        return divisors
-
-    def _precompute_divisors(self, share: Share, max_micro_batches: int = 0) -> tuple[Tensor | int | None, Divisors]:
-        """Return (items, divisors) if the first forward of a step needs them; other arguments as `_count_weights`."""
-        items: Tensor | int | None = None
-        divisors: Divisors = None
-        if self._loss.items is not None:
-            count = sum(map(self._loss.items.count, share))
-            (total,) = self._sum_over_ranks([count], self.clock.forward)
-            items = total.long().clamp_(min=1) if isinstance(total, Tensor) else max(int(total), 1)
-            divisors = [total] if self._loss.uses_num_items else None
-        elif self._counts_before_forward:
-            divisors = self._divisors(self._count_weights(share, max_micro_batches), share)
-        return items, divisors
-
-    def _count_weights(self, share: Share, max_micro_batches: int) -> list[Number]:
-        """Return this rank's weight of each loss in a share, by a forward of each micro-batch without gradients.
-
-        Each of several losses has its own weight, which must be known before the first backward. Every rank runs
-        `max_micro_batches` forwards, on no rows if it has fewer micro-batches.
-        """
-        weights: list[Number] = [0.0] * len(self._kinds)
-        with torch.no_grad(), generators_kept(self._device), gathering_alone(), self._logged.repeating():
-            for batch in share:
-                loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
-                for number, (_, _, each) in enumerate(self._loss.terms(loss)):
-                    weight = each.weight
-                    stays = self._is_accelerator and isinstance(weight, Tensor)
-                    weights[number] += as_double(weight, self._device)[0] if stays else float(weight)
-            for _ in range(max_micro_batches - len(share)):
-                if self._setup.without_rows is not None:
-                    self._setup.without_rows.forward(self._ddp.forward)
-        self._transaction.put_back_buffers()
-        return weights
-
-    def _unit(self, share: Share) -> float:
-        """Return what a loss is divided by before backward if its weight is known only then: a power of two near it.
-
-        All ranks know it without a message, and nothing is rounded; it keeps the gradients of 16 bits in range.
-        """
-        return 2.0 ** round(math.log2(share.global_rows * self._loss.weight_per_row))
-
-    def _send_weight(self, share: Share) -> None:
-        """Send this rank's weight with the next gradients, which are divided by that of all ranks."""
-        if self._divides_after and self._ddp.carries_weights:
-            self._ddp.divide_by(self._weight, self._unit(share))
-
-    def _divide_by_weight(self, share: Share) -> None:
-        """Divide gradients by the weight of all ranks, unless that was done when they were exchanged."""
-        if not self._divides_after:
-            return
-        if self._ddp.carries_weights:
-            self._factor = self._ddp.factor
-            return
-        with self.clock.backward:
-            (total,) = self._sum_over_ranks([self._weight], self.clock.backward)
-        self._factor = quotient(self._unit(share), total)
-        multiply_gradients(self._parameters, self._factor)
-
-    def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
-        """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""
-        stays = self._device_of_sums.type != "cpu"
-        if stays and self._world.size == 1 and not any(isinstance(each, Tensor) for each in weights):
-            return list(weights)
-        totals = torch.cat([as_double(each, self._device_of_sums) for each in weights])
-        if self._world.size > 1 or not stays:
-            began = time.perf_counter()
-            self._world.reduce(totals)
-            self.clock.communicated(within, time.perf_counter() - began)
-        return [*totals.unbind()] if stays else totals.tolist()

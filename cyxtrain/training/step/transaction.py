@@ -22,34 +22,35 @@ class StepTransaction:
 
     Args:
         buffers: Those of the model, which a forward changes.
-        others: What is put back as well if the step is not taken at all: what it has logged; if a verdict may come a
-            step late, also what has followed the step.
+        others: What is put back as well if the step is not taken at all: what it has logged; if the verdict comes a
+            step late, what has followed the step.
     """
 
     def __init__(self, buffers: Participant | None = None, others: Sequence[Participant] = ()) -> None:
         self._buffers, self._others = buffers, others
-        self._undo: list[Undo] = []
+        self.put_back_buffers: Undo = _nothing
+        """Puts back the buffers alone: the numbers of a step are right, or it goes on."""
+        self._undo_others: list[Undo] = []
 
     def begin(self) -> None:
         """Begin a step."""
-        participants = [*([] if self._buffers is None else [self._buffers]), *self._others]
-        self._undo = [each.keep() for each in participants]
-
-    def put_back_buffers(self) -> None:
-        """Put back the buffers alone: the numbers of a step are right, or it goes on."""
-        if self._buffers is not None:
-            self._undo[0]()
+        self.put_back_buffers = _nothing if self._buffers is None else self._buffers.keep()
+        self._undo_others = [each.keep() for each in self._others]
 
     def roll_back(self) -> None:
         """Put back everything."""
-        self.undo()()
+        self.kept_undo()()
 
-    def undo(self) -> Undo:
-        """Return what puts back everything that the running step changes; it is valid during the next step, too."""
-        undo = self._undo
+    def kept_undo(self) -> Undo:
+        """Return what puts back everything that the running step changes, also when the next step has begun."""
+        undo = [self.put_back_buffers, *self._undo_others]
 
         def put_back() -> None:
             for each in undo:
                 each()
 
         return put_back
+
+
+def _nothing() -> None:
+    pass

@@ -34,7 +34,7 @@ from cyxtrain.optim.precision import Number, as_double, quotient, times
 from cyxtrain.parallel import DistributedDataParallel, gathering_alone
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
-from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.own_steps import (
     StepCall,
     accumulation_excludes,
@@ -65,13 +65,19 @@ class Updates:
     """
 
     def __init__(
-        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
+        self,
+        state: TrainingState,
+        setup: ModelSetup,
+        ddp: DistributedDataParallel,
+        logged: LoggedNumbers,
+        *,
+        ends_fit: bool,
     ) -> None:
-        self._state, self._plan, self._ddp, self._logged = state, plan, ddp, logged
-        self._world = plan.world
-        assert isinstance(plan.data.call, StepCall)
-        self._call = plan.data.call
-        self._names, self._device = [*state.rates], plan.data.placement.device
+        self._state, self._setup, self._ddp, self._logged = state, setup, ddp, logged
+        self._world, self._ends_fit = ddp.world, ends_fit
+        assert isinstance(setup.call, StepCall)
+        self._call = setup.call
+        self._names, self._device = [*state.rates], setup.placement.device
         self.parts: dict[str, _Part] = {}
         self.made = False
         self._idle = set(self._names)
@@ -151,10 +157,7 @@ class Updates:
         """Return how long this rank has averaged gradients in updates since the last call."""
         return sum(part.ddp.seconds_communicated() for part in self.parts.values())
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Remove the hooks from the parameters; explain an error of the ring if ranks call `optimize` differently."""
         calls = self._calls_in(str(error)) if isinstance(error, CollectiveMismatchError) else {}
         for part in self.parts.values():
@@ -195,7 +198,7 @@ class Updates:
     def _part(self, name: str) -> _Part:
         """Return what is optimized under a name. All ranks call it."""
         if name not in self.parts:
-            self.parts[name] = _Part(name, self._state, self._plan, self._ddp)
+            self.parts[name] = _Part(name, self._state, self._device, self._ddp, ends_fit=self._ends_fit)
         self.parts[name].owned.follow()
         return self.parts[name]
 
@@ -203,7 +206,7 @@ class Updates:
         """Update the parameters of an optimizer; return the loss, detached."""
         has_closure, self._calls, self.made = callable(loss), self._calls + 1, True
         alone = what_needs_all_rows(self._calls, loss)
-        if alone and (self._plan.data.num_micro_batches or 1) > 1:
+        if alone and (self._setup.num_micro_batches or 1) > 1:
             raise ConfigError(accumulation_excludes(alone))
         if has_closure and self._state.loss_scale is not None:
             raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
@@ -318,7 +321,7 @@ class Updates:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             raise _ReachedError
 
-        without_rows = self._plan.data.without_rows
+        without_rows = self._setup.without_rows
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
         with apart, gathering_alone(), self._logged.repeating():
             for batch in self._share:
@@ -334,10 +337,10 @@ class Updates:
 
 
 def make_updates(
-    state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
+    state: TrainingState, setup: ModelSetup, ddp: DistributedDataParallel, logged: LoggedNumbers, *, ends_fit: bool
 ) -> Updates | None:
     """Return what the steps of the user's own may call; None: there are none."""
-    return Updates(state, plan, ddp, logged) if isinstance(plan.data.call, StepCall) else None
+    return Updates(state, setup, ddp, logged, ends_fit=ends_fit) if isinstance(setup.call, StepCall) else None
 
 
 def _trained_loss(loss: Any) -> tuple[Tensor, Any]:
@@ -377,7 +380,9 @@ class _Wrapper(DistributedDataParallel):
 class _Part:
     """What `self.optimize` needs of one optimizer."""
 
-    def __init__(self, name: str, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self, name: str, state: TrainingState, device: torch.device, ddp: DistributedDataParallel, *, ends_fit: bool
+    ) -> None:
         self.name, self.optimizer, config = name, state.optimizers[name], ddp.config
         self.owned = _Owned(ddp.module, self.optimizer)
         known = {id(parameter) for parameter in parameters_of(self.optimizer)}
@@ -388,8 +393,8 @@ class _Part:
             raise ConfigError(f"self.optimize does not average {what}: use {remedy}.")
         # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
         self.ddp = _Wrapper(self.owned, dataclasses.replace(config, broadcast_parameters=False))
-        part, device = f", {described_name(name)}", plan.data.placement.device
-        self.guard = FiniteGuard(self.ddp, state, device, StepTransaction(), ends_fit=plan.ends_on_nan, part=part)
+        part = f", {described_name(name)}"
+        self.guard = FiniteGuard(self.ddp, state, device, StepTransaction(), ends_fit=ends_fit, part=part)
         self.step = OptimizerStep(self.optimizer)
         self.clip = make_clip(state.config, {name: self.optimizer})
 

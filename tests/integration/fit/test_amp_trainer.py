@@ -34,7 +34,22 @@ class OwnLoss(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores, labels), "scores": scores}
 
 
+class TwoHeads(nn.Module):
+    """A model with two outputs, each of which has a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        scores = self.net(image)
+        return {"one": scores, "other": 0.5 * scores.tanh()}
+
+
 def make_loss(name: str) -> Any:
+    if name.startswith("several"):
+        kind = nn.MultiMarginLoss(reduction=name.removeprefix("several "))
+        return {"one": kind, "other": kind}
     if name == "weighted":
         return nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
     if name == "pair":
@@ -45,11 +60,12 @@ def make_loss(name: str) -> Any:
 def train_in_steps(name: str, accumulation_steps: int, cuts: list[int]) -> dict[str, Any]:
     """Four steps of 12 rows over all ranks, in micro-batches; `cuts` says where each rank's rows end."""
     rank, (inputs, targets) = cx.get_rank(), make_rows(ROWS)
-    own = name == "own"
-    rate = 0.02 if name == "sum" else 0.2
+    own, several = name == "own", name.startswith("several")
+    rate = 0.02 if name.endswith("sum") else 0.2
     # Not Adam, whose steps hardly depend on the size of gradients.
     trainer = cx.DistributedAMPTrainer(
-        OwnLoss() if own else make_model(),
+        OwnLoss() if own else TwoHeads() if several else make_model(),
+        cx.AMPConfig(initial_scale=256.0) if several else None,  # so that no step overflows
         loss_fn=make_loss(name),
         accumulation_steps=accumulation_steps,
         optimizer=partial(torch.optim.SGD, lr=rate),
@@ -59,13 +75,14 @@ def train_in_steps(name: str, accumulation_steps: int, cuts: list[int]) -> dict[
         mine = slice(first + cuts[rank], first + cuts[rank + 1])
         parts = zip(inputs[mine].chunk(accumulation_steps), targets[mine].chunk(accumulation_steps), strict=True)
         for x, y in parts:
-            trainer.training_step({"image": x, "labels": y} if own else (x, y))
+            targets_of_all = {"one": y, "other": y} if several else y
+            trainer.training_step({"image": x, "labels": y} if own else (x, targets_of_all))
             steps.append(trainer.step)
     after = flat(trainer.model.parameters())
     return {"parameters": after, "steps": steps, "moved": not np.array_equal(before, after)}
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "weighted", "pair", "own"])
+@pytest.mark.parametrize("name", ["mean", "sum", "weighted", "pair", "own", "several mean", "several sum"])
 def test_two_ranks_with_uneven_batches_train_as_one_does_with_all_rows(name):
     with one_process():
         alone = train_in_steps(name, 1, [0, JOINED])
@@ -75,6 +92,15 @@ def test_two_ranks_with_uneven_batches_train_as_one_does_with_all_rows(name):
         assert np.array_equal(first["parameters"], second["parameters"])
         # In 16 bits the forward of other batches rounds alike; the sums over rows are in another order.
         np.testing.assert_allclose(first["parameters"], alone["parameters"], rtol=0, atol=2e-4)
+
+
+def test_sums_beside_means_are_refused():
+    inputs, targets = make_rows(ROWS)
+    losses = {"one": nn.MultiMarginLoss(reduction="sum"), "other": nn.MultiMarginLoss()}
+    with one_process():
+        trainer = cx.DistributedAMPTrainer(TwoHeads(), loss_fn=losses)
+        with pytest.raises(cx.ConfigError, match="unless all are means over samples, or sums"):
+            trainer.training_step((inputs, {"one": targets, "other": targets}))
 
 
 def test_the_optimizer_steps_with_every_third_call():

@@ -295,11 +295,17 @@ def test_adam_sees_nothing_of_a_step_that_was_skipped():
     with one_process():
         model = Spoilt()
         optimizer = adam(model)
-        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer)
+        seen: list[Any] = []
+        look = cx.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.extend(parameter.grad for parameter in model.parameters())
+        )
+        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, callbacks=[look])
         with pytest.warns(UserWarning, match="The step is skipped"):
             trainer.fit(
                 marked(0)[:BATCH], TARGETS[:BATCH], epochs=1, batch_size=BATCH, on_nonfinite="skip", verbose=False
             )
         assert optimizer.state_dict()["state"] == {}
+        assert seen
+        assert {*seen} == {None}  # not those of the search for the cause
         assert math.isnan(trainer.history.train_losses[0])  # of no row
         assert flat(model.parameters()).tolist() == flat(Spoilt().parameters()).tolist()

@@ -649,9 +649,9 @@ def refusals() -> dict[str, Callable[[], Any]]:
     def gan(step: Callable[..., Any], **settings: Any) -> Callable[[], Any]:
         return lambda: make_gan(step).fit(make_data(), epochs=1, **SETTINGS, **settings)
 
-    def trainer(make: Callable[[nn.ModuleDict], Any], **options: Any) -> Callable[[], Any]:
+    def trainer(make: Callable[[nn.ModuleDict], Any], step: Any = gan_step, **options: Any) -> Callable[[], Any]:
         model = make_parts()
-        return lambda: cx.DistributedTrainer(model, optimizers=make(model), train_step=gan_step, **options).fit(
+        return lambda: cx.DistributedTrainer(model, optimizers=make(model), train_step=step, **options).fit(
             make_data(), epochs=1, **SETTINGS
         )
 
@@ -683,6 +683,10 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "the trainer has the optimizers g, d": lambda: make_gan().optimizer,
         "LBFGS evaluates the loss several times per step, which clip_norm would change": lbfgs(clip_norm=1.0),
         "which precision='fp16' would change": lbfgs(precision="fp16"),
+        "the optimizer 'd' evaluates the loss several times per step": trainer(
+            lambda m: {"g": torch.optim.Adam(m["g"].parameters()), "d": torch.optim.LBFGS(m["d"].parameters())},
+            step=lambda t, b: {"loss": t.model["g"](b[0]).square().mean() + t.model["d"](b[0]).square().mean()},
+        ),
     }
 
 

@@ -33,8 +33,8 @@ def buckets(shared: bool) -> Iterator[None]:
         RingProcessGroup.make_gradient_buffers = before  # type: ignore[method-assign]
 
 
-def gradients(shared: bool, dtype: torch.dtype, weights: list[float], as_view: bool) -> tuple[bool, list[float]]:
-    """Returns whether this rank's weight travels; the gradients, and those of the mean in float64, side by side."""
+def gradients(shared: bool, dtype: torch.dtype, weights: list[float], as_view: bool) -> tuple[bool, list[float], Any]:
+    """Returns whether this rank's weight travels; how far gradients are from float64's, and the unit; the gradients."""
     rank, world_size = cx.get_rank(), cx.get_world_size()
     with buckets(shared), seeded():
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
@@ -55,22 +55,30 @@ def gradients(shared: bool, dtype: torch.dtype, weights: list[float], as_view: b
     error = (torch.cat(found) - expected).abs().max() / expected.abs().max()
     carries, factor = ddp.carries_weights, ddp.factor
     ddp.close()
-    return carries, [float(error), float(factor) * sum(weights)]
+    return carries, [float(error), float(factor) * sum(weights)], torch.cat(found).numpy()
 
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("weights", [[3.0, 5.0], [1e-9, 7e-9], [0.1, 4e6], [0.0, 2.5], [1.1, 2.3, 3.7]])
 def test_gradients_are_those_of_the_mean_over_all_ranks(weights, shared, as_view):
-    for carries, (error, unit) in run_world(len(weights), gradients, shared, torch.float32, weights, as_view):
+    for carries, (error, unit), _ in run_world(len(weights), gradients, shared, torch.float32, weights, as_view):
         assert carries
         assert error < 1e-6
         assert unit == pytest.approx(8.0, rel=1e-6)
 
 
 def test_in_64_bits_they_have_the_digits_of_float64():
-    for _, (error, _unit) in run_world(2, gradients, True, torch.float64, [1 / 3, 2 / 7], True):
+    for _, (error, _unit), _found in run_world(2, gradients, True, torch.float64, [1 / 3, 2 / 7], True):
         assert error < 1e-14
+
+
+@pytest.mark.parametrize("weights", [[1.1, 2.3, 3.7], [0.3, 0.7]])
+def test_shared_memory_and_messages_give_the_same_bits_on_every_rank(weights):
+    ways = [run_world(len(weights), gradients, shared, torch.float32, weights, True) for shared in (True, False)]
+    found = [gradient.tobytes() for way in ways for _, _, gradient in way]
+    assert len(found) == 2 * len(weights)
+    assert len(set(found)) == 1
 
 
 def test_sixteen_bits_carry_no_weight():

@@ -1,0 +1,103 @@
+"""What steps are taken with: all that follows from a world, a model, a state and a setup; made anew with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cyxtrain.data.batches.batch import Share
+from cyxtrain.metrics.logged import LoggedNumbers
+from cyxtrain.metrics.sums import MetricSums
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.inputs.checked_data import ModelSetup
+from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step.training_step import TrainingStep
+from cyxtrain.training.step.updates import Updates, make_updates
+
+
+class Session:
+    """The steps of a fit, of single batches, or of a loop of the user's own. Opening one changes nothing else.
+
+    Args:
+        ddp: The model, wrapped in the world whose ranks take the steps together.
+        logged: Where numbers of the user's own go.
+        ends_fit: Whether a step that is not finite ends the fit in good order.
+        may_defer: Whether all ranks compute on accelerators: the verdict on a step may come with the next one.
+        is_fit: Whether `fit` takes the steps, and not a loop of the user's.
+
+    Attributes:
+        step: That of the running epoch; None between two.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        setup: ModelSetup,
+        ddp: DistributedDataParallel,
+        logged: LoggedNumbers,
+        *,
+        ends_fit: bool = False,
+        may_defer: bool = False,
+        is_fit: bool = True,
+    ) -> None:
+        self._state, self._setup, self._ddp, self._logged = state, setup, ddp, logged
+        self._ends_fit, self._is_fit = ends_fit, is_fit
+        # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
+        self._may_defer = may_defer and ddp.config.compression != "powersgd"
+        if may_defer:
+            ddp.use_reports()
+        self.updates: Updates | None = make_updates(state, setup, ddp, logged, ends_fit=ends_fit)
+        self.step: TrainingStep | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.updates is not None:
+            self.updates.close(error)
+
+    def begin_epoch(self) -> TrainingStep:
+        """Return the step of an epoch, whose sums are empty; callbacks may have changed what is trained before."""
+        self.step = TrainingStep(
+            *(self._ddp, self._state, self._setup, self._logged, self.updates),
+            ends_fit=self._ends_fit,
+            may_defer=self._may_defer,
+            is_fit=self._is_fit,
+        )
+        return self.step
+
+    def begin_step(self, share: Share) -> None:
+        """Begin a step on a share of the rows: numbers that are logged belong to it."""
+        self._logged.begin(share.rows, share.number)
+
+    def take_step(self, share: Share, signals: Sequence[float] = ()) -> Callable[[], list[float]]:
+        """Take a step; return what returns, for each signal, whether any rank gave it: it travels with the gradients.
+
+        Raises NonFiniteError with everything as before the step.
+        """
+        assert self.step is not None
+        received = (self.updates or self._ddp).exchange_signals(signals) if signals else list
+        self.step(share)
+        self._logged.rows = share.rows
+        self.step.clock.steps += 1
+        return received
+
+    @property
+    def totals(self) -> MetricSums | None:
+        """The sums of the running epoch; None between two epochs."""
+        return None if self.step is None else self.step.totals
+
+    @property
+    def running(self) -> MetricSums:
+        """The sums of the running epoch."""
+        assert self.step is not None
+        return self.step.totals
+
+    def wait_for_verdict(self) -> None:
+        """Wait for the verdict on the latest step; all ranks call it at the same point."""
+        if self.step is not None:
+            self.step.guard.wait_for_verdict()
+
+    def abort(self) -> None:
+        """Put back the latest step if it was skipped: an error ends the fit, on this rank."""
+        if self.step is not None:
+            self.step.guard.abort()
