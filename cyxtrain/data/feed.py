@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import override
@@ -54,7 +54,7 @@ class Feed(ABC):
         return None
 
     @abstractmethod
-    def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
+    def shares(self, place: Place, placement: Placement, end: int | None) -> Generator[Share]:
         """Yield this rank's shares of an epoch from a place to step `end`, as many as on every other rank."""
 
     def first_rows(self, epoch: int) -> Rows | None:
@@ -213,7 +213,7 @@ class RowFeed(Feed):
         return (place.passes, place.batches) if self._continues else (place.epoch, place.steps)
 
     @override
-    def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
+    def shares(self, place: Place, placement: Placement, end: int | None) -> Generator[Share]:
         """Yield the shares; the last one of a pass has no `next`: the next order is not drawn before."""
         copier, numbers = make_copier(placement), itertools.count(place.steps)
         left = None if end is None else end - place.steps

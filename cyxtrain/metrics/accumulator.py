@@ -86,7 +86,9 @@ class Accumulator:
 
     def table(self) -> Tensor:
         """Return the pairs side by side, shape (rows, 2 x names), float64, on the CPU; waits for an accelerator."""
-        return torch.cat([column.table().cpu() for column in self._columns.values()], dim=1)
+        tables = [column.table() for column in self._columns.values()]
+        device = next((table.device for table in tables if not table.is_cpu), torch.device("cpu"))
+        return torch.cat([table.to(device, non_blocking=table.is_cpu) for table in tables], dim=1).cpu()
 
     def load(self, pairs: Mapping[str, tuple[str, Pair]]) -> None:
         """Replace all numbers by (how it is reduced, pair) of each name, in the first row; means without one stay."""
@@ -96,7 +98,10 @@ class Accumulator:
 
     def pairs(self) -> dict[str, Pair]:
         """Return the exact sums over the rows, each rounded once; waits for an accelerator."""
-        return {name: _over_rows(column.pairs()) for name, column in self._columns.items()}
+        if all(column.is_on_host for column in self._columns.values()):
+            return {name: _over_rows(column.table().tolist()) for name, column in self._columns.items()}
+        parts = self.table().split(2, dim=1)  # in one copy
+        return {name: _over_rows(part.tolist()) for name, part in zip(self._columns, parts, strict=True)}
 
     def kept(self) -> dict[str, tuple[str, Pair]]:
         """Return (how it is reduced, pair) of each name, as `load` takes it; waits for an accelerator."""
@@ -148,6 +153,10 @@ class _Column:
             return value * terms if weight else 0.0, weight  # 0 / 0 if nothing counts
         return (weight, value) if self.reduce == "last" else (value, 0.0)
 
+    @property
+    def is_on_host(self) -> bool:
+        return self._device is None and not self._pending
+
     def keep(self) -> None:
         if len(self._pending) >= _FOLD:
             self._fold()
@@ -167,11 +176,6 @@ class _Column:
         if self._device is not None:
             return self._device
         return torch.tensor(self._host, dtype=torch.float64, device="cpu")
-
-    def pairs(self) -> Sequence[Sequence[float]]:
-        """Return the pairs, row by row, on the host."""
-        self._fold()
-        return self._host if self._device is None else self._device.tolist()
 
     def _fold(self) -> None:
         if not self._pending:

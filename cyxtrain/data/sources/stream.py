@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -293,7 +293,7 @@ class StreamFeed(Feed):
             )
 
     @override
-    def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
+    def shares(self, place: Place, placement: Placement, end: int | None) -> Generator[Share]:
         """Yield the shares, at the cost of one all_reduce per step."""
         if self._pass is None and self._next == (0, 0):  # the fit begins, or resumes
             self._next = place.passes, place.batches

@@ -207,9 +207,9 @@ class FitPlan:
         return None if to_come is None else max(0, to_come - warmup_steps)
 
     def shares(self, position: Position) -> Generator[Share]:
-        """Yield this rank's shares of the rest of the epoch."""
+        """Return this rank's shares of the rest of the epoch."""
         end = self.end_of_epoch(position, requested_steps(self.config))
-        yield from self.feed.shares(place_of(position), self.data.placement, end)
+        return self.feed.shares(place_of(position), self.data.placement, end)
 
     def is_over(self, position: Position) -> bool:
         """Return whether the last epoch is complete, or the one with which a callback or `max_steps` ends the fit."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -91,15 +91,16 @@ def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> I
             torch_compat.set_compiled_call(part, call)
 
 
-def marked_steps(batches: Iterable[_Batch], device: torch.device) -> Generator[_Batch]:
-    """Yield batches, and tell PyTorch where the step with each begins, so that CUDA graphs may reuse their memory.
+def marked_steps(batches: Iterator[_Batch], device: torch.device) -> Iterator[_Batch]:
+    """Return batches that tell PyTorch where the step with each begins, so that CUDA graphs may reuse their memory.
 
     Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite
     outputs and gradients of the first one that are still needed.
     """
-    if not may_use_cuda_graphs(device):
-        yield from batches
-        return
+    return _marked_steps(batches) if may_use_cuda_graphs(device) else batches
+
+
+def _marked_steps(batches: Iterator[_Batch]) -> Iterator[_Batch]:
     try:
         for batch in batches:
             torch.compiler.cudagraph_mark_step_begin()

@@ -135,7 +135,7 @@ def _step(
         seed_generators(config.seed, 0, state.position.step, world.rank, device)
         put_into_training(state.model, *data.loss.modules)
         shares = source.feed(config, world).shares(Place(0, 0, 0), data.placement, 1)
-        with contextlib.closing(shares), Session(state, data, ddp, logged) as session:  # type: ignore[type-var]
+        with contextlib.closing(shares), Session(state, data, ddp, logged) as session:
             step, share = session.begin_epoch(), next(shares)
             session.begin_step(share)
             session.take_step(share)
