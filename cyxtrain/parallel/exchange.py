@@ -64,7 +64,7 @@ class GradientExchange(ABC):
 
     @abstractmethod
     def launch(self, group: Any, scale: float) -> None:
-        """Send this rank's numbers, with gradients multiplied by `scale`, such as a loss scale."""
+        """Send this rank's numbers. Its gradients have been multiplied by `scale`, which only PowerSGD must know."""
 
     def launch_second_round(self) -> None:  # noqa: B027 - most exchanges have one round
         """Begin a second round, if there is one."""

@@ -314,6 +314,7 @@ class Reducer:
         self.factor = self._factor(found[-1])
         for bucket, numbers in zip(self._buckets, found, strict=True):
             bucket.finish(numbers, is_finite=is_finite, factor=self.factor)
+            # Otherwise all ranks read them at one later point, and refuse there together.
             if not self.reports and self._unread is None and numbers is not None:
                 unused += bucket.read_flags(numbers)
         began = time.perf_counter()

@@ -252,12 +252,14 @@ class DistributedDataParallel(nn.Module):
         return self._reducer is not None and self._reducer.carries_weights
 
     def divide_by(self, weight: Tensor | float, divided_by: float) -> None:
-        """Make the next averages the gradients of a mean over all ranks: the sum of terms over the sum of weights.
+        """Make the next averages the gradients of a mean: the sum of all ranks' terms over the sum of their weights.
+
+        Call backward on sum of terms x number of ranks / `divided_by`. All ranks call it before that, also one without
+        terms. It does nothing in a world of one, and needs `carries_weights`.
 
         Args:
             weight: Of this rank's terms; it travels with the gradients, and an accelerator is not waited for.
-            divided_by: By which the terms were divided before backward, times the number of ranks: the same on every
-                rank, and a power of two, so that nothing is rounded.
+            divided_by: A power of two near the sum of weights, the same on every rank: nothing is rounded.
         """
         if self._reducer is not None:
             self._reducer.weight = weight, divided_by

@@ -173,7 +173,7 @@ class FiniteGuard:
             self._taken += 1
             return
         pending.undo()
-        self._ddp.read_report(pending.report)
+        self._ddp.read_report(pending.report)  # which may refuse unused parameters
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in pending.report.nonfinite]
         self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, pending.undo)
