@@ -61,12 +61,9 @@ class Accumulator:
         To a mean, `value` times `terms` (None: `weight`) over `weight`; 0 if the weight is 0. The weight of the "last"
         number is its place; that of others is not used.
         """
-        self._column(name, reduce).add(row, value, weight if terms is None else terms, weight)
-
-    def _column(self, name: str, reduce: str) -> _Column:
         if name not in self._columns:
             self._columns[name] = _Column(reduce, self._rows)
-        return self._columns[name]
+        self._columns[name].add(row, value, weight if terms is None else terms, weight)
 
     def keep(self) -> None:
         """Begin a step: `roll_back` forgets what is added from now on."""
@@ -138,13 +135,17 @@ class _Column:
         self._kept: tuple[list[Pair], int] | None = None  # the pairs, and how many were pending
 
     def add(self, row: int, value: Number, terms: Number, weight: Number) -> None:
-        value, terms, weight = (_on_host(each) for each in (value, terms, weight))
+        # Each step comes here: numbers of the host, which are most, are not looked at twice.
+        value = _on_host(value) if isinstance(value, Tensor) else value
+        terms = _on_host(terms) if isinstance(terms, Tensor) else terms
+        weight = _on_host(weight) if isinstance(weight, Tensor) else weight
         if isinstance(value, Tensor) or isinstance(terms, Tensor) or isinstance(weight, Tensor):
-            self._pending.append((row, *map(_own, (value, terms, weight))))
+            self._pending.append((row, _own(value), _own(terms), _own(weight)))
         elif self._device is not None or self._pending:
             self._pending.append((row, value, terms, weight))
         else:
             self._host[row] = joined(self.reduce, self._host[row], self._pair(value, terms, weight), on_rank=True)
+            return
         if len(self._pending) >= _FOLD and self._kept is None:
             self._fold()
 
@@ -240,8 +241,8 @@ def _over_rows(pairs: Sequence[Sequence[float]]) -> Pair:
     return first, second
 
 
-def _on_host(number: Number) -> Number:
-    return float(number.item()) if isinstance(number, Tensor) and number.is_cpu else number
+def _on_host(number: Tensor) -> Number:
+    return float(number.item()) if number.is_cpu else number
 
 
 def _own(number: Any) -> Any:

@@ -223,7 +223,7 @@ class PeerMonitor:
             # A short frame fits into the buffer, unless the peer has read nothing for long.
             try:
                 sent = self._controls[peer].send(frame)
-            except (BlockingIOError, InterruptedError):
+            except BlockingIOError:
                 continue
             except OSError:
                 sent = 0
@@ -285,7 +285,7 @@ class PeerMonitor:
         broken: OSError | None = None
         try:
             data = sock.recv(65536)
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return
         except OSError as error:
             data, broken = b"", error

@@ -184,7 +184,7 @@ class Acceptor:
             return  # it was rejected since it became ready
         try:
             part = sock.recv(MAX_BYTES - stranger.count)
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return
         except OSError as error:
             self._reject(sock, error.strerror or "the connection broke")

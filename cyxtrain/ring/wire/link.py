@@ -207,7 +207,7 @@ class Link:
 
     def _nothing(self, error: OSError) -> int:
         """Return 0 if a call would block; raise if it failed."""
-        if isinstance(error, (BlockingIOError, InterruptedError)):
+        if isinstance(error, BlockingIOError):
             return 0
         raise LinkBroken(self.rank, reason_of(error)) from None
 

@@ -196,9 +196,10 @@ class TrainingStep:
             verdict = self.guard.verdict(share, losses, recompute)
             return verdict, self._updates(share) if verdict is Verdict.TAKEN else ()
         report = self.guard.report(share, losses, recompute)
-        late = [step.unless(report.bad) for step in self._steps] if self._before_update is None else [None]
-        if None not in late:
-            return Verdict.TAKEN, [step for step in late if step is not None]
+        late = [step.unless(report.bad) for step in self._steps]
+        on_device = [step for step in late if step is not None]
+        if self._before_update is None and len(on_device) == len(late):
+            return Verdict.TAKEN, on_device
         return Verdict.TAKEN, self._updates(share) if report.is_good() else ()  # this call blocks
 
     def _updates(self, share: Share) -> Sequence[Callable[[], object]]:
