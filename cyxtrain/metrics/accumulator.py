@@ -95,10 +95,17 @@ class Accumulator:
 
     def pairs(self) -> dict[str, Pair]:
         """Return the exact sums over the rows, each rounded once; waits for an accelerator."""
-        if all(column.is_on_host for column in self._columns.values()):
-            return {name: _over_rows(column.table().tolist()) for name, column in self._columns.items()}
-        parts = self.table().split(2, dim=1)  # in one copy
-        return {name: _over_rows(part.tolist()) for name, part in zip(self._columns, parts, strict=True)}
+        if self._is_on_host:
+            return {name: _over_rows(column.host) for name, column in self._columns.items()}
+        return self._pairs_in(self.table())  # in one copy
+
+    @property
+    def _is_on_host(self) -> bool:
+        return all(column.is_on_host for column in self._columns.values())
+
+    def _pairs_in(self, table: Tensor) -> dict[str, Pair]:
+        columns = table.split(2, dim=1)
+        return {name: _over_rows(column.tolist()) for name, column in zip(self._columns, columns, strict=True)}
 
     def kept(self) -> dict[str, tuple[str, Pair]]:
         """Return (how it is reduced, pair) of each name, as `load` takes it; waits for an accelerator."""
@@ -120,8 +127,7 @@ class Accumulator:
         The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
         rank, the result has the same bits on any number of ranks.
         """
-        columns = world.reduce(self.table()).split(2, dim=1)
-        return {name: _over_rows(column.tolist()) for name, column in zip(self._columns, columns, strict=True)}
+        return self._pairs_in(world.reduce(self.table()))
 
 
 class _Column:
@@ -129,7 +135,7 @@ class _Column:
 
     def __init__(self, reduce: str, rows: int) -> None:
         self.reduce = reduce
-        self._host: list[Pair] = [_NOTHING.get(reduce, (0.0, 0.0))] * rows
+        self.host: list[Pair] = [_NOTHING.get(reduce, (0.0, 0.0))] * rows
         self._device: Tensor | None = None
         self._pending: list[tuple[int, Number, Number, Number]] = []
         self._kept: tuple[list[Pair], int] | None = None  # the pairs, and how many were pending
@@ -144,7 +150,7 @@ class _Column:
         elif self._device is not None or self._pending:
             self._pending.append((row, value, terms, weight))
         else:
-            self._host[row] = joined(self.reduce, self._host[row], self._pair(value, terms, weight), on_rank=True)
+            self.host[row] = joined(self.reduce, self.host[row], self._pair(value, terms, weight), on_rank=True)
             return
         if len(self._pending) >= _FOLD and self._kept is None:
             self._fold()
@@ -161,22 +167,22 @@ class _Column:
     def keep(self) -> None:
         if len(self._pending) >= _FOLD:
             self._fold()
-        self._kept = [*self._host], len(self._pending)
+        self._kept = [*self.host], len(self._pending)
 
     def roll_back(self) -> None:
         if self._kept is not None:
-            self._host, pending = self._kept
+            self.host, pending = self._kept
             del self._pending[pending:]
 
     def load(self, pair: Pair) -> None:
-        self._host[0] = pair
+        self.host[0] = pair
 
     def table(self) -> Tensor:
         """Return the pairs, shape (rows, 2), where they are."""
         self._fold()
         if self._device is not None:
             return self._device
-        return torch.tensor(self._host, dtype=torch.float64, device="cpu")
+        return torch.tensor(self.host, dtype=torch.float64, device="cpu")
 
     def _fold(self) -> None:
         if not self._pending:
@@ -185,7 +191,7 @@ class _Column:
         self._kept = None if self._kept is None else (self._kept[0], 0)
         rows, *numbers = zip(*pending, strict=True)
         device = next(each.device for one in pending for each in one if isinstance(each, Tensor))
-        table = from_host(self._host, device, torch.float64) if self._device is None else self._device
+        table = from_host(self.host, device, torch.float64) if self._device is None else self._device
         values, terms, weights = (_vector(each, table.device) for each in numbers)
         if self.reduce in ("max", "min"):
             pick = torch.maximum if self.reduce == "max" else torch.minimum

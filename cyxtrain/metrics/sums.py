@@ -11,22 +11,21 @@ from torch import Tensor
 
 from cyxtrain.config.settings import require
 from cyxtrain.data.batches.structure import Tree
-from cyxtrain.metrics.accumulator import Accumulator, Pair, joined, mean_of, number_of
+from cyxtrain.metrics.accumulator import Accumulator, Number, Pair, joined, mean_of, number_of
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.world.world import World
 
-_Number = Tensor | float
 _LOSS = "loss"
-_ANSWERS = ""  # the column of correct predictions: a loss may have an "accuracy" of its own
+_ANSWERS = ""  # the column of correct predictions: a loss may also return an "accuracy"
 
 
 class Correct(NamedTuple):
     """Numbers of correct predictions, and of predictions that are counted, in a batch."""
 
-    correct: _Number
-    counted: _Number
+    correct: Number
+    counted: Number
 
 
 class MetricSums:

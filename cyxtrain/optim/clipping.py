@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import torch_compat
 from cyxtrain.optim.optimizers import parameters_of
+from cyxtrain.parallel.exchange import multiply
 from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 
@@ -92,9 +93,9 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | floa
             torch_compat.multiply_all(gradients, factor)
         elif dtype.itemsize > 2:
             torch_compat.multiply_all(gradients, factor.to(dtype))
-        else:  # in 16 bits the factor itself would be rounded
+        else:
             for gradient in gradients:
-                gradient.copy_(gradient.float() * factor.float())
+                multiply(gradient, factor)
 
 
 def fill_gradients(parameters: Sequence[nn.Parameter], model: nn.Module) -> None:

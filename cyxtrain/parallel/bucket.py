@@ -140,7 +140,7 @@ class Bucket:
             torch.sub(loss, loss, out=self._loss)  # 0 or NaN, without waiting for the device
         if weight is not None:
             self.exchange.divide_by(*weight)
-        if self._loss is not None and weight is not None:
+        if weight is not None and self._loss is not None:
             self._weight.copy_(digits_of(*weight, self._weight.device), non_blocking=True)
         self.exchange.launch(group, scale)
 

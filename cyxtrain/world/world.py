@@ -59,6 +59,11 @@ class World:
         """Whether this is a rank by itself, which has no process group."""
         return self.group is None
 
+    @property
+    def _has_others(self) -> bool:
+        # `count_steps` describes a world that nobody has joined: it has ranks, and no group.
+        return self.size > 1 and self.group is not None
+
     def alone(self) -> World:
         """Return the world of this rank by itself."""
         return World(local_rank=self.local_rank, members=(self.number,), generation=self.generation)
@@ -74,22 +79,22 @@ class World:
 
     def reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor over ranks, in place, and return it; one on a CPU by the group of agreements."""
-        if self.size > 1:
+        if self._has_others:
             dist.all_reduce(values, operation, group=self.cpu_group if values.is_cpu else self.group)
         return values
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
         """Overwrite a small tensor of the CPU with that of a rank, and return it."""
-        if self.size > 1:
+        if self._has_others:
             dist.broadcast(values, source, group=self.cpu_group)
         return values
 
     def gather(self, text: str) -> list[str]:
-        """Return the text of every rank, by rank: how ranks compare what they know.
+        """Return the text of every rank, by rank: so that ranks can compare.
 
         Cost: two all_gathers; 8 bytes, then the longest text, of each rank.
         """
-        if self.size == 1:
+        if not self._has_others:
             return [text]
         content = text.encode()
         # device: a small agreement uses a CPU group, also if the program sets another default device.

@@ -6,7 +6,6 @@ Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), sect
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from cyxtrain.ring.weight_digits import total_of, whole_of
 from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.wire.persistent import FINITE, WEIGHT, Exchange
 
-_NUMBER, _WORD = struct.Struct("=d"), struct.Struct("=q")
 _PIECE_BYTES = 1 << 18
 """Bytes reduced at once: the same elements of a few ranks stay in a processor's second-level cache."""
 
@@ -60,6 +58,7 @@ class SharedMemoryReduce:
         self._rank, self._checks = rank, checks
         self._cut_at(0)
         self._own_words = words[rank]
+        self._weights = [each.cast("B").cast("d") for each in words]  # the same memory, as numbers
         self.weight: tuple[float, float] | None = None
         """Of this rank in the next reduction, and what the terms were divided by; None: elements become their mean."""
         self.is_finite = True  # whether the latest result is, if ranks check it; the same on all
@@ -93,7 +92,7 @@ class SharedMemoryReduce:
         """Reduce this rank's part of every row; yield each exchange with other ranks."""
         weight, self.weight = self.weight, None
         if weight is not None:
-            self._own_words[WEIGHT] = _bits(weight[0])
+            self._weights[self._rank][WEIGHT] = weight[0]
         yield from self.meeting.all_here()
         factor = None if weight is None else self._factor(weight[1])
         with silent_numpy():
@@ -114,18 +113,8 @@ class SharedMemoryReduce:
 
     def _factor(self, divided_by: float) -> Any:
         """Return what the mean over ranks is multiplied by, from the weights of all ranks: they are here."""
-        total = total_of([whole_of(_from_bits(words[WEIGHT]), divided_by) for words in self._words], divided_by)
+        total = total_of([whole_of(words[WEIGHT], divided_by) for words in self._weights], divided_by)
         return self.own.dtype.type(divided_by / total if total else 0.0)
-
-
-def _bits(number: float) -> int:
-    (found,) = _WORD.unpack(_NUMBER.pack(number))
-    return int(found)
-
-
-def _from_bits(word: int) -> float:
-    (found,) = _NUMBER.unpack(_WORD.pack(word))
-    return float(found)
 
 
 def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:

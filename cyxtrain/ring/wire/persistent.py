@@ -294,7 +294,7 @@ _COUNT, _WHAT = 0, 1
 FINITE = 2
 """The word in which a rank says whether its chunk of the result is finite."""
 WEIGHT = 3
-"""The word with the bits of a rank's weight, a float64."""
+"""The word that is a rank's weight, a float64."""
 _ASKED = 8
 """On another cache line than the first words."""
 COUNTER_WORDS = _ASKED + 2 * algorithms.FEW_RANKS

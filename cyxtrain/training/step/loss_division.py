@@ -20,6 +20,7 @@ from cyxtrain.parallel import DistributedDataParallel, gathering_alone
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.step.transaction import StepTransaction
+from cyxtrain.world.world import World
 
 Divisors = Sequence[Number] | None
 
@@ -170,13 +171,18 @@ class LossDivision:
         return weights
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
-        """Return sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""
-        stays = self._device_of_sums.type != "cpu"
-        if stays and self._world.size == 1 and not any(isinstance(each, Tensor) for each in weights):
-            return list(weights)
-        totals = torch.cat([as_double(each, self._device_of_sums) for each in weights])
+        began = time.perf_counter()
+        totals = sum_over_ranks(self._world, weights, self._device_of_sums)
         if self._world.size > 1:
-            began = time.perf_counter()
-            self._world.reduce(totals)
             self._clock.communicated(within, time.perf_counter() - began)
-        return [*totals.unbind()] if stays else totals.tolist()
+        return totals
+
+
+def sum_over_ranks(world: World, numbers: Sequence[Number], device: torch.device) -> list[Number]:
+    """Return sums over ranks in float64, on the `World.device_of_sums`; the host does not wait for an accelerator."""
+    if device.type == "cpu":
+        found: list[Number] = world.reduce(torch.cat([as_double(each, device) for each in numbers])).tolist()
+        return found
+    if world.size == 1 and not any(isinstance(each, Tensor) for each in numbers):
+        return list(numbers)
+    return [*world.reduce(torch.cat([as_double(each, device) for each in numbers])).unbind()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.metrics.logged import LoggedNumbers
@@ -39,13 +40,14 @@ class Session:
         may_defer: bool = False,
         is_fit: bool = True,
     ) -> None:
-        self._state, self._setup, self._ddp, self._logged = state, setup, ddp, logged
-        self._ends_fit, self._is_fit = ends_fit, is_fit
-        # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
-        self._may_defer = may_defer and ddp.config.compression != "powersgd"
+        self._ddp, self._logged = ddp, logged
         if may_defer:
             ddp.use_reports()
         self.updates: Updates | None = make_updates(state, setup, ddp, logged, ends_fit=ends_fit)
+        # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
+        may_undo = may_defer and ddp.config.compression != "powersgd"
+        given = (ddp, state, setup, logged, self.updates)
+        self._make_step = partial(TrainingStep, *given, ends_fit=ends_fit, may_defer=may_undo, is_fit=is_fit)
         self.step: TrainingStep | None = None
 
     def __enter__(self) -> Session:
@@ -57,12 +59,7 @@ class Session:
 
     def begin_epoch(self) -> TrainingStep:
         """Return the step of an epoch, whose sums are empty; callbacks may have changed what is trained before."""
-        self.step = TrainingStep(
-            *(self._ddp, self._state, self._setup, self._logged, self.updates),
-            ends_fit=self._ends_fit,
-            may_defer=self._may_defer,
-            is_fit=self._is_fit,
-        )
+        self.step = self._make_step()
         return self.step
 
     def begin_step(self, share: Share) -> None:

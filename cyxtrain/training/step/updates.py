@@ -30,7 +30,7 @@ from cyxtrain.metrics.weighting import cleared
 from cyxtrain.optim.clipping import fill_gradients, make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import Closure, OptimizerStep
 from cyxtrain.optim.optimizers import ONLY, described_name, parameters_of
-from cyxtrain.optim.precision import Number, as_double, quotient, times
+from cyxtrain.optim.precision import Number, quotient, times
 from cyxtrain.parallel import DistributedDataParallel, gathering_alone
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
@@ -43,6 +43,7 @@ from cyxtrain.training.model.own_steps import (
     what_needs_all_rows,
 )
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step.loss_division import sum_over_ranks
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.step.transaction import StepTransaction
 from cyxtrain.world.world import World
@@ -275,7 +276,7 @@ class Updates:
         shown = torch.zeros((), dtype=torch.float64, device=self._device) if self._own is None else self._own
         if averages or has_weight:
             mine = (shown, 0.0 if weight is None else weight) if has_weight else (shown * self._rows, self._rows)
-            sums = self._over_ranks(mine)
+            sums = sum_over_ranks(self._world, mine, self._world.device_of_sums(self._device))
             shown = torch.as_tensor(quotient(sums[0], sums[1]), dtype=torch.float64, device=self._device)
             factor = quotient(world_size, sums[1]) if has_weight else factor
         trained = part.owned.trained
@@ -328,12 +329,6 @@ class Updates:
                 with contextlib.suppress(_ReachedError):
                     self._call.run_apart(batch, update)
         return losses
-
-    def _over_ranks(self, numbers: Sequence[Number]) -> Sequence[Number]:
-        device = self._world.device_of_sums(self._device)
-        totals = torch.cat([as_double(each, device) for each in numbers])
-        self._world.reduce(totals)
-        return totals.tolist() if device.type == "cpu" else totals.unbind()
 
 
 def make_updates(
