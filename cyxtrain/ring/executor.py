@@ -17,9 +17,10 @@ from typing import NamedTuple
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.messages import Mailbox
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
-from cyxtrain.ring.schedules.algorithms import Multicast, OnReceive, Span, Transfer
+from cyxtrain.ring.schedules.algorithms import Multicast, OnReceive, Transfer
 from cyxtrain.ring.schedules.reduction import Buffers, Stage
 from cyxtrain.ring.schedules.selector import SHORT_BYTES
+from cyxtrain.ring.schedules.summation import Span
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     FrameError,
@@ -102,17 +103,19 @@ class Executor:
 
     def run_persistent(self, operation: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
         """Do this rank's part of a persistent operation; any error ends the group."""
-        deadline, head = None, b""
+        deadline, expected = None, b""
         try:
             for sends, receives in rounds:  # links are FIFO
                 if deadline is None:  # often there is nothing to send or receive
-                    deadline, head = Deadline(timeout.total_seconds()), operation.number()
+                    deadline, expected = Deadline(timeout.total_seconds()), operation.number()
+                if sends:
+                    operation.seal()
                 for link in sends:
                     outgoing = begin_sending_frame(link, operation.frame)
                     if outgoing is not None:
                         self._progress(outgoing, None, operation, deadline)
                 for incoming in receives:
-                    incoming.expect(head)
+                    incoming.expect(expected)
                     spin_seconds = _COUNTER_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
                     self._progress(None, incoming, operation, deadline, spin_seconds)
         except BaseException as error:
@@ -161,10 +164,10 @@ class Executor:
             if transfer.on_receive is OnReceive.REPLACE and (end - first) * item <= SHORT_BYTES:
                 incoming = self._short(peer, transfer.receive, call)
             else:
-                incoming = self._incoming(peer, transfer.receive, transfer.on_receive, call)
+                incoming = Incoming(self._links[peer], call.identity, transfer, call.buffers, self._receive_buffer)
         self._progress(outgoing, incoming, call.operation, call.deadline)
         if transfer.on_receive is OnReceive.EXCHANGE and isinstance(incoming, Incoming):
-            incoming.combine(peer_first=incoming.link.rank < self._rank)
+            incoming.combine()
 
     def _multicast(self, step: Multicast, call: _Call) -> None:
         source, item = call.buffers.source, call.buffers.item_bytes
@@ -181,10 +184,6 @@ class Executor:
         into = call.buffers.target[span[0] * item : span[1] * item]
         expected = expected_header(call.identity, len(into))
         return ShortIncoming(self._links[peer], expected, into, self._receive_buffer)
-
-    def _incoming(self, peer: int, span: Span, on_receive: OnReceive, call: _Call) -> Incoming:
-        link = self._links[peer]
-        return Incoming(link, call.identity, span, on_receive, call.buffers, self._receive_buffer)
 
     def _progress(
         self,

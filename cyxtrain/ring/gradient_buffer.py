@@ -71,7 +71,7 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
     room, or NumPy has no such dtype. Cost: two small collectives, and one or two descriptors for all of them.
     """
     persistent = group.persistent
-    can_share = persistent.has_peers and persistent.selector.shares_memory
+    can_share = persistent.can_meet and persistent.selector.shares_memory
     sizes = [count * dtype.itemsize for count, dtype in kinds]
     with group.exclusive():
         segment = make_segment(group, sizes) if can_share and any(sizes) else None
@@ -82,7 +82,7 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
         array = added_by_numpy(Reduction.AVG, dtype) if count and dtype.is_floating_point else None
         # Each is numbered: of two alike, one rank could start the one, and another rank the other.
         header = persistent.header(Reduction.AVG, dtype, (count,), 0, root=next(persistent.numbers))
-        if array is not None and header is not None:
+        if array is not None:
             rows, words = segment.rows(place, array, count), segment.counters(place)
             meeting = Meeting(header, persistent.selector, words)
             reduction = SharedMemoryReduce(meeting, persistent.selector, rows, words, checks=True)

@@ -29,14 +29,25 @@ from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.rendezvous.handshake import Role
 from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult, rendezvous
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import FEW_RANKS, Span, even_spans
+from cyxtrain.ring.schedules.algorithms import FEW_RANKS, even_spans
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory_of
 from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
 from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
+from cyxtrain.ring.schedules.summation import Span, is_latency_bound
 from cyxtrain.ring.shared_memory.staged import StagedCollectives
-from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, dtype_code, in_call
+from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, NO_ROOT, Kind, Numbered, Operation, dtype_code, in_call
 from cyxtrain.ring.wire.link import Link
-from cyxtrain.ring.wire.payload import check_target, check_tensor, copy_back, flat_copy_of, flat_view_of, overlap, write
+from cyxtrain.ring.wire.payload import (
+    address_of,
+    check_target,
+    check_tensor,
+    copy_back,
+    flat_copy_of,
+    flat_view_of,
+    has_plain_memory,
+    overlap,
+    write,
+)
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
 
 _LEAVE_SECONDS = 1.0
@@ -180,20 +191,55 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
         """Reduce in place, on all ranks. Cost: see the table in docs/ring.md."""
-        with self._lock:
-            small = self.persistent.find(tensor, reduction)
-            if small is not None:
-                self.run_persistent(small.header, small.rounds(tensor), timeout)
-                return
+        if has_plain_memory(tensor):  # the usual case of a small one; the rest takes longer
+            with self._lock:
+                small = self.persistent.find(Kind.ALL_REDUCE, tensor, reduction)
+                if small is not None:
+                    address = tensor.data_ptr()
+                    self.run_persistent(small.header, small.rounds(address, address), timeout)
+                    return
         flat = flat_view_of(check_target(tensor))
         with self._lock:
-            memory = memory_of(flat)
-            if not self._run_staged(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
-                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
-                stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-                self._executor.run(operation, stages, timeout or self.timeout)
+            if not self._reduce_small(Kind.ALL_REDUCE, tensor, flat, flat, reduction, timeout):
+                self._all_reduce_flat(tensor, flat, reduction, timeout)
             copy_back(flat, tensor)
             self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
+
+    def _all_reduce_flat(self, tensor: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
+        memory = memory_of(flat)
+        if not self._run_staged(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
+            operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
+            stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+            self._executor.run(operation, stages, timeout or self.timeout)
+
+    def _reduce_small(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        source: Tensor,
+        target: Tensor,
+        reduction: Reduction,
+        timeout: timedelta | None,
+        *,
+        root: int | None = None,
+        parts: int = 1,
+    ) -> bool:
+        """Reduce the flat `source`, which is `parts` times as long as `tensor`, if it is small; return whether it is.
+
+        `target` receives the result, or this rank's part of it.
+        """
+        self._check_root(root)
+        small = self.persistent.find(kind, tensor, reduction, self._root_name(root), parts)
+        if small is None:
+            return False
+        size = tensor.numel() * tensor.element_size()
+        first = 0 if parts == 1 else self.rank * size
+        # Some tensors, such as PyTorch's fake ones, have no address: NumPy then has memory of its own.
+        source_memory = memory_of(source)
+        target_memory = memory_of(target)
+        rounds = small.rounds(address_of(source_memory), address_of(target_memory), first, first + size)
+        self.run_persistent(small.header, rounds, timeout)
+        return True
 
     def _run_staged(
         self,
@@ -224,10 +270,11 @@ class Group:
         """Reduce in place on rank `dst`, bitwise identical to `all_reduce`; other ranks' tensors do not change."""
         flat = flat_copy_of(check_target(tensor))
         with self._lock:
-            operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
-            rank, size = self.rank, self.world_size
-            stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
-            self._executor.run(operation, stages, timeout or self.timeout)
+            if not self._reduce_small(Kind.REDUCE, tensor, flat, flat, reduction, timeout, root=dst):
+                operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
+                rank, size = self.rank, self.world_size
+                stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
+                self._executor.run(operation, stages, timeout or self.timeout)
         if self.rank == dst:
             copy_back(flat, tensor)
 
@@ -247,21 +294,25 @@ class Group:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
             return
         spans = even_spans(check_target(output).numel(), self.world_size)
+        kind, parts = Kind.REDUCE_SCATTER, self.world_size
+        target = flat_view_of(output)
+        if overlap(target, source):
+            target = torch.empty_like(target)
         with self._lock:
-            staged = self._staged.find(Kind.REDUCE_SCATTER, output, reduction)
+            if self._reduce_small(kind, output, source, target, reduction, timeout, parts=parts):
+                copy_back(target, output)
+                return
+            staged = self._staged.find(kind, output, reduction)
             if staged is not None:
-                target = flat_view_of(output)
-                if overlap(target, source):
-                    target = torch.empty_like(target)
                 self.run_persistent(staged.header, staged.run(memory_of(source), memory_of(target)), timeout)
                 copy_back(target, output)
                 return
             flat = source.clone()
-            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
-            stages = plan.by_tree() if plan.is_few else plan.by_chunks(spans)
+            operation, plan = self._plan(kind, output, flat, reduction)
+            stages = plan.by_doubling() if plan.is_few else plan.by_chunks(spans)
             self._executor.run(operation, stages, timeout or self.timeout)
             write(flat[slice(*spans[self.rank])], output)
-            self._staged.create_after(self, Kind.REDUCE_SCATTER, output, reduction, timeout)
+            self._staged.create_after(self, kind, output, reduction, timeout)
 
     def _reduce_scatter_uneven(
         self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None, sizes: Sequence[int]
@@ -286,7 +337,8 @@ class Group:
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Operation, ReductionPlan]:
         """Number a reduction of `flat`; an unsupported dtype is refused before."""
-        use_numpy = self._selector.sums_identically(flat.numel(), flat.element_size())
+        # Where every rank sums all elements they must keep the same one of two NaNs, wherever their memory begins.
+        use_numpy = not is_latency_bound(self.world_size, flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, use_numpy=use_numpy)
         operation = self._operation(kind, tensor, reduction, dst, shape)
         return operation, ReductionPlan(reduction, flat, combiner, self._scratch, self._selector)
@@ -417,9 +469,13 @@ class Group:
         code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
-        name = -1 if root is None else self._global_ranks[root]
+        name = self._root_name(root)
         self._begin(operation := Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
         return operation
+
+    def _root_name(self, root: int | None) -> int:
+        """Return a root's rank in the world, as headers name it."""
+        return NO_ROOT if root is None else self._global_ranks[root]
 
     def _check_root(self, root: int | None) -> None:
         if root is not None and not 0 <= root < self.world_size:

@@ -19,8 +19,9 @@ from cyxtrain.ring import sparse
 from cyxtrain.ring.gradient_buffer import SharedGradientBuffer, make_gradient_buffers
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.messages import ANY_SOURCE
-from cyxtrain.ring.schedules.algorithms import Span, neighbouring
+from cyxtrain.ring.schedules.algorithms import neighbouring
 from cyxtrain.ring.schedules.kernels import Reduction
+from cyxtrain.ring.schedules.summation import Span
 from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, replace, write
 from cyxtrain.ring.work import MessageWork, collective, timeout_of
 

@@ -15,7 +15,7 @@ import torch
 from cyxtrain.ring import executor
 from cyxtrain.ring.monitoring import heartbeat, monitor, wait_graph
 from cyxtrain.ring.rendezvous import accept
-from cyxtrain.ring.schedules import algorithms, selector
+from cyxtrain.ring.schedules import algorithms, selector, summation
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire import frames, link
 from cyxtrain.ring.wire.frames import Control, Kind, Operation, dtype_code, expected_header, header
@@ -167,7 +167,7 @@ KIB = 1024
     ("words", "ours", "theirs"),
     [
         ("up to 16 KiB, up to 8 ranks", (16 * KIB, 8), (selector.SHORT_BYTES, algorithms.FEW_RANKS)),
-        ("Up to 256 KiB it is a tree", 256 * KIB, selector.FEW_BYTES),
+        ("Up to 256 KiB it is a tree", 256 * KIB, summation.FEW_BYTES),
         ("of more than 16 KiB are *staged*", 16 * KIB, selector.SHORT_BYTES),
         ("a window of 2 MiB in shared memory", 2048 * KIB, selector.WINDOW_BYTES),
         ("in segments of 1 MiB", 1024 * KIB, selector.SEGMENT_BYTES),

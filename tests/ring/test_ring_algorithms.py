@@ -6,14 +6,16 @@ test_ring_lockstep.py has every order in which ranks may go on.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lockstep import Lockstep, apart, buffered, handed_over_where_long, own
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import chunks, even_spans
+from cyxtrain.ring.schedules.algorithms import even_spans
+from cyxtrain.ring.schedules.summation import along_ring, binary_tree, chunks, summation_order
 
 RANKS = (*range(1, 10), 16)
 
@@ -29,22 +31,65 @@ def everywhere(check):
     return pytest.mark.parametrize("world_size", RANKS)(test)
 
 
-def summed(order, count, start=0):
-    """What is left where ranks are combined one after the other."""
-    return [(functools.reduce(lambda done, rank: (done, rank), order), start + index) for index in range(count)]
+def added_up(additions, world_size):
+    """What these additions leave in the leaf of the last one: an expression of ranks."""
+    leaves = list(range(world_size))
+    for into, source in additions:
+        leaves[into] = (leaves[into], leaves[source])
+    return leaves[additions[-1].into] if additions else 0
 
 
-def ring_order(chunk, world_size):
-    """Who is summed one after the other in a chunk: from the next rank on, and its own rank last."""
-    return [(chunk + 1 + step) % world_size for step in range(world_size)]
+def summed(additions, world_size, count, start=0):
+    """The elements from `start` on, each summed by these additions."""
+    return [(added_up(additions, world_size), start + index) for index in range(count)]
 
 
 def summed_in_chunks(spans, world_size):
     return [
         element
         for chunk, (start, end) in enumerate(spans)
-        for element in summed(ring_order(chunk, world_size), end - start, start)
+        for element in summed(along_ring(world_size, chunk), world_size, end - start, start)
     ]
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_every_order_adds_each_leaf_once(world_size):
+    orders = [binary_tree(world_size), *(along_ring(world_size, chunk) for chunk in range(world_size))]
+    for order in orders:
+        sources = [addition.source for addition in order]
+        assert len(order) == world_size - 1
+        assert len(set(sources)) == world_size - 1
+        for number, addition in enumerate(order):
+            assert addition.into not in sources[:number], "a leaf is added to after it was used"
+
+
+@given(st.integers(1, 64), st.integers(0, 2**24), st.sampled_from([1, 2, 4, 8, 16]))
+def test_the_order_follows_from_the_number_of_leaves_and_the_bytes(leaves, count, item_bytes):
+    few = leaves > 1 and count * item_bytes <= 256 * 1024
+    for chunk in {0, leaves - 1}:
+        order = summation_order(leaves, count, item_bytes, chunk)
+        assert order == (binary_tree(leaves) if few else along_ring(leaves, chunk))
+
+
+def test_along_the_ring_a_chunk_ends_at_its_own_leaf():
+    assert [added_up(along_ring(4, chunk), 4) for chunk in range(4)] == [
+        (0, (3, (2, 1))),
+        (1, (0, (3, 2))),
+        (2, (1, (0, 3))),
+        (3, (2, (1, 0))),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_two_leaves_have_the_same_sum_in_both_orders(chunk):
+    assert {*along_ring(2, chunk)[0]} == {*binary_tree(2)[0]}  # addition is commutative
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16, 32])
+def test_in_the_tree_blocks_of_a_power_of_two_are_sums_of_their_own(world_size):
+    """So that one rank can sum consecutive leaves by itself, with the same bits."""
+    whole = added_up(binary_tree(2 * world_size), 2 * world_size)
+    assert whole[0] == added_up(binary_tree(world_size), world_size)
 
 
 @everywhere
@@ -74,7 +119,8 @@ def test_reduce_scatter_leaves_each_rank_its_chunk(world_size, count):
     ranks = Lockstep(schedules, buffers).run()
     assert ranks.all_heard()
     for rank, (start, end) in enumerate(spans):
-        assert ranks.results[rank][start:end] == summed(ring_order(rank, world_size), end - start, start)
+        expected = summed(along_ring(world_size, rank), world_size, end - start, start)
+        assert ranks.results[rank][start:end] == expected
 
 
 def rings(world_size):
@@ -170,32 +216,22 @@ def test_agreement_ends_when_every_rank_has_heard_of_every_other(world_size):
 # --- few elements: by a tree ----------------------------------------------------------------------------------------
 
 
-def in_a_tree(world_size):
-    """What `tree` leaves in row 0."""
-    rows = list(range(world_size))
-    for into, source in algorithms.tree(world_size):
-        rows[into] = (rows[into], rows[source])
-    return rows[0]
-
-
 @pytest.mark.parametrize("world_size", RANKS)
-def test_the_tree_combines_every_rank_once_and_neighbours_first(world_size):
-    steps = algorithms.tree(world_size)
-    assert len(steps) == world_size - 1
-    assert sorted(source for _, source in steps) == list(range(1, world_size))
-    assert all(into < source for into, source in steps)  # of two NaNs the lower rank's stays
+def test_the_tree_adds_higher_ranks_to_lower_ones(world_size):
+    assert all(into < source for into, source in binary_tree(world_size))  # of two NaNs the lower rank's stays
 
 
 def test_the_tree_is_known():
-    assert [in_a_tree(size) for size in range(1, 9)] == [
+    assert [added_up(binary_tree(size), size) for size in range(1, 10)] == [
         0,
         (0, 1),
         ((0, 1), 2),
         ((0, 1), (2, 3)),
-        (((0, 1), 2), (3, 4)),
+        (((0, 1), (2, 3)), 4),
         (((0, 1), (2, 3)), (4, 5)),
         (((0, 1), (2, 3)), ((4, 5), 6)),
         (((0, 1), (2, 3)), ((4, 5), (6, 7))),
+        ((((0, 1), (2, 3)), ((4, 5), (6, 7))), 8),
     ]
 
 
@@ -205,13 +241,14 @@ def test_recursive_doubling_leaves_the_tree_on_every_rank(world_size, count):
     schedules = [algorithms.recursive_doubling(rank, world_size, count) for rank in range(world_size)]
     ranks = Lockstep(schedules, buffers).run()
     assert ranks.all_heard()
-    assert ranks.results == [[(in_a_tree(world_size), position) for position in range(count)]] * world_size
-    rounds = world_size.bit_length() - 1
-    assert max(map(len, schedules)) <= rounds + (0 if world_size == 1 << rounds else 2)
+    assert ranks.results == [summed(binary_tree(world_size), world_size, count)] * world_size
+    rounds = (world_size - 1).bit_length()
+    is_power = world_size & (world_size - 1) == 0
+    assert max(map(len, schedules)) <= (rounds if is_power else 2 * rounds)
 
 
 @everywhere
-def test_telling_all_and_the_tree_are_the_result_of_recursive_doubling(world_size, count):
+def test_telling_all_brings_the_rows_of_all_to_all(world_size, count):
     sources = [own(rank, count) for rank in range(world_size)]
     targets = [[None] * (world_size * count) for _ in range(world_size)]
     schedules = [[algorithms.multicast_rows(rank, world_size, count)] for rank in range(world_size)]
@@ -275,10 +312,10 @@ def test_the_costs_are_what_the_docstrings_say(world_size, count):
         rest = count - (spans[rank][1] - spans[rank][0])
         schedule = algorithms.reduce_scatter(rank, world_size, spans)
         assert len(schedule) == world_size - 1
-        assert sum(end - start for _, (start, end), *_ in schedule) == rest
+        assert sum(step.send[1] - step.send[0] for step in schedule) == rest
         schedule = algorithms.all_gather(rank, world_size, spans, tuple(range(world_size)))
         assert len(schedule) == world_size - 1
-        assert sum(end - start for _, _, _, (start, end), _ in schedule) == rest
+        assert sum(step.receive[1] - step.receive[0] for step in schedule) == rest
 
 
 def chain_from_rank_0(rank, world_size):

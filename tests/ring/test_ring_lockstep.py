@@ -13,7 +13,8 @@ import pytest
 from lockstep import Lockstep, Way, buffered, handed_over, handed_over_where_long, own
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import NOTHING, Transfer, chunks, even_spans
+from cyxtrain.ring.schedules.algorithms import NOTHING, Transfer, even_spans
+from cyxtrain.ring.schedules.summation import chunks
 
 RANKS = [2, 3, 4, 7]
 

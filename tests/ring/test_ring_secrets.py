@@ -152,7 +152,7 @@ def test_who_knows_the_secret_and_is_no_member_hears_why_within_a_second_and_so_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol": 8}, ("rank 1 speaks version 8", "rank 0 version 7")),
+        ({"protocol": 9}, ("rank 1 speaks version 9", "rank 0 version 8")),
         ({"world_size": 3}, ("rank 1 was started for a world of 3", "rank 0 for a world of 2")),
         ({"checksums": True}, ("rank 1 was started with checksums", "rank 0 without")),
     ],

@@ -25,7 +25,8 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.schedules.selector import FEW_BYTES, SHORT_BYTES
+from cyxtrain.ring.schedules.selector import SHORT_BYTES
+from cyxtrain.ring.schedules.summation import FEW_BYTES
 from cyxtrain.ring.shared_memory import segment
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.work import CallOptions

@@ -22,7 +22,8 @@ import cyxtrain as cx
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.schedules.kernels import Reduction
-from cyxtrain.ring.schedules.selector import FEW_BYTES, ORDERS_WRITES, SHORT_BYTES, WINDOW_BYTES
+from cyxtrain.ring.schedules.selector import ORDERS_WRITES, SHORT_BYTES, WINDOW_BYTES
+from cyxtrain.ring.schedules.summation import FEW_BYTES
 from cyxtrain.ring.shared_memory.staged import EVEN_BYTES
 from cyxtrain.ring.wire.frames import Kind
 from cyxtrain.ring.wire.persistent import MAX_KEPT

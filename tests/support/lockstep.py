@@ -39,6 +39,13 @@ def combined(one: Any, other: Any) -> Any:
     return ((one[0], other[0]), one[1])
 
 
+def in_order(step: Transfer, received: Sequence[Any], here: Sequence[Any]) -> list[Any]:
+    """Combine received elements with those of the target, in the order that the step says."""
+    if step.peer_first:
+        return [combined(*pair) for pair in zip(received, here, strict=True)]
+    return [combined(*pair) for pair in zip(here, received, strict=True)]
+
+
 def handed_over(sender: int, receiver: int, length: int) -> Way:
     return Way.HANDED_OVER
 
@@ -171,7 +178,7 @@ class Lockstep:
         self.received[rank] |= sent.known
         target = self._targets[rank]
         if step.on_receive is OnReceive.COMBINE:
-            target[start:end] = map(combined, sent.payload, target[start:end])
+            target[start:end] = in_order(step, sent.payload, target[start:end])
         elif step.on_receive is OnReceive.EXCHANGE:
             self._kept[rank] = sent.payload
         else:
@@ -187,9 +194,8 @@ class Lockstep:
             step = self._step(rank)
             assert step.receive_from is not None
             first, end = step.receive
-            here, target = self._targets[rank][first:end], self._targets[rank]
-            lower = step.receive_from < rank
-            target[first:end] = map(combined, kept, here) if lower else map(combined, here, kept)
+            target = self._targets[rank]
+            target[first:end] = in_order(step, kept, target[first:end])
             self._kept[rank] = None
         self._next[rank] += 1
         self._begin(rank)

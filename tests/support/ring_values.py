@@ -15,8 +15,7 @@ from torch import Tensor
 
 from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.schedules.algorithms import chunks
-from cyxtrain.ring.schedules.selector import is_latency_bound
+from cyxtrain.ring.schedules.summation import chunks, is_latency_bound
 
 Op = dist.ReduceOp
 Reduction = dist.ReduceOp.RedOpType
@@ -71,7 +70,7 @@ def reductions_of(dtype: torch.dtype) -> list[Reduction]:
 def reduced(tensors: Sequence[Tensor], op: Reduction) -> Tensor:
     """The documented result: of few bytes a tree of neighbours, of more each chunk all around.
 
-    Few: the first ranks are combined in pairs, until a power of two is left; then neighbours, and neighbours of those.
+    Few: neighbours are combined, then neighbouring pairs, and so on; the last one waits if it has no neighbour.
     More: chunk c is combined from rank c + 1 on, all around, with rank c as the last.
     """
     if is_latency_bound(len(tensors), tensors[0].numel(), tensors[0].element_size()):
@@ -80,9 +79,8 @@ def reduced(tensors: Sequence[Tensor], op: Reduction) -> Tensor:
 
 
 def in_a_tree(tensors: Sequence[Tensor], op: Reduction) -> Tensor:
-    power = 1 << (len(tensors).bit_length() - 1)
-    total, pairs = Op.SUM if op == Op.AVG else op, len(tensors) - power
-    places = [folded(tensors[2 * pair : 2 * pair + 2], total) for pair in range(pairs)] + list(tensors[2 * pairs :])
+    total = Op.SUM if op == Op.AVG else op
+    places = list(tensors)
     while len(places) > 1:
         places = [folded(places[place : place + 2], total) for place in range(0, len(places), 2)]
     return averaged(places[0], len(tensors)) if op == Op.AVG else places[0]

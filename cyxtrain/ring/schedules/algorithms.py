@@ -3,20 +3,18 @@
 A schedule is the list of one rank's steps, in order; all ranks run theirs at the same time. Positions are element
 offsets: `send` in a source buffer, `receive` in a target buffer, which are the same for all_reduce.
 
-The order of summation is a pure function of (world size, element count, dtype): small tensors are summed by recursive
-doubling; of larger ones chunk c is summed along the ring, from rank c + 1 to rank c. Every rank gets the same bits.
+Those that reduce add up in the order of `summation.py`.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-Span = tuple[int, int]
-Spans = tuple[Span, ...]
+from cyxtrain.ring.schedules.summation import Span, Spans
+
 NOTHING: Span = (0, 0)
 FEW_RANKS = 8
 """Up to this number of ranks more messages in fewer rounds are faster."""
@@ -29,17 +27,18 @@ class OnReceive(enum.IntEnum):
     COMBINE = 1
     """Combine them with the target, piece by piece."""
     EXCHANGE = 2
-    """Combine them with the target once that was sent; the lower rank's elements are the first operand."""
+    """Combine them with the target once that was sent."""
 
 
 class Transfer(NamedTuple):
-    """A send and a receive at once; None: absent."""
+    """A send and a receive at once; None: absent. If `peer_first`, received elements are the first operand."""
 
     send_to: int | None
     send: Span
     receive_from: int | None
     receive: Span
     on_receive: OnReceive = OnReceive.REPLACE
+    peer_first: bool = False
 
 
 class Multicast(NamedTuple):
@@ -56,13 +55,6 @@ class Multicast(NamedTuple):
 
 SILENCE = Multicast((), NOTHING, (), ())
 Step = Transfer | Multicast
-
-
-@functools.lru_cache(maxsize=256)
-def chunks(count: int, parts: int) -> Spans:
-    """Return `parts` consecutive spans that cover 0..count, as even as possible."""
-    bounds = [count * part // parts for part in range(parts + 1)]
-    return tuple(itertools.pairwise(bounds))
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,37 +109,45 @@ def _others(rank: int, world_size: int) -> list[int]:
     return [(rank + distance) % world_size for distance in range(1, world_size)]
 
 
-def _power_and_pairs(world_size: int) -> tuple[int, int]:
-    """Return the largest power of two in the world size, and how many ranks remain."""
-    power = 1 << (world_size.bit_length() - 1)
-    return power, world_size - power
-
-
 @functools.lru_cache(maxsize=256)
 def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]:
-    """Leave the combination of all ranks in every rank's buffer.
+    """Leave the sum of all ranks, by `binary_tree`, in every rank's buffer: neighbouring blocks exchange their sums.
 
-    If the number of ranks is no power of two, the first odd ranks leave their part to the rank before them.
-    Cost: log2 N frames of the whole buffer each way, and up to two more.
+    Cost: log2 N frames of the whole buffer each way for powers of two; at most twice as many rounds otherwise.
     Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005),
     section 4.4.
     """
-    whole = (0, count)
-    power, pairs = _power_and_pairs(world_size)
-    if rank < 2 * pairs and rank % 2:
-        return [Transfer(rank - 1, whole, None, NOTHING, OnReceive.EXCHANGE), Transfer(None, NOTHING, rank - 1, whole)]
-    schedule = []
-    if rank < 2 * pairs:
-        schedule.append(Transfer(None, NOTHING, rank + 1, whole, OnReceive.EXCHANGE))
-    place = rank // 2 if rank < 2 * pairs else rank - pairs
+    schedule: list[Transfer] = []
     distance = 1
-    while distance < power:
-        other = place ^ distance
-        peer = 2 * other if other < pairs else other + pairs
-        schedule.append(Transfer(peer, whole, peer, whole, OnReceive.EXCHANGE))
+    while distance < world_size:
+        left = rank - rank % (2 * distance)
+        num_right = min(distance, world_size - left - distance)
+        if num_right > 0:
+            schedule += _join_blocks(rank, left, distance, num_right, (0, count))
         distance *= 2
-    if rank < 2 * pairs:
-        schedule.append(Transfer(rank + 1, whole, None, NOTHING))
+    return schedule
+
+
+def _join_blocks(rank: int, left: int, distance: int, num_right: int, whole: Span) -> list[Transfer]:
+    """Bring the sum of two blocks to all their ranks; the right one, the world's last, may be shorter than the left.
+
+    Its ranks exchange with as many on the left, which pass the sum on to twice as many, and so on.
+    """
+    place = rank - left
+    if place >= distance:
+        peer = rank - distance
+        return [Transfer(peer, whole, peer, whole, OnReceive.EXCHANGE, peer_first=True)]
+    schedule = []
+    if place < num_right:
+        peer = rank + distance
+        schedule.append(Transfer(peer, whole, peer, whole, OnReceive.EXCHANGE))
+    num_complete = num_right
+    while num_complete < distance:
+        if place < num_complete and place + num_complete < distance:
+            schedule.append(Transfer(rank + num_complete, whole, None, NOTHING))
+        elif num_complete <= place < 2 * num_complete:
+            schedule.append(Transfer(None, NOTHING, rank - num_complete, whole))
+        num_complete *= 2
     return schedule
 
 
@@ -187,28 +187,9 @@ def multicast_from(rank: int, world_size: int, count: int, src: int) -> Multicas
     return multicast_spans(rank, world_size, spans[rank], spans)
 
 
-@functools.cache
-def tree(world_size: int) -> list[tuple[int, int]]:
-    """Return (into, from) rows, in order, that give the result of `recursive_doubling` in row 0."""
-    power, pairs = _power_and_pairs(world_size)
-    steps = [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
-    places = [2 * place if place < pairs else place + pairs for place in range(power)]
-    while len(places) > 1:
-        steps += zip(places[::2], places[1::2], strict=True)
-        places = places[::2]
-    return steps
-
-
-@functools.cache
-def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
-    """Return (into, from) rows, in order, that give `chunk` as `reduce_scatter` sums it, in row chunk + 1."""
-    first = (chunk + 1) % world_size
-    return [(first, (first + distance) % world_size) for distance in range(1, world_size)]
-
-
 @functools.lru_cache(maxsize=256)
 def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
-    """Leave in `spans[rank]` the combination of all ranks, and partial results in the other spans.
+    """Leave in `spans[rank]` the sum of all ranks, as `along_ring` says, and partial sums in the other spans.
 
     Cost: N - 1 frames, (N - 1) / N of the buffer each way.
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), section 4.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,7 +172,7 @@ class Scratch:
 class Combiner:
     """Combines received elements in a scratch with a flat tensor, in place; refuses unsupported dtypes.
 
-    NumPy is used if it adds as PyTorch does: `AlgorithmSelector.sums_identically`.
+    NumPy is used, if asked for, where it adds as PyTorch does: `added_by_numpy`.
     """
 
     def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, use_numpy: bool = False) -> None:
@@ -190,23 +190,6 @@ class Combiner:
             self._operator(theirs, ours, out=ours)
         else:
             self._operator(ours, theirs, out=ours)
-
-    def gather_up(self, count: int) -> None:
-        """Combine `count` elements of the scratch's second half, as first operand, into its first half."""
-        half = self._scratch.shape[0] // 2
-        found, own = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
-        self._operator(own, found, out=found)
-
-    def combine_rows(self, own: int, steps: Sequence[tuple[int, int]]) -> None:
-        """Combine `flat`, as row `own` of the scratch, with the other rows, and copy row 0 to it."""
-        count = self._flat.shape[0]  # len() of a tensor is slow
-        rows = [self._scratch[row * count : (row + 1) * count] for row in range(len(steps) + 1)]
-        rows[own] = self._flat
-        for into, source in steps:
-            # The result is in the same operand on every rank, so that the same one of two NaNs stays.
-            self._operator(rows[into], rows[source], out=rows[into])
-        if own != 0:
-            self._flat[...] = rows[0]
 
 
 def _check_reduction(reduction: Reduction, dtype: torch.dtype) -> None:

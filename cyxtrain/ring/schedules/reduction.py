@@ -1,4 +1,4 @@
-"""Reductions as stages that an executor runs: small ones by a tree, others in chunks of which each rank reduces one."""
+"""Reductions as stages that an executor runs: by doubling, or in chunks of which each rank reduces one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Spans, Step
+from cyxtrain.ring.schedules.algorithms import Step
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, divide
-from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
+from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.schedules.summation import Spans, chunks, is_latency_bound
 
 
 class Buffers(NamedTuple):
@@ -48,33 +49,25 @@ class ReductionPlan:
         self._scratch = scratch
         self._selector = selector
         self._averages = reduction is Reduction.AVG
-        self._path = selector.path(flat.numel(), self._item_bytes)
-        self.is_few = self._path is not Path.RING
+        self.is_few = is_latency_bound(selector.world_size, flat.numel(), self._item_bytes)
 
     def stages(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
-        """Reduce every element, by tree or by chunks, whichever suits the size.
+        """Reduce every element, by doubling or by chunks, whichever suits the size.
 
-        A tree leaves all on every rank; `rest` returns the schedule that moves reduced spans, by rank, to where they
+        Doubling leaves all on every rank; `rest` returns the schedule that moves reduced spans, by rank, to where they
         belong.
         """
         if self.is_few:
-            return self.by_tree()
-        spans = algorithms.chunks(self._flat.numel(), self._selector.world_size)
+            return self.by_doubling()
+        spans = chunks(self._flat.numel(), self._selector.world_size)
         return self.by_chunks(spans, rest(spans))
 
-    def by_tree(self) -> Iterator[Stage]:
+    def by_doubling(self) -> Iterator[Stage]:
         """Leave all elements reduced on every rank, in as few rounds as possible."""
-        count, selector = self._flat.numel(), self._selector
-        if self._path is not Path.DOUBLING:
-            collecting, spreading = selector.exchanges(count)
-            yield Stage([collecting], Buffers(self._memory, self._scratch.memory, self._item_bytes))
-            if selector.is_summing:
-                self._combiner.combine_rows(selector.rank, algorithms.tree(selector.world_size))
-            yield Stage([spreading], self._buffers())
-        else:
-            yield Stage(algorithms.recursive_doubling(selector.rank, selector.world_size, count), self._buffers())
+        rank, world_size = self._selector.rank, self._selector.world_size
+        yield Stage(algorithms.recursive_doubling(rank, world_size, self._flat.numel()), self._buffers())
         if self._averages:
-            divide(self._flat, selector.world_size)
+            divide(self._flat, world_size)
 
     def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> Iterator[Stage]:
         """Leave this rank's span reduced and the others partial; then move the spans as `rest` says."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Spans, Step
+from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Step
+from cyxtrain.ring.schedules.summation import Spans, is_latency_bound
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
 """Whether other cores see a core's writes in their order."""
@@ -22,20 +23,12 @@ SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 WINDOW_BYTES = 2 << 20
 """Bytes that a rank has in shared memory at once: with more they leave the cache, and two copies cost more."""
-FEW_BYTES = 1 << 18
-"""Up to this size latency decides how long a reduction takes, above it bandwidth."""
-
-
-def is_latency_bound(world_size: int, count: int, item_bytes: int) -> bool:
-    """Return whether latency decides: then every rank reduces all elements, by recursive doubling."""
-    return world_size > 1 and count * item_bytes <= FEW_BYTES
 
 
 class Path(enum.Enum):
-    """How an all_reduce reaches its result."""
+    """How elements that are not staged are reduced."""
 
-    MULTICAST = "every rank sends to all"
-    RANK_0 = "by way of rank 0"
+    SMALL = "small reduction"
     DOUBLING = "recursive doubling"
     RING = "ring"
 
@@ -58,23 +51,23 @@ class AlgorithmSelector:
     def path(self, count: int, item_bytes: int) -> Path:
         """Return how so many elements are reduced that are not staged; the table in docs/ring.md specifies it."""
         if self.is_tiny(count, item_bytes):
-            return Path.RANK_0 if self.oversubscribed else Path.MULTICAST
+            return Path.SMALL
         if is_latency_bound(self.world_size, count, item_bytes):
             return Path.DOUBLING
         return Path.RING
 
     def is_tiny(self, count: int, item_bytes: int) -> bool:
         """Return whether elements are so few that no send waits, and a round costs more than they do."""
-        return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
+        return 1 < self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
-    def exchanges(self, count: int) -> tuple[Multicast, Multicast]:
-        """Return how very few elements reach the ranks that sum them, and how the sum reaches the others."""
+    def exchanges(self) -> tuple[Multicast, Multicast]:
+        """Return how the frames of all ranks reach those that reduce, and how the result reaches the others."""
         if self.oversubscribed:
             return (
-                algorithms.collecting(self.rank, self.world_size, count),
-                algorithms.spreading(self.rank, self.world_size, count),
+                algorithms.collecting(self.rank, self.world_size, 1),
+                algorithms.spreading(self.rank, self.world_size, 1),
             )
-        return algorithms.multicast_rows(self.rank, self.world_size, count), SILENCE
+        return algorithms.multicast_rows(self.rank, self.world_size, 1), SILENCE
 
     @property
     def uses_counters(self) -> bool:
@@ -85,10 +78,6 @@ class AlgorithmSelector:
     def is_summing(self) -> bool:
         """Whether this rank sums between the two exchanges of a barrier."""
         return self.rank == 0 or not self.oversubscribed
-
-    def sums_identically(self, count: int, item_bytes: int) -> bool:
-        """Return whether each sum is made on one rank only, or from the same operands on all."""
-        return self.is_tiny(count, item_bytes) or not is_latency_bound(self.world_size, count, item_bytes)
 
     def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Bring `spans[r]` of every rank r to all."""

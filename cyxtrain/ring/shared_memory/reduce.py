@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cyxtrain.ring.schedules.algorithms import Span, chunks, ring_order, tree
 from cyxtrain.ring.schedules.kernels import Reduction, lasting, silent_numpy
-from cyxtrain.ring.schedules.selector import AlgorithmSelector, is_latency_bound
+from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.schedules.summation import Addition, Span, chunks, is_latency_bound, summation_order
 from cyxtrain.ring.shared_memory.meeting import Meeting
 from cyxtrain.ring.weight_digits import total_of, whole_of
 from cyxtrain.ring.wire.payload import is_finite
@@ -52,9 +52,11 @@ class SharedMemoryReduce:
         divide: tuple[np.ufunc, float] = (np.multiply, 1 / world_size) if is_power else (np.true_divide, world_size)
         self._divide, by = divide
         self._by = own.dtype.type(by) if meeting.header.reduction is Reduction.AVG else None
+        count = count or own.size
+        self._order = summation_order(world_size, count, own.itemsize, rank)
         # As recursive doubling adds, and as a ring does: PyTorch and NumPy keep different ones of two NaNs.
-        self._is_few = is_latency_bound(world_size, count or own.size, own.itemsize)
-        self._add: Callable[..., object] = torch.add if self._is_few else np.add
+        self._uses_torch = is_latency_bound(world_size, count, own.itemsize)
+        self._add: Callable[..., object] = torch.add if self._uses_torch else np.add
         self._rank, self._checks = rank, checks
         self._cut_at(0)
         self._own_words = words[rank]
@@ -69,10 +71,10 @@ class SharedMemoryReduce:
         first, end = self._span
         middle = min(max(first, num_weighted), end)
         weighted, others = [*_cut(self._rows, (first, middle))], [*_cut(self._rows, (middle, end))]
-        self._pieces = [_piece(each, self._rank, self._is_few) for each in (*weighted, *others)]
+        self._pieces = [_Piece(each, self._order, uses_torch=self._uses_torch) for each in (*weighted, *others)]
         self._weighted_pieces = len(weighted)
         with lasting():
-            self._totals = [torch.from_numpy(total) for _, total, _ in self._pieces] if self._checks else []
+            self._totals = [torch.from_numpy(piece.total) for piece in self._pieces] if self._checks else []
 
     def divide_by(self, weight: float, divided_by: float, count: int) -> None:
         """Make the first `count` elements of the next result a mean over weights, not over ranks.
@@ -96,14 +98,15 @@ class SharedMemoryReduce:
         yield from self.meeting.all_here()
         factor = None if weight is None else self._factor(weight[1])
         with silent_numpy():
-            for number, (steps, total, copies) in enumerate(self._pieces):
-                for one, other, into in steps:
-                    self._add(one, other, out=into)
+            for number, piece in enumerate(self._pieces):
+                total = piece.total
+                for into, source in piece.additions:
+                    self._add(into, source, out=into)
                 if self._by is not None:
                     self._divide(total, self._by, total)
                 if number < self._weighted_pieces and factor is not None:
                     np.multiply(total, factor, total)
-                for copy in copies:
+                for copy in piece.copies:
                     copy[...] = total
         if self._checks:
             self._own_words[FINITE] = all(map(is_finite, self._totals))
@@ -124,16 +127,15 @@ def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:
         yield [row[first : min(first + longest, span[1])] for row in rows]
 
 
-def _piece(parts: Sequence[Any], rank: int, is_few: bool) -> tuple[list[tuple[Any, Any, Any]], Any, list[Any]]:
-    """Return how a piece is reduced: (one, other, into) additions; the total; where the total is copied."""
-    if is_few:
-        with lasting():
-            terms = [torch.from_numpy(part) for part in parts]
-        order = tree(len(parts))
-        total = order[-1][0]
-        steps = [(terms[into], terms[source], terms[into]) for into, source in order]
-    else:  # around a ring each rank puts its own first, and the last one keeps the sum
-        *order, (first, total) = ring_order(rank, len(parts))
-        steps = [(parts[source], parts[into], parts[into]) for into, source in order]
-        steps.append((parts[total], parts[first], parts[total]))
-    return steps, parts[total], [part for other, part in enumerate(parts) if other != total]
+class _Piece:
+    """A piece of all rows: the additions that sum it, where its total then is, and where the total is copied."""
+
+    def __init__(self, parts: Sequence[Any], order: Sequence[Addition], *, uses_torch: bool) -> None:
+        leaf = order[-1].into
+        terms = parts
+        if uses_torch:
+            with lasting():
+                terms = [torch.from_numpy(part) for part in parts]
+        self.additions = [(terms[into], terms[source]) for into, source in order]
+        self.total = parts[leaf]
+        self.copies = [part for other, part in enumerate(parts) if other != leaf]

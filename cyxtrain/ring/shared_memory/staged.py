@@ -13,9 +13,10 @@ import numpy as np
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from cyxtrain.ring.schedules.algorithms import Span, Spans, chunks, even_spans, neighbouring
+from cyxtrain.ring.schedules.algorithms import even_spans, neighbouring
 from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy
 from cyxtrain.ring.schedules.selector import WINDOW_BYTES, AlgorithmSelector
+from cyxtrain.ring.schedules.summation import Span, Spans, chunks
 from cyxtrain.ring.shared_memory.meeting import Meeting
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import Ranks, SharedMemorySegment, make_segment
@@ -61,7 +62,7 @@ class StagedCollectives:
         persistent, count, item_bytes = self._persistent, tensor.numel(), tensor.element_size()
         if kind is Kind.REDUCE_SCATTER:
             count *= persistent.selector.world_size
-        if not persistent.has_peers or not persistent.selector.is_staged(count, item_bytes):
+        if not persistent.can_meet or not persistent.selector.is_staged(count, item_bytes):
             return False
         if kind in (Kind.BROADCAST, Kind.ALL_GATHER):
             return True
@@ -76,7 +77,6 @@ class StagedCollectives:
         rank, world_size = selector.rank, selector.world_size
         name = NO_ROOT if root is None else self._global_ranks[root]
         header = self._persistent.header(reduction, tensor.dtype, tuple(tensor.shape), 0, name, kind)
-        assert header is not None  # a segment exists only if there is one
         what = xxh3_64_intdigest(header.identity()) >> 1  # a word has a sign
         meeting = Meeting(header, selector, segment.counters(0), what)
         size = count * tensor.element_size()

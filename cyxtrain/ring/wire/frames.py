@@ -24,7 +24,7 @@ from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrame
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 _MAGIC = b"CX"
 MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
@@ -174,7 +174,7 @@ def expected_header(identity: bytes, payload_bytes: int) -> bytes:
 
 
 def put_sequence(frame: memoryview, sequence: int) -> None:
-    """Write an operation's number into a frame without checksums."""
+    """Write an operation's number into a frame; its checksums are then wrong."""
     _NUMBER.pack_into(frame, _SIGNATURE.size, sequence)
 
 

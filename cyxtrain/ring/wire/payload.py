@@ -16,6 +16,8 @@ from cyxtrain.environment import accelerator
 from cyxtrain.errors import ConfigError, CyxtrainError
 from cyxtrain.ring.schedules.kernels import memory_of
 
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
 
 def address_of(memory: memoryview) -> int:
     """Return the address of writable bytes, at least one."""
@@ -108,13 +110,21 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
 
 
+def has_plain_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is a plain one whose memory can be read and written at its address."""
+    plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and is_plain(tensor)
+    return plain and tensor.data_ptr() != 0  # a tensor of zeros may have no memory
+
+
 def flat_view_of(tensor: Tensor) -> Tensor:
     """Return the elements in one dimension, which may be changed: a view of plain memory, otherwise a copy."""
-    if is_plain(check_tensor(tensor)):
-        if _is_closed(tensor) and tensor.numel():
-            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory
-        return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
-    return flat_copy_of(tensor)
+    if not is_plain(check_tensor(tensor)):
+        return flat_copy_of(tensor)
+    if _is_closed(tensor):
+        if tensor.numel() == 0:
+            return flat_copy_of(tensor)
+        return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
 def can_carry(device: torch.device) -> bool:

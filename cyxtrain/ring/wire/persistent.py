@@ -1,4 +1,4 @@
-"""Persistent operations (MPI's word): small all_reduces, whose preparation takes longer than they do."""
+"""Persistent operations (MPI's word): small reductions, whose preparation takes longer than they do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Multicast
-from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, divide, silent_numpy
-from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.schedules.kernels import Reduction, calculation_of, divide, lasting
+from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
+from cyxtrain.ring.schedules.summation import binary_tree
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     NO_ROOT,
@@ -23,16 +23,16 @@ from cyxtrain.ring.wire.frames import (
     dtype_code,
     expected_header,
     header,
+    payload_sum,
     put_sequence,
 )
 from cyxtrain.ring.wire.link import Link
-from cyxtrain.ring.wire.payload import address_of, is_plain
-from cyxtrain.ring.wire.transfers import UnexpectedHeader
+from cyxtrain.ring.wire.payload import address_of
+from cyxtrain.ring.wire.transfers import CorruptData, check_header
 
 MAX_KEPT = 64
 """Operations kept of each kind."""
 _PADDING = -HEADER_BYTES % 16
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
 
@@ -45,38 +45,32 @@ def keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> None:
 
 
 class PersistentOps:
-    """The headers of one group's persistent operations, and its small all_reduces by shape, dtype and reduction."""
+    """The headers of one group's persistent operations, and its small reductions."""
 
     def __init__(self, links: Mapping[int, Link], selector: AlgorithmSelector, generation: int) -> None:
         self.selector = selector
         self.numbers = itertools.count()
         """Numbers of shared buffers: the same on each rank, as all make them together."""
-        self._links = {peer: link for peer, link in links.items() if link.checksums is None}
+        self.can_meet = bool(links) and all(link.checksums is None for link in links.values())
+        """Whether ranks meet in shared memory: there are others, and their frames have no checksums."""
+        self._links = links
         self._generation = generation
-        self._kept: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction] = {}
+        self._kept: dict[tuple[Any, ...], SmallReduction] = {}
 
-    def find(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
-        """Return what reduces a tensor; None: it is not small, not added by NumPy, or not plain memory."""
-        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or not is_plain(tensor):
-            return None
-        key = tensor.dtype, tensor.shape, reduction
+    def find(
+        self, kind: Kind, tensor: Tensor, reduction: Reduction, root: int = NO_ROOT, parts: int = 1
+    ) -> SmallReduction | None:
+        """Return what reduces `parts` times as many elements as the tensor has; None: it is not small."""
+        key = kind, tensor.dtype, tensor.shape, reduction, root
         kept = self._kept.get(key)
         if kept is None:
-            count, item_bytes = tensor.numel(), tensor.element_size()
-            array = added_by_numpy(reduction, tensor.dtype)
-            if array is None or count == 0 or not self.selector.is_tiny(count, item_bytes):
+            count, item_bytes = parts * tensor.numel(), tensor.element_size()
+            if count == 0 or self.selector.path(count, item_bytes) is not Path.SMALL:
                 return None
-            opening = self.header(reduction, tensor.dtype, tuple(tensor.shape), count * item_bytes)
-            if opening is None:
-                return None
-            kept = SmallReduction(opening, self.selector, array)
+            opening = self.header(reduction, tensor.dtype, tuple(tensor.shape), count * item_bytes, root, kind)
+            kept = SmallReduction(opening, self.selector, tensor.dtype)
             keep(self._kept, key, kept)
-        return kept if tensor.data_ptr() else None  # a tensor of zeros may have no memory
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether there are persistent operations: other ranks, and frames without checksums."""
-        return bool(self._links)
+        return kept
 
     def header(
         self,
@@ -86,13 +80,11 @@ class PersistentOps:
         payload_bytes: int,
         root: int = NO_ROOT,
         kind: Kind = Kind.ALL_REDUCE,
-    ) -> PersistentHeader | None:
-        """Return the header of a persistent operation; None: alone, or with checksums, there are none.
+    ) -> PersistentHeader:
+        """Return the header of a persistent operation with other ranks.
 
         `root` of an all_reduce is the number of the shared buffer that holds the elements.
         """
-        if not self._links:
-            return None
         operation = Operation(kind, 0, reduction, dtype_code(dtype), shape, root, self._generation)
         return PersistentHeader(operation, self._links, self.selector, payload_bytes)
 
@@ -121,12 +113,13 @@ class PersistentHeader:
         self.reduction = operation.reduction
         self.payload_bytes = payload_bytes
         self.sequence = 0  # of the running operation
-        head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=None)
+        self._checksums = next(iter(links.values())).checksums
+        self._begin = expected_header(operation.identity(), payload_bytes)
         self.frame = _new_frame(payload_bytes)  # what this rank sends: header and payload
-        self.frame[:HEADER_BYTES] = head
+        self.frame[:HEADER_BYTES] = header(self._begin, memoryview(b""), checksums=None)
         self.expected: dict[int, ExpectedFrame] = {}  # the frames that it receives, by rank
         # After the first exchange those who reduce have every frame; after the second all others have the result.
-        self.collecting, self.spreading = (self._exchange(each, links) for each in selector.exchanges(1))
+        self.collecting, self.spreading = (self._exchange(each, links) for each in selector.exchanges())
 
     def _exchange(self, multicast: Multicast, links: Mapping[int, Link]) -> Exchange:
         receives = {other: ExpectedFrame(links[other], self.payload_bytes) for other in multicast.sources}
@@ -151,57 +144,74 @@ class PersistentHeader:
         return self._unnumbered._replace(sequence=self.sequence).describe()
 
     def number(self) -> bytes:
-        """Write the number into the frame; return the header, which every rank's frame must have."""
+        """Write the number into the frame; return how every rank's frame must begin."""
         put_sequence(self.frame, self.sequence)
-        return bytes(self.frame[:HEADER_BYTES])
+        return bytes(self.frame[: len(self._begin)])
+
+    def seal(self) -> None:
+        """Make the frame ready to send: write the checksums of the payload that it has now, if frames have any."""
+        if self._checksums is not None:
+            begin = bytes(self.frame[: len(self._begin)])
+            self.frame[:HEADER_BYTES] = header(begin, self.frame[HEADER_BYTES:], checksums=self._checksums)
 
 
 class SmallReduction:
-    """An all_reduce of few elements, summed in the order of `algorithms.tree` in memory that is reused.
+    """A reduction of few elements, summed by `binary_tree` in frames that are reused.
 
-    The header has as many payload bytes as the tensor; `array` is NumPy's type of the elements.
+    The header's payload has all the elements; their number is the payload's bytes over the dtype's.
     """
 
-    def __init__(self, header: PersistentHeader, selector: AlgorithmSelector, array: type[np.number[Any]]) -> None:
+    def __init__(self, header: PersistentHeader, selector: AlgorithmSelector, dtype: torch.dtype) -> None:
         self.header = header
         self._averages = header.reduction is Reduction.AVG
         self._world_size = selector.world_size
+        how = calculation_of(header.reduction, dtype, use_numpy=True)
+        self._combine = how.operator
         frames = {selector.rank: header.frame}
         frames.update((other, each.frame) for other, each in header.expected.items())
-        rows = {rank: np.frombuffer(frame, array, offset=HEADER_BYTES) for rank, frame in frames.items()}
-        steps = algorithms.tree(self._world_size) if selector.is_summing else []
-        self._steps: list[tuple[Any, Any]] = [(rows[into], rows[source]) for into, source in steps]
-        self._own, self._sum = (address_of(frame) + HEADER_BYTES for frame in (header.frame, frames[0]))
+        payloads = {rank: frame[HEADER_BYTES:] for rank, frame in frames.items()}
+        with lasting():
+            tensors = {rank: torch.frombuffer(payload, dtype=dtype) for rank, payload in payloads.items()}
+            rows = {rank: how.view(tensors[rank], payloads[rank]) for rank in frames}
+        order = binary_tree(self._world_size) if selector.is_summing else ()
+        self._additions: list[tuple[Any, Any]] = [(rows[into], rows[source]) for into, source in order]
+        self._total = tensors[0]
+        self._own_address = address_of(payloads[selector.rank])
+        self._total_address = address_of(payloads[0])
 
-    def rounds(self, tensor: Tensor) -> Iterator[Exchange]:
-        """Reduce a tensor in place; yield each exchange with other ranks."""
-        ctypes.memmove(self._own, tensor.data_ptr(), self.header.payload_bytes)
+    def rounds(self, source: int, target: int, first: int = 0, end: int | None = None) -> Iterator[Exchange]:
+        """Reduce the elements at the address `source`; yield each exchange with other ranks.
+
+        The bytes from `first` to `end` of the result go to the address `target`.
+        """
+        ctypes.memmove(self._own_address, source, self.header.payload_bytes)
         yield self.header.collecting
-        if self._steps:
-            with silent_numpy():
-                for into, source in self._steps:
-                    np.add(into, source, into)
+        for into, other in self._additions:
+            self._combine(into, other, out=into)
         yield self.header.spreading  # the sum is in rank 0's frame
-        ctypes.memmove(tensor.data_ptr(), self._sum, self.header.payload_bytes)
         if self._averages:
-            divide(tensor.detach(), self._world_size)
+            divide(self._total, self._world_size)
+        length = (self.header.payload_bytes if end is None else end) - first
+        ctypes.memmove(target, self._total_address + first, length)
 
 
 class ExpectedFrame:
     """The frame, header and payload, that must come from one rank; `done` when all of it has arrived."""
 
-    __slots__ = ("_have", "_head", "done", "frame", "link")
+    __slots__ = ("_expected", "_have", "done", "frame", "link")
 
     def __init__(self, link: Link, payload_bytes: int) -> None:
         self.link = link
         self.frame = _new_frame(payload_bytes)
-        self._head = b""
+        self._expected = b""
         self._have = 0
         self.done = False
 
-    def expect(self, head: bytes) -> None:
-        """Start again, with a frame of this header."""
-        self._head, self._have, self.done = head, 0, False
+    def expect(self, expected: bytes) -> None:
+        """Start again, with a frame that begins like this."""
+        self._expected = expected
+        self._have = 0
+        self.done = False
 
     def advance(self) -> bool:
         """Receive what has arrived; return whether anything moved."""
@@ -210,10 +220,16 @@ class ExpectedFrame:
         have = self._have = have + count
         if count and have >= HEADER_BYTES:  # after another header nothing more may come
             head = bytes(self.frame[:HEADER_BYTES])
-            if head != self._head:
-                raise UnexpectedHeader(self.link.rank, head)
+            check_header(self.link, head, self._expected)
             self.done = have == len(self.frame)
+            if self.done:
+                self._check_payload(head)
         return count > 0
+
+    def _check_payload(self, head: bytes) -> None:
+        checksums = self.link.checksums
+        if checksums is not None and checksums.of(self.frame[HEADER_BYTES:]) != payload_sum(head):
+            raise CorruptData(self.link.rank)
 
 
 class ProgressCounter:
@@ -249,7 +265,7 @@ class ProgressCounter:
         self._wanted = count
         return self.advance()
 
-    def expect(self, head: bytes) -> None:
+    def expect(self, expected: bytes) -> None:
         """Do nothing: no frame comes."""
 
     def advance(self) -> bool:

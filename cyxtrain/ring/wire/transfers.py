@@ -5,7 +5,7 @@ Nothing here waits: what the kernel takes or has is moved, and the caller waits 
 
 from __future__ import annotations
 
-from cyxtrain.ring.schedules.algorithms import OnReceive, Span
+from cyxtrain.ring.schedules.algorithms import OnReceive, Transfer
 from cyxtrain.ring.schedules.reduction import Buffers
 from cyxtrain.ring.schedules.selector import SEGMENT_BYTES
 from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_sum
@@ -133,24 +133,25 @@ class Incoming:
     """A transfer to receive: a header, then the payload, piece by piece, replaced or combined."""
 
     __slots__ = (
-        *("_buffers", "_end", "_expected", "_first", "_head", "_missing", "_on_receive", "_room", "_start"),
-        *("_sum", "_sum_expected", "_total", "done", "link"),
+        *("_buffers", "_end", "_expected", "_first", "_head", "_missing", "_on_receive", "_peer_first", "_room"),
+        *("_start", "_sum", "_sum_expected", "_total", "done", "link"),
     )
 
     def __init__(
         self,
         link: Link,
         identity: bytes,
-        span: Span,
-        on_receive: OnReceive,
+        transfer: Transfer,
         buffers: Buffers,
         receive_buffer: memoryview,
     ) -> None:
-        self._first = span[0]
-        self._total = (span[1] - span[0]) * buffers.item_bytes
+        first, end = transfer.receive
+        self._first = first
+        self._total = (end - first) * buffers.item_bytes
         self._expected = expected_header(identity, self._total)
         self._buffers = buffers
-        self._on_receive = on_receive
+        self._on_receive = transfer.on_receive
+        self._peer_first = transfer.peer_first
         self._head = self._missing = receive_buffer[:HEADER_BYTES]
         self._sum = None if link.checksums is None else link.checksums.begin()
         self._sum_expected = b""
@@ -205,11 +206,12 @@ class Incoming:
         if self._sum is not None:
             self._check_sum()
 
-    def combine(self, *, peer_first: bool = False) -> None:
+    def combine(self) -> None:
         """Combine the current piece; for an exchange, which has one, after this rank's own was sent."""
         combiner, item = self._buffers.combiner, self._buffers.item_bytes
         assert combiner is not None
-        combiner.combine(self._first + self._start // item, self._first + self._end // item, peer_first=peer_first)
+        first, end = self._first + self._start // item, self._first + self._end // item
+        combiner.combine(first, end, peer_first=self._peer_first)
 
     def _check_sum(self) -> None:
         # What was combined by now is wrong; nobody sees it, as the group fails.
