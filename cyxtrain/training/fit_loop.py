@@ -91,6 +91,7 @@ class FitLoop:
             *(state, plan.data, ddp, logged), ends_fit=plan.ends_on_nan, may_defer=plan.defers_verdicts
         )
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
+        self._after_step = self._phases_after_step()
 
     def fit(self) -> StoppedError | None:
         """Train to the last epoch, or until a rank asks to stop; return why it stopped."""
@@ -147,26 +148,48 @@ class FitLoop:
         self._end_epoch(step)
 
     def _train_one_step(self, share: Share) -> None:
-        """Run a step; then the callbacks, checkpoints and requests of any rank that follow it."""
+        """Run a step; then what follows it, and what any rank has requested."""
         self._session.begin_step(share)
         self._callbacks.on_batch_begin("train", share.number)
         received = self._session.take_step(share, self._requests.local())
         self._state.take_step(share.global_rows, self._plan.feed.position)
         requests = received()
         self._apply_end(requests)
+        for follow in self._after_step:
+            follow(share)
+        self._apply(requests)
+        self._profile.step()
+
+    def _phases_after_step(self) -> list[Callable[[Share], None]]:
+        """Return what follows each step, in order; a fit takes only the phases that it asks for."""
+        config = self._plan.config
+        logs = bool(config.log_every_n_steps or config.log_every_n_batches)
+        phases: list[tuple[Callable[[Share], None], bool]] = [
+            (self._call_batch_end, True),
+            (self._show, config.verbose or logs),
+            (self._validate_if_due, self._validates_within_epochs),
+            (self._check_replicas_if_due, bool(config.check_replicas_every_n_steps)),
+            (self._save_if_due, bool(config.checkpoint_every_n_steps)),
+        ]
+        return [phase for phase, is_asked_for in phases if is_asked_for]
+
+    def _call_batch_end(self, share: Share) -> None:
         self._callbacks.on_batch_end("train", share.number, self._batch_values)
-        self._show(share)
-        if self._validates_within_epochs and self._plan.validates_at(self._state.position):
+
+    def _validate_if_due(self, share: Share) -> None:
+        if self._plan.validates_at(self._state.position):
             self._validate_within_epoch()
+
+    def _check_replicas_if_due(self, share: Share) -> None:
         every = self._plan.config.check_replicas_every_n_steps
         if every and self._state.position.step % every == 0:
             self._session.wait_for_verdict()
             self._ddp.check_replicas()
+
+    def _save_if_due(self, share: Share) -> None:
         if self._manager.is_due():
             self._session.wait_for_verdict()
             self._manager.save_step(self._session.totals)
-        self._apply(requests)
-        self._profile.step()
 
     @contextlib.contextmanager
     def _resources(self) -> Iterator[None]:
@@ -191,7 +214,9 @@ class FitLoop:
 
     def _release_data(self) -> None:
         self._state.set(data=partial(dict, self._state.data()))
-        del self._manager  # it refers to this object: a cycle would keep the data's workers until garbage collection
+        # They refer to this object: a cycle would keep the data's workers until garbage collection.
+        self._after_step.clear()
+        del self._manager
 
     def _begin(self) -> None:
         """Call `on_train_begin`; if the fit resumes, load the checkpoint."""
