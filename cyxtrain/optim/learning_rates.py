@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,8 +50,9 @@ class LearningRates:
         """Restore PyTorch's wrapper of `optimizer.step`, which pickling drops, and by which schedules count steps."""
         vars(self).update(state)
         if self.scheduler is not None:
-            with _groups_kept(self.optimizer):
-                LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and sets its own rates
+            put_back = _keep(self.optimizer.param_groups)
+            LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and sets its own rates
+            put_back()
 
     @property
     def warmup_steps_left(self) -> int:
@@ -112,7 +112,8 @@ class LearningRates:
         """Return the schedule of a fit that steps it so many times, without changing anything."""
         if self._make is None or schedule_steps is None:
             return self.scheduler
-        with _groups_kept(self.optimizer):
+        with contextlib.ExitStack() as stack:
+            stack.callback(_keep(self.optimizer.param_groups))
             return self._make(self.optimizer, max(1, schedule_steps))
 
     def as_saved(self, state: Mapping[str, Any]) -> LRScheduler | None:
@@ -164,6 +165,7 @@ class LearningRates:
         """Schedule groups that callbacks have added, from their present rates."""
         groups, known = self.optimizer.param_groups, self._num_groups
         self._num_groups = len(groups)
+        parts = [*schedules_in(self.scheduler)]
         for number in range(known, len(groups)):
             group, like = groups[number], groups[number - 1]
             ratio = float(group["lr"]) / float(like["lr"]) if like["lr"] > 0 else 1.0
@@ -172,14 +174,10 @@ class LearningRates:
                     group.setdefault(name, like[name] * ratio)
             for name in like.keys() - group.keys():  # schedules' own options, such as base_momentum
                 group[name] = like[name]
-            lists = [self._targets, self._first]
-            for part in schedules_in(self.scheduler):
-                lists += [vars(part)[name] for name in ("base_lrs", "max_lrs") if name in vars(part)]
-                same = ("lr_lambdas", "base_momentums", "max_momentums")
-                for found in (vars(part)[name] for name in same if name in vars(part)):
-                    found += found[-1:] if len(found) <= number else []
-            for found in lists:
-                found += [found[-1] * ratio] if 0 < len(found) <= number else []
+            for rates in (self._targets, self._first, *_lists(parts, "base_lrs", "max_lrs")):
+                rates += [rates[-1] * ratio] if 0 < len(rates) <= number else []
+            for values in _lists(parts, "lr_lambdas", "base_momentums", "max_momentums"):
+                values += values[-1:] if len(values) <= number else []
 
     def step(self) -> None:
         """Set the rates of the next step."""
@@ -187,8 +185,7 @@ class LearningRates:
             self.follow_groups()
         self._used = []
         if self._targets or (self.scheduler is not None and self.interval == "step"):
-            rates = [group["lr"] for group in self.optimizer.param_groups]
-            self._used = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+            self._used = [_rate_in(group) for group in self.optimizer.param_groups]
         if self._targets:
             self._warm_steps += 1
             self._warm()
@@ -203,24 +200,7 @@ class LearningRates:
 
     def keep(self) -> Callable[[], None]:
         """Return what restores the present rates and schedule."""
-        groups = [dict(group) for group in self.optimizer.param_groups]
-        tensors = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else None for group in groups]
-        own = self._warm_steps, [*self._targets]
-        parts = []
-        for part in schedules_in(self.scheduler):
-            values = vars(part).items()
-            parts.append((part, {name: copy.copy(v) if isinstance(v, (list, dict)) else v for name, v in values}))
-
-        def undo() -> None:
-            self._warm_steps, self._targets = own
-            for part, attributes in parts:
-                vars(part).update(attributes)
-            for group, before, rate in zip(self.optimizer.param_groups, groups, tensors, strict=False):
-                group.update({name: value for name, value in before.items() if name != "params"})
-                if rate is not None:
-                    group["lr"].copy_(rate)
-
-        return undo
+        return _keep([vars(self), *map(vars, schedules_in(self.scheduler)), *self.optimizer.param_groups])
 
     def end_epoch(self) -> None:
         """Set the rates of the next epoch, if the schedule is stepped per epoch and the warm-up is complete."""
@@ -269,11 +249,13 @@ class LearningRates:
             for name in _RATES:
                 if name in self.optimizer.param_groups[number]:
                     self._put(number, name, now * self.factor)
-            for part in _with_base_rates(self.scheduler):
-                if not isinstance(part, _OWN_RATES):
-                    part.base_lrs[number] = now * self.factor
-            if self._first:
-                self._first[number] = now * self.factor
+            for rates in self._initial_rates():
+                rates[number] = now * self.factor
+
+    def _initial_rates(self) -> list[list[float]]:
+        """Return the lists of the groups' initial rates, but for those of schedules with their own rates."""
+        parts = [part for part in schedules_in(self.scheduler) if not isinstance(part, _OWN_RATES)]
+        return [rates for rates in (self._first, *_lists(parts, "base_lrs")) if rates]
 
     def _warm(self) -> None:
         part = min((self._warm_steps + 1) / self.warmup_steps, 1.0)
@@ -299,9 +281,8 @@ class LearningRates:
             for name in _RATES:
                 if name in group:
                     group[name] = group[name] * ratio
-        self._first = [rate * ratio for rate in self._first]
-        for scheduler in _with_base_rates(self.scheduler):
-            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+        for rates in self._initial_rates():
+            rates[:] = [rate * ratio for rate in rates]
 
 
 def rates_of(*optimizers: torch.optim.Optimizer) -> list[float]:
@@ -319,14 +300,12 @@ def rates_by_name(parts: Mapping[str, LearningRates]) -> dict[str, float]:
 
 def set_rates(parts: Collection[LearningRates], rates: Sequence[float]) -> None:
     """Set the rate of each group of several optimizers, as a user passes them."""
-    groups = [len(part.optimizer.param_groups) for part in parts]
-    right = len(rates) == sum(groups) and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
-    require(right, f"set_learning_rates takes a number of at least 0 for each of {sum(groups)} groups, got {rates!r}.")
+    groups = sum(len(part.optimizer.param_groups) for part in parts)
+    right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
+    require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
     left = iter(rates)
-    for part, count in zip(parts, groups, strict=True):
-        own = [*itertools.islice(left, count)]
-        if own != part.now():
-            part._set(own)
+    for part in parts:
+        part._set([next(left) for _ in part.optimizer.param_groups])
 
 
 def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:
@@ -359,18 +338,27 @@ def check_rates(
     return scheduler
 
 
-@contextlib.contextmanager
-def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the options of all groups at the end of the context, rates in tensors too."""
-    groups, rates = [dict(group) for group in optimizer.param_groups], rates_of(optimizer)
-    try:
-        yield
-    finally:
-        for group, before, rate in zip(optimizer.param_groups, groups, rates, strict=True):
-            group.clear()
-            group.update(before)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+def _keep(owners: Iterable[dict[str, Any]]) -> Callable[[], None]:
+    """Return what restores attributes of objects, or options of groups; rates in tensors in place."""
+    kept = []
+    for own in owners:
+        values = {name: copy.copy(value) if isinstance(value, (list, dict)) else value for name, value in own.items()}
+        kept.append((own, values, _rate_in(own)))
+
+    def put_back() -> None:
+        for own, values, rate in kept:
+            own.clear()
+            own.update(values)
+            if isinstance(rate, torch.Tensor):
+                own["lr"].copy_(rate)
+
+    return put_back
+
+
+def _rate_in(options: Mapping[str, Any]) -> Any:
+    """Return the rate among a group's options, if it has one; of a tensor, which steps change in place, a copy."""
+    rate = options.get("lr")
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate
 
 
 def steps_taken(scheduler: LRScheduler) -> int:
@@ -386,9 +374,9 @@ def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
             yield from schedules_in(part)
 
 
-def _with_base_rates(scheduler: LRScheduler | None) -> Iterator[LRScheduler]:
-    """Yield the schedules that store initial rates; those made of others do not."""
-    return (part for part in schedules_in(scheduler) if "base_lrs" in vars(part))
+def _lists(parts: Iterable[Any], *names: str) -> list[list[Any]]:
+    """Return the lists, of a value for each group, that schedules have under some names."""
+    return [vars(part)[name] for part in parts for name in names if name in vars(part)]
 
 
 def _name_of(schedule: LRScheduler) -> str:

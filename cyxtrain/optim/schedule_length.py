@@ -112,7 +112,7 @@ def _length(part: LRScheduler) -> tuple[int | None, str]:
         return part.total_iters, ""
     if isinstance(part, (MultiStepLR, SequentialLR)):
         milestones = part.milestones if isinstance(part, MultiStepLR) else torch_compat.milestones_of(part)
-        return max(milestones, default=0), ""
+        return max(milestones, default=None), ""
     for function in part.lr_lambdas if isinstance(part, LambdaLR) else ():
         if isinstance(function, partial) and isinstance(function.keywords.get("num_training_steps"), int):
             return function.keywords["num_training_steps"], stays  # as Hugging Face's transformers builds them
@@ -124,8 +124,6 @@ def _seems_to_count_epochs(part: LRScheduler, steps: int, steps_per_epoch: int) 
         return bool(part.gamma ** (steps // part.step_size) < _NEXT_TO_NOTHING)
     if isinstance(part, ExponentialLR):
         return bool(part.gamma**steps < _NEXT_TO_NOTHING)
-    if isinstance(part, MultiStepLR):
-        return bool(part.gamma < 1 and max(part.milestones, default=steps) < steps_per_epoch)
-    if isinstance(part, CosineAnnealingLR):
-        return bool(part.T_max < steps_per_epoch)
-    return isinstance(part, PolynomialLR) and bool(part.total_iters < steps_per_epoch)
+    length, _ = _length(part)
+    decays = isinstance(part, (CosineAnnealingLR, PolynomialLR)) or (isinstance(part, MultiStepLR) and part.gamma < 1)
+    return decays and length is not None and length < steps_per_epoch
