@@ -8,8 +8,10 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,12 +38,12 @@ class Failed:
     """The rank that it names."""
 
     @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        """Return an error in a form that can be sent."""
+    def of(cls, error: BaseException, known: Mapping[str, Any] | None = None) -> Failed:
+        """Return an error in a form that can be sent; `known` is what the receiver has."""
         pickled = None
         for attributes in (vars(error), {}):
             try:
-                pickled = pickled or as_bytes((type(error), error.args, attributes), returning({}))
+                pickled = pickled or as_bytes((type(error), error.args, attributes), returning(known or {}))
             except Exception:
                 continue
         rank = error.rank if isinstance(error, CyxtrainError) else None
@@ -68,10 +70,10 @@ def _traceback_of(error: BaseException) -> str:
     return "\nwhich led to:\n".join(reversed(links))
 
 
-def raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
+def raised(failed: Failed, rank: int, num_ranks: int, known: Mapping[str, Any] | None = None) -> BaseException:
     """Return a worker's error as an exception of the same class, with its traceback as the cause."""
     try:
-        kind, arguments, attributes = from_bytes(failed.error or b"")
+        kind, arguments, attributes = from_bytes(failed.error or b"", known)
         # A class's __init__ may take other arguments than it passes to Exception's.
         error: BaseException = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
         vars(error).update(attributes)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from cyxtrain.environment import process_env, standard_streams
 from cyxtrain.errors import PeerLostError, RendezvousError
-from cyxtrain.notebook.worker import NAME, Answer, Channel, Job, Ready, Release, Report, Signal
+from cyxtrain.notebook.worker import NAME, Answer, Channel, Job, Ready, Report, Signal
 from cyxtrain.training.stopping import stopping_signals
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
@@ -160,10 +160,6 @@ class Pool:
         """Send Ctrl-C to the workers."""
         self._send(Signal(signal.SIGINT))
 
-    def release_answers(self) -> None:
-        """Let the workers free what their answers refer to."""
-        self._send(Release())
-
     def close(self) -> None:
         """End all workers; when it returns, nothing of them is left."""
         self._is_closed = True
@@ -239,7 +235,7 @@ class Pool:
         except queue.Empty:
             return None
 
-    def _send(self, message: Job | Release | Signal) -> None:
+    def _send(self, message: Job | Signal) -> None:
         for channel in self._channels:
             with contextlib.suppress(OSError):  # the worker has ended: its RankExit follows
                 channel.send(message)

@@ -99,12 +99,13 @@ class _Call:
             with pool.handling_signals():
                 if why_new and self._verbose:
                     self._show("header", ([("workers", why_new)],))
-                with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
-                    self._send(trainer, given)
-                    call = (self._method, trainer.path, given.path, list(self._staying), self._idle)
+                with closing(SharedFile()) as trainer, closing(SharedFile()) as given, closing(SharedFile()) as result:
+                    self._send(trainer.path, given.path)
+                    paths = (trainer.path, given.path, result.path)
+                    call = (self._method, *paths, list(self._staying), self._idle)
                     answers = pool.run(run_call, call, partial(self._on_report, pool), self._on_signal)
-                can_continue = answers.can_continue
-                return self._apply(answers, pool.num_processes)
+                    can_continue = answers.can_continue
+                    return self._apply(answers, result.path, pool.num_processes)
         finally:
             for callback in self._staying.values():
                 callback.close()
@@ -112,18 +113,17 @@ class _Call:
                 self._display.close()
             if self._is_interrupted or not can_continue:
                 pool.close()
-            elif pool.is_usable:
-                pool.release_answers()
 
-    def _send(self, trainer: SharedFile, given: SharedFile) -> None:
+    def _send(self, trainer: str, given: str) -> None:
+        """Write the trainer and the rest of the call to two files, given as their paths."""
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
         call = (SideEffects.here(), self._arguments, data)
         stays = {name: self._parts[name] for name in self._idle} | self._staying
         try:
-            objects: dict[str, Any] = {}
-            write((self._trainer, self._callbacks), trainer, stays, objects=objects)
-            self._parts = {**objects, **self._parts}
-            write(call, given, self._parts, is_data=True)
+            sent: dict[str, Any] = {}
+            write((self._trainer, self._callbacks), trainer, stays, sent=sent)
+            write(call, given, {**sent, **self._parts}, is_data=True, sent=sent)
+            self._parts = {**sent, **self._parts}
         except Exception as error:
             what = _unsendable_part(self._trainer, self._arguments, self._keywords)
             raise ConfigError(
@@ -163,13 +163,13 @@ class _Call:
             sys.stderr.write("stopping after this step; interrupt again to stop at once\n")
         return passes
 
-    def _apply(self, answers: JobAnswers, num_ranks: int) -> Any:
+    def _apply(self, answers: JobAnswers, result: str, num_ranks: int) -> Any:
         """Apply the changes to the trainer's objects, and return the call's value or raise its error."""
         __tracebackhide__ = True
         ranks: dict[int, CallResult] = answers.by_rank
         value = None
-        if 0 in ranks and ranks[0].result is not None:
-            value = read(ranks[0].result, self._parts, mapped=os.name == "posix" and self._method != FIT)
+        if 0 in ranks and ranks[0].has_result:
+            value = read(result, self._parts, mapped=os.name == "posix" and self._method != FIT)
             if isinstance(value, Changes):
                 merge(value, self._trainer, self._parts)
         if self._problem is not None:
@@ -180,7 +180,7 @@ class _Call:
             rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
             about = failures[rank].about
             rank = about if about in failures else rank  # the other rank has the original error
-            error = raised(failures[rank], rank, num_ranks)
+            error = raised(failures[rank], rank, num_ranks, self._parts)
             continues = self._stops or runtime.is_interactive()
             if not (isinstance(error, KeyboardInterrupt) and continues):
                 raise error from error.__cause__
@@ -203,7 +203,7 @@ def _unsendable_part(trainer: DistributedTrainer, arguments: tuple[Any, ...], ke
     for name, part in parts.items():
         try:
             with closing(SharedFile()) as file:
-                write(part, file, {} if part is trainer.model else known)
+                write(part, file.path, {} if part is trainer.model else known)
         except Exception:
             return name
     return "a part of this call"

@@ -2,7 +2,8 @@
 
 Classes and functions of a notebook are sent by value (cloudpickle). Arrays are written once, into a file without a
 name, which each receiver maps; memory maps are sent as the name of their file. Parts that both sides have, such as a
-trainer's model, are sent by name; on the way back, so are the classes and functions that were sent.
+trainer's model, are sent by name. So are, from then on, the objects, classes and functions that were sent: both sides
+name them by their number in the pickle's memo.
 
 Loading runs whatever code the sender chooses: only messages of `pool.py` and `worker.py` are loaded here, over a
 connection that nobody else can reach.
@@ -14,17 +15,14 @@ import contextlib
 import copyreg
 import functools
 import io
-import itertools
 import mmap
 import os
 import pickle
-import secrets
 import sys
 import tempfile
 import types
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -44,17 +42,13 @@ _KINDS = "biufc"
 """NumPy's kinds of types that PyTorch has too."""
 _WRAPPED = "step"
 """Attribute that a learning-rate schedule sets on an optimizer; `LearningRates` sets it again."""
-_TAG = "_cyxtrain_tag"
-"""Attribute that identifies a function when it comes back."""
+CODE = (type, types.FunctionType)
+"""Classes and functions: on the way back they are the sender's very own, and their attributes are not sent."""
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
-_objects: ContextVar[dict[str, Any]] = ContextVar("objects")
-_process_tag = secrets.token_hex(4)
-_tags = itertools.count()
-_functions: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakValueDictionary()
 
 
 class SharedFile:
-    """A file in memory that other processes of this user open by its path, until it is closed; pickled as its path.
+    """A file in memory that other processes of this user open by its path, until it is closed.
 
     On Linux it has no name: nothing is left of it when its processes end, and a container's small /dev/shm does not
     limit it. Elsewhere it is a temporary file.
@@ -68,9 +62,6 @@ class SharedFile:
         else:
             self._file, self.path = tempfile.mkstemp(prefix="cyxtrain-")
         self._is_closed = False
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.path,)
 
     def __del__(self) -> None:
         self.close()
@@ -94,10 +85,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Whether tensors are rows: a small view of a large tensor is then copied, not sent with all of it."""
     storages: Mapping[int, str] = {}
     """Tensors whose memory the receiver has: names by address."""
-    objects: dict[str, Any] | None = None
-    """Filled with the plain objects that are sent, by name, so that changes of each can be reported; None: not."""
-    returns = False
-    """Whether the receiver is the process that sent the classes and functions of this one."""
+    sent: dict[str, Any] | None = None
+    """Filled with what the receiver has from then on, by name (`_named`)."""
+
+    def dump(self, obj: Any) -> None:
+        """Pickle an object."""
+        super().dump(obj)
+        if self.sent is not None:
+            self.sent.update(_named(self.memo.copy().values(), only_code=self.is_data))
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, or what cloudpickle does."""
@@ -108,63 +103,63 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is types.CodeType:
             make, arguments = self.dispatch_table[types.CodeType](obj)
             return _code_of, (make, arguments, obj.co_filename)
-        if isinstance(obj, type) and self.returns and (key := cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)):
-            return _class_of, (key,)
-        if type(obj) is types.FunctionType and not cloudpickle._should_pickle_by_reference(obj):
-            tag = _tag_of(obj) if self.returns else _tagged(obj)
-            if self.returns and tag:
-                _functions.setdefault(tag, obj)
-                return _function_of, (tag,)
-            return super().reducer_override(obj)
         if type(obj) is Tensor and self.storages and (name := self.storages.get(address_of(obj))):
             return _part_of_known, (name, obj.dtype, obj.size(), obj.stride(), obj.storage_offset())
         if self.is_data and type(obj) is Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
             return _same, (obj.detach().clone(),)
-        reduced = _reduced(obj)
-        if reduced is None and self.objects is not None and _is_plain(obj):
-            name = f"object {len(self.objects)}"
-            self.objects[name] = obj
-            _, arguments, *rest = obj.__reduce_ex__(5)
-            return _named_object, (name, *arguments), *rest
-        return reduced or super().reducer_override(obj)
+        return _reduced(obj) or super().reducer_override(obj)
 
 
 def write(
     value: Any,
-    file: SharedFile,
+    path: str,
     known: Mapping[str, Any],
     *,
     is_data: bool = False,
-    returns: bool = False,
-    objects: dict[str, Any] | None = None,
+    sent: dict[str, Any] | None = None,
 ) -> None:
     """Write an object and all that it holds to an empty file.
 
     `known` is what the receiver has, by name; the options are those of `Pickler`. Cost: the bytes of its arrays once,
     except memory maps. Raises any Exception if it holds something that cannot be sent, such as an open file.
     """
-    pickler = _pickler(known, is_data=is_data, returns=returns, objects=objects)
+    pickler = _pickler(known, is_data=is_data, sent=sent)
     fast = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with fast, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about arrays that are not writable
-        torch.save(value, file.path, pickle_module=_module(pickler), pickle_protocol=5)
+        torch.save(value, path, pickle_module=_module(pickler, pickle.Unpickler), pickle_protocol=5)
 
 
-def read(path: str, known: Mapping[str, Any], *, mapped: bool, objects: dict[str, Any] | None = None) -> Any:
+def read(
+    path: str,
+    known: Mapping[str, Any],
+    *,
+    mapped: bool,
+    is_data: bool = False,
+    sent: dict[str, Any] | None = None,
+) -> Any:
     """Return what another process has written, with tensors on the CPU.
 
-    `known` replaces the names that were given there; `objects` is filled with the plain objects that were named there.
-    If `mapped`, arrays stay in the file's memory, with changes private to this process; otherwise they are copied.
+    `known` replaces the names that were given there; `is_data` and `sent` are as there. If `mapped`, arrays stay in the
+    file's memory, with changes private to this process; otherwise they are copied.
     """
-    with _setting(_known, known), _setting(_objects, {} if objects is None else objects):
-        return torch.load(path, "cpu", _module(pickle.Pickler), weights_only=False, mmap=mapped)
+
+    class Unpickler(pickle.Unpickler):
+        def load(self) -> Any:
+            value = super().load()
+            if sent is not None:
+                sent.update(_named(self.memo.copy().items(), only_code=is_data))
+            return value
+
+    with _knowing(known):
+        return torch.load(path, "cpu", _module(pickle.Pickler, Unpickler), weights_only=False, mmap=mapped)
 
 
 def returning(known: Mapping[str, Any]) -> type[Pickler]:
     """Return a pickler, usable many times, for the process that sent what this one has."""
     tensors = {name: part for name, part in known.items() if isinstance(part, Tensor)}
     storages = {address_of(tensor): name for name, tensor in tensors.items() if address_of(tensor)}
-    return _pickler(known, storages=storages, returns=True)
+    return _pickler(known, storages=storages)
 
 
 def as_bytes(value: Any, pickler: type[Pickler]) -> bytes:
@@ -176,7 +171,7 @@ def as_bytes(value: Any, pickler: type[Pickler]) -> bytes:
 
 def from_bytes(data: bytes, known: Mapping[str, Any] | None = None) -> Any:
     """Return what `as_bytes` was given; raise any Exception if it cannot be rebuilt."""
-    with _setting(_known, known or {}):
+    with _knowing(known or {}):
         return pickle.loads(data)
 
 
@@ -190,18 +185,18 @@ def _pickler(known: Mapping[str, Any], **options: Any) -> type[Pickler]:
     return type("Pickler", (Pickler,), {"names": {id(part): name for name, part in known.items()}, **options})
 
 
-def _module(pickler: type) -> Any:
+def _module(pickler: type, unpickler: type) -> Any:
     """Return what PyTorch accepts as a module like pickle."""
-    return types.SimpleNamespace(__name__="pickle", Pickler=pickler, Unpickler=pickle.Unpickler, load=pickle.load)
+    return types.SimpleNamespace(__name__="pickle", Pickler=pickler, Unpickler=unpickler, load=pickle.load)
 
 
 @contextlib.contextmanager
-def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
+def _knowing(known: Mapping[str, Any]) -> Iterator[None]:
+    token = _known.set(known)
     try:
         yield
     finally:
-        variable.reset(token)
+        _known.reset(token)
 
 
 # --- parts that the receiver has -----------------------------------------------------------------------------------
@@ -218,47 +213,25 @@ def _part_of_known(
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, tuple(size), tuple(stride))
 
 
-def _named_object(name: str, kind: Any, *arguments: Any) -> Any:
-    found = _objects.get()[name] = kind.__new__(kind, *arguments)
-    return found
+def _named(numbered: Iterable[tuple[int, Any]], *, only_code: bool) -> dict[str, Any]:
+    """Return the classes and functions of a memo, and its plain objects, by name: both sides number them alike."""
+    if only_code:
+        return {f"code {number}": each for number, each in numbered if _is_own_code(each)}
+    return {f"object {number}": each for number, each in numbered if _is_own_code(each) or _is_plain(each)}
+
+
+def _is_own_code(obj: Any) -> bool:
+    """Return whether an object is a class or function that is sent by value; others each process imports."""
+    return isinstance(obj, CODE) and not cloudpickle._should_pickle_by_reference(obj)
 
 
 def _is_plain(obj: Any) -> bool:
-    """Return whether an object is a class and attributes, without its own pickling code."""
+    """Return whether an object has attributes and no pickling code of its own."""
     kind = type(obj)
     ways: tuple[Any, ...] = (kind.__reduce_ex__, kind.__reduce__)
     if ways != (object.__reduce_ex__, object.__reduce__) or kind in copyreg.dispatch_table:
         return False
-    is_code = isinstance(obj, (type, types.ModuleType, types.FunctionType))
-    if is_code or not isinstance(getattr(obj, "__dict__", None), dict):
-        return False
-    return bool(obj.__reduce_ex__(5)[0] is copyreg.__newobj__)  # type: ignore[attr-defined]
-
-
-def _tagged(function: types.FunctionType) -> str:
-    """Return the tag that identifies a function; set it if there is none."""
-    tag = _tag_of(function)
-    if not tag or _functions.get(tag) is not function:
-        code = function.__code__
-        tag = f"{_process_tag} {next(_tags)} {code.co_name} {code.co_firstlineno}"
-        vars(function)[_TAG] = tag
-        _functions[tag] = function
-    return tag
-
-
-def _tag_of(function: types.FunctionType) -> str:
-    """Return a function's tag or ""; a wrapper also carries the tag of the function that it wraps, which is not its."""
-    tag, code = str(vars(function).get(_TAG, "")), function.__code__
-    return tag if tag.endswith(f" {code.co_name} {code.co_firstlineno}") else ""
-
-
-def _function_of(tag: str) -> types.FunctionType:
-    return _functions[tag]
-
-
-def _class_of(key: str) -> type:
-    found: type = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[key]
-    return found
+    return not isinstance(obj, (*CODE, types.ModuleType)) and isinstance(getattr(obj, "__dict__", None), dict)
 
 
 def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str) -> types.CodeType:

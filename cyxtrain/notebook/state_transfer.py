@@ -9,7 +9,6 @@ A checkpoint holds less: what a program that rebuilds everything needs to resume
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from cyxtrain.callbacks.callback import Callback
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import warn
-from cyxtrain.notebook.sharing import address_of, as_bytes, from_bytes, returning
+from cyxtrain.notebook.sharing import CODE, address_of, as_bytes, from_bytes, returning
 from cyxtrain.optim.learning_rates import LearningRates, schedules_in
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
@@ -31,7 +30,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred."""
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
 _NOTHING = object()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), *CODE, torch.dtype, torch.device)
 """Types that are compared and sent directly."""
 
 
@@ -159,7 +158,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (part, name, value) of all attributes to transfer."""
     for part, owner in parts.items():
         hidden: frozenset[str] = frozenset()
-        if isinstance(owner, Tensor):
+        if isinstance(owner, (Tensor, *CODE)):
             continue
         if isinstance(owner, nn.Module) and " module " in part:
             hidden = _OF_MODULES

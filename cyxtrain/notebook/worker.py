@@ -3,7 +3,6 @@
     worker: Ready                           once, when it can take jobs
     pool:   Job                             a function to call
     worker: Report, Report, ... Answer      progress, and the result
-    pool:   Release                         the answer has been read: what it refers to may be freed
     pool:   Signal                          at any time: a signal to raise in the worker
 
 The connection is a pair of sockets (`multiprocessing.Pipe`); a worker inherits one end. It has no address, so nobody
@@ -69,11 +68,6 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Release:
-    """The answer has been read."""
-
-
-@dataclass(frozen=True)
 class Signal:
     """A signal that the notebook has received and passes on."""
 
@@ -91,28 +85,22 @@ def main() -> None:
         channel: Channel = PipeConnection(handle)
     else:
         channel = Connection(handle)
-    jobs: queue.SimpleQueue[Job | Release] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, jobs), name="the notebook", daemon=True).start()
     # A fit has its own handler; without a fit Ctrl-C does nothing. SIG_IGN would be inherited by child processes.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     runtime.init()
     channel.send(Ready())
-    kept: list[Any] = []  # what an answer refers to
     while True:
         try:
-            message = jobs.get(timeout=_IDLE_SECONDS)
+            job = jobs.get(timeout=_IDLE_SECONDS)
         except queue.Empty:
             gc.collect()  # reference cycles, while idle: it takes as long as a small job
-            message = jobs.get()
-        if isinstance(message, Job):
-            value, can_continue = message.function(*message.arguments, lambda value: channel.send(Report(value)))
-            kept[:] = [value]
-            _write_marks(message.mark)
-            channel.send(Answer(value, can_continue))
-            del value
-        else:
-            kept.clear()
-        del message
+            job = jobs.get()
+        value, can_continue = job.function(*job.arguments, lambda value: channel.send(Report(value)))
+        _write_marks(job.mark)
+        channel.send(Answer(value, can_continue))
+        del job, value
 
 
 def _write_marks(mark: bytes) -> None:
@@ -123,7 +111,7 @@ def _write_marks(mark: bytes) -> None:
             os.write(number, mark)
 
 
-def _listen(channel: Channel, jobs: queue.SimpleQueue[Job | Release]) -> None:
+def _listen(channel: Channel, jobs: queue.SimpleQueue[Job]) -> None:
     """Receive messages; exit at once, even in the middle of a job, when the notebook's process has ended."""
     try:
         while True:

@@ -24,7 +24,7 @@ import torch
 from cyxtrain.errors import DistributedTrainingError, is_on_all_ranks
 from cyxtrain.notebook.failures import Failed
 from cyxtrain.notebook.relay import Relay, display_here
-from cyxtrain.notebook.sharing import SharedFile, read, write
+from cyxtrain.notebook.sharing import CODE, read, write
 from cyxtrain.notebook.state_transfer import AttributeDigests, parts_of
 from cyxtrain.progress.display import displays_by
 from cyxtrain.tensors.layouts import is_plain
@@ -104,61 +104,64 @@ class CallResult:
     """The result of a call on one rank."""
 
     failed: Failed | None
-    result: Any = None
-    """On rank 0 a file with the call's value or, after a fit, however it ended, the `Changes` of its trainer."""
+    has_result: bool = False
+    """Whether this is rank 0, and has written the call's value or, after a fit, however it ended, the `Changes` of its
+    trainer."""
 
 
 def run_call(
     method: str,
     trainer_path: str,
     call_path: str,
+    result_path: str,
     staying: Sequence[str],
     not_sent: Sequence[str],
     report: Callable[[Any], None],
 ) -> tuple[CallResult, bool]:
     """Run a trainer's call on this rank; return its result, and whether this rank can take another job.
 
-    The file at `call_path` holds (settings, arguments, keyword arguments). `staying` are the names of callbacks that
-    stay in the notebook, `not_sent` those of parts that the call does not need.
+    The file at `call_path` holds (settings, arguments, keyword arguments); the empty one at `result_path` is for rank
+    0. `staying` are the names of callbacks that stay in the notebook, `not_sent` those of parts that the call does not
+    need.
     """
+    known: dict[str, Any] = {}
     try:
         is_first = runtime.current().is_first
         relays = {name: Relay(name, report if is_first else None) for name in staying}
         trainer: DistributedTrainer
-        objects: dict[str, Any] = {}
-        trainer, callbacks = read(trainer_path, {**dict.fromkeys(not_sent), **relays}, mapped=False, objects=objects)
+        sent: dict[str, Any] = {}
+        trainer, callbacks = read(trainer_path, {**dict.fromkeys(not_sent), **relays}, mapped=False, sent=sent)
         parts = parts_of(trainer, callbacks)
         for buffer in trainer.trained.buffers():  # what was read cannot grow, as buffers of a quantisation do
             if buffer.numel() <= 1 and is_plain(buffer):
                 buffer.data = buffer.data.clone()
-        side_effects, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
+        known = {**sent, **parts}
+        with_relays = {**known, **relays}
+        side_effects, arguments, keywords = read(call_path, with_relays, mapped=True, is_data=True, sent=known)
         side_effects.enter()
         if method == FIT:
             keywords["callbacks"] = callbacks
-        digests = AttributeDigests(trainer, parts, objects) if method == FIT and is_first else None
+        digests = AttributeDigests(trainer, parts, known) if method == FIT and is_first else None
     except BaseException as error:
         _announce(error)
-        return CallResult(Failed.of(error)), False
+        return CallResult(Failed.of(error, known)), False
     value, failed, can_continue = None, None, True
     try:
         with displays_by(partial(display_here, report)):
             # The base class's method: a subclass's override runs in the notebook.
             value = getattr(DistributedTrainer, method)(trainer, *arguments, **keywords)
     except BaseException as error:
-        failed, can_continue = Failed.of(error), is_on_all_ranks(error)
+        failed, can_continue = Failed.of(error, known), is_on_all_ranks(error)
         if not can_continue:
             _announce(error)
     try:
-        return CallResult(failed, _written(value, digests) if is_first else None), can_continue
+        if is_first:
+            code = {name: each for name, each in known.items() if isinstance(each, CODE)}
+            result, named = (value, code) if digests is None else digests.changes()
+            write(result, result_path, named)
+        return CallResult(failed, has_result=is_first), can_continue
     except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
         return CallResult(failed or Failed.of(error)), False
-
-
-def _written(value: Any, digests: AttributeDigests | None) -> SharedFile:
-    found = SharedFile()
-    result, parts = (value, {}) if digests is None else digests.changes()
-    write(result, found, parts, returns=True)
-    return found
 
 
 def _announce(error: BaseException) -> None:

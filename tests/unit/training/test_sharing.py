@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ NUMBERS = np.random.default_rng(0).normal(size=(100, 100))
 def sent(value: Any, *, mapped: bool = True, is_data: bool = False, **known: Any) -> tuple[Any, int]:
     """Returns what arrives, and how many bytes were written for it."""
     file = SharedFile()
-    write(value, file, known, is_data=is_data)
+    write(value, file.path, known, is_data=is_data)
     size = os.stat(file.path).st_size
     found = read(file.path, known, mapped=mapped)
     file.close()
@@ -124,7 +125,8 @@ def test_classes_and_functions_of_no_module_go_along():
     assert sent(Own())[0](torch.ones(1)).item() == 3
 
 
-def test_what_comes_back_is_of_the_very_classes_and_functions_that_were_sent():
+@pytest.mark.parametrize("is_data", [False, True])
+def test_what_comes_back_is_of_the_very_classes_and_functions_that_were_sent(is_data):
     class OwnError(ValueError):
         def method(self) -> int:
             return 1
@@ -135,10 +137,14 @@ def test_what_comes_back_is_of_the_very_classes_and_functions_that_were_sent():
     def wrapped() -> int:
         return 3
 
-    (error, function, _), _ = sent((OwnError("x"), helper, wrapped))
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    with closing(SharedFile()) as file:
+        write((OwnError("x"), helper), file.path, {}, is_data=is_data, sent=ours)
+        error, function = read(file.path, {}, mapped=False, is_data=is_data, sent=theirs)
     method = OwnError.method
     functools.update_wrapper(wrapped, function)  # takes over all that a function keeps, but is another one
-    found, own, other = from_bytes(as_bytes((error, [function], wrapped), returning({})))
+    found, own, other = from_bytes(as_bytes((error, [function], wrapped), returning(theirs)), ours)
     assert type(found) is OwnError
     assert OwnError.method is method
     assert own[0] is helper
@@ -243,7 +249,7 @@ def test_a_memory_map_that_its_file_does_not_have_is_sent_whole(stored, change):
 
 def test_a_file_is_gone_when_it_is_closed_and_what_was_read_stays():
     file = SharedFile()
-    write(NUMBERS, file, {})
+    write(NUMBERS, file.path, {})
     found = read(file.path, {}, mapped=True)
     file.close()
     file.close()
@@ -267,7 +273,7 @@ def test_what_comes_back_of_a_known_tensors_memory_shows_the_receivers_own():
 def test_where_memory_has_no_files_a_temporary_one_is_gone_when_it_is_closed(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     file = SharedFile()
-    write({"it": NUMBERS}, file, {})
+    write({"it": NUMBERS}, file.path, {})
     assert (read(file.path, {}, mapped=False)["it"] == NUMBERS).all()
     file.close()
     assert not os.path.exists(file.path)
