@@ -24,7 +24,7 @@ from cyxtrain.notebook.relay import BEGUN, SHOW
 from cyxtrain.notebook.sharing import SharedFile, read, write
 from cyxtrain.notebook.state_transfer import Changes, merge, parts_of
 from cyxtrain.notebook.worker_cache import is_on_gpu, workers
-from cyxtrain.notebook.worker_calls import FIT, CallResult, SideEffects, run_call
+from cyxtrain.notebook.worker_calls import FIT, CallResult, run_call, settings_here
 from cyxtrain.optim.optimizers import described_name
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training import delegation
@@ -117,7 +117,7 @@ class _Call:
     def _send(self, trainer: str, given: str) -> None:
         """Write the trainer and the rest of the call to two files, given as their paths."""
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
-        call = (SideEffects.here(), self._arguments, data)
+        call = (settings_here(), self._arguments, data)
         stays = {name: self._parts[name] for name in self._idle} | self._staying
         try:
             sent: dict[str, Any] = {}

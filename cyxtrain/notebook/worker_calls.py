@@ -11,6 +11,7 @@ an error                         <-       any rank, with its class (`failures.py
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -32,71 +33,58 @@ from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
 
 FIT = "fit"
-_PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (os.getcwd, os.chdir),
+    _attribute(sys, "path"),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    # Without a number: each rank has its own device.
+    (
+        lambda: torch.get_default_device().type,
+        lambda device: torch.set_default_device(None if device == "cpu" else device),
+    ),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda chosen: torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1]),
+    ),
+    # PyTorch's old names of float32 precision come first: once a new one is set, it refuses to read the old ones.
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (lambda: torch.backends.cudnn.allow_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32")),
+    _attribute(torch.backends.cudnn, "allow_tf32"),
+    _attribute(torch.backends.cudnn, "benchmark"),
+    _attribute(torch.backends.cudnn, "deterministic"),
+    _attribute(torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    _attribute(torch.backends.cudnn.rnn, "fp32_precision"),
+    _attribute(torch.backends.cuda.matmul, "fp32_precision"),
+    _attribute(torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+    _attribute(torch.backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    _attribute(warnings, "filters"),
 )
-"""Get and set float32 precision by PyTorch's old names. Once a new name below is set, PyTorch refuses to read the old
-ones: workers set the old ones first, and the new ones only if they still differ."""
-_FLAGS = (
-    (torch.backends.cudnn, "benchmark"),
-    (torch.backends.cudnn, "deterministic"),
-    (torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
-    (torch.backends.cudnn.rnn, "fp32_precision"),
-    (torch.backends.cuda.matmul, "fp32_precision"),
-    (torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
-    (torch.backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
-)
+"""Get and set each global setting of a process on which results or messages depend."""
 
 
-@dataclass(frozen=True)
-class SideEffects:
-    """Global settings of a process on which results or messages depend."""
-
-    folder: str
-    path: list[str]
-    dtype: torch.dtype
-    device: str
-    deterministic: tuple[bool, bool]
-    precisions: list[Any]
-    flags: list[Any]
-    filters: list[Any]
-
-    @classmethod
-    def here(cls) -> SideEffects:
-        """Return those of this process."""
-        deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        made = torch.get_default_dtype(), torch.get_default_device().type
-        precisions = [_known(read) for read, _ in _PRECISIONS]
-        flags = [getattr(owner, name) for owner, name in _FLAGS]
-        return cls(os.getcwd(), sys.path, *made, deterministic, precisions, flags, list(warnings.filters))
-
-    def enter(self) -> None:
-        """Apply them to this process."""
-        os.chdir(self.folder)
-        sys.path[:] = self.path
-        torch.set_default_dtype(self.dtype)
-        if self.device != torch.get_default_device().type:  # without a number: each rank has its own device
-            torch.set_default_device(None if self.device == "cpu" else self.device)
-        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-        for (read_now, change), value in zip(_PRECISIONS, self.precisions, strict=True):
-            if value is not None and _known(read_now) != value:
-                change(value)
-        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
-            if getattr(owner, name) != value:
-                setattr(owner, name, value)
-        warnings.filters[:] = self.filters  # type: ignore[index]
+def settings_here() -> list[Any]:
+    """Return the settings of this process; None for one that PyTorch refuses to read."""
+    found = []
+    for read_here, _ in _SETTINGS:
+        try:
+            found.append(read_here())
+        except RuntimeError:
+            found.append(None)
+    return found
 
 
-def _known(read: Callable[[], Any]) -> Any:
-    """Return a setting; None if PyTorch refuses to read it."""
-    try:
-        return read()
-    except RuntimeError:
-        return None
+def enter(settings: Sequence[Any]) -> None:
+    """Apply the settings of another process to this one."""
+    for (read_here, change), value in zip(_SETTINGS, settings, strict=True):
+        with contextlib.suppress(OSError, RuntimeError):  # OSError: this process's folder was removed
+            if value is None or read_here() == value:
+                continue
+        change(value)
 
 
 @dataclass(frozen=True)
@@ -137,8 +125,8 @@ def run_call(
                 buffer.data = buffer.data.clone()
         known = {**sent, **parts}
         with_relays = {**known, **relays}
-        side_effects, arguments, keywords = read(call_path, with_relays, mapped=True, is_data=True, sent=known)
-        side_effects.enter()
+        settings, arguments, keywords = read(call_path, with_relays, mapped=True, is_data=True, sent=known)
+        enter(settings)
         if method == FIT:
             keywords["callbacks"] = callbacks
         digests = AttributeDigests(trainer, parts, known) if method == FIT and is_first else None

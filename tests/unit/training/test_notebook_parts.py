@@ -26,7 +26,7 @@ from cyxtrain.notebook.failures import Failed, WorkerTraceback, raised
 from cyxtrain.notebook.pool import JobAnswers
 from cyxtrain.notebook.sharing import SharedFile, read, write
 from cyxtrain.notebook.state_transfer import AttributeDigests, merge, parts_of
-from cyxtrain.notebook.worker_calls import CallResult
+from cyxtrain.notebook.worker_calls import CallResult, enter, settings_here
 
 CELL = "<a cell of these tests>"
 
@@ -287,6 +287,16 @@ def test_what_cannot_be_made_anew_here_is_named_in_a_warning(monkeypatch):
     with pytest.warns(UserWarning, match=r"has changed \.thing in the workers.*LookupError: not here"):
         model: Any = mirrored(lambda _: None, lambda trainer: setattr(trainer.model[0], "thing", OnlyThere())).model
     assert not hasattr(model[0], "thing")
+
+
+def test_settings_are_taken_over_where_the_own_folder_was_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = settings_here()
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    enter(settings)
+    assert Path.cwd() == tmp_path
 
 
 def test_changes_without_an_optimizer_leave_the_own_one_as_it_is():
