@@ -113,25 +113,22 @@ class AttributeDigests:
         for part, name, value in _attributes(self._parts):
             now.add((part, name))
             digest, sent = self._digest(value)
-            is_same = value is self._values.get((part, name), _NOTHING)
-            if (part, name) in self._before and _same(self._before[part, name], digest):
+            if self._before.get((part, name)) == digest:
                 continue
-            try:
-                if isinstance(sent, _Packed):
-                    from_bytes(sent.data, self._parts)
-                elif isinstance(sent, Exception):
-                    raise sent
+            if isinstance(sent, Exception):
+                found.lost.append((part, name, f"{type(sent).__name__}: {sent}"))
+            else:
+                is_same = value is self._values.get((part, name), _NOTHING)
                 found.attributes.setdefault(part, {})[name] = _Attribute(sent, is_same)
-            except Exception as error:
-                found.lost.append((part, name, f"{type(error).__name__}: {error}"))
         found.removed = [each for each in self._before if each not in now]
         return found, self._parts
 
     def _digest(self, value: Any) -> tuple[Any, Any]:
-        """Return (a digest of a value, what to send of it)."""
-        plain = type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
-        if plain or id(value) in self._known:
-            return value, value
+        """Return (a digest of a value, what to send of it, or the error of one that cannot be pickled)."""
+        if id(value) in self._known:
+            return ("a part", id(value)), value
+        if type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
+            return (type(value), value), value
         try:
             in_a_part = isinstance(value, Tensor) and address_of(value) in self._addresses
             if type(value) in (np.ndarray, Tensor) and _is_contiguous(value) and not in_a_part:
@@ -148,10 +145,6 @@ def _is_contiguous(array: Any) -> bool:
         plain = address_of(array) != 0 and not array.is_conj() and not array.is_neg() and not array.requires_grad
         return plain and array.is_contiguous() and array.numel() > 0
     return bool(array.flags.c_contiguous and array.dtype.kind in "biufc" and array.size > 0)
-
-
-def _same(before: Any, now: Any) -> bool:
-    return before is now or (type(before) is type(now) and type(now) in (*_PLAIN, tuple) and bool(before == now))
 
 
 def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
