@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.notebook.failures import raised
 from cyxtrain.notebook.pool import JobAnswers, Pool
 from cyxtrain.notebook.relay import BEGUN, SHOW
-from cyxtrain.notebook.sharing import SharedFile, read, write
+from cyxtrain.notebook.sharing import read, shared_file, write
 from cyxtrain.notebook.state_transfer import Changes, merge, parts_of
 from cyxtrain.notebook.worker_cache import is_on_gpu, workers
 from cyxtrain.notebook.worker_calls import FIT, CallResult, run_call, settings_here
@@ -99,13 +98,12 @@ class _Call:
             with pool.handling_signals():
                 if why_new and self._verbose:
                     self._show("header", ([("workers", why_new)],))
-                with closing(SharedFile()) as trainer, closing(SharedFile()) as given, closing(SharedFile()) as result:
-                    self._send(trainer.path, given.path)
-                    paths = (trainer.path, given.path, result.path)
-                    call = (self._method, *paths, list(self._staying), self._idle)
+                with shared_file() as trainer, shared_file() as given, shared_file() as result:
+                    self._send(trainer, given)
+                    call = (self._method, trainer, given, result, list(self._staying), self._idle)
                     answers = pool.run(run_call, call, partial(self._on_report, pool), self._on_signal)
                     can_continue = answers.can_continue
-                    return self._apply(answers, result.path, pool.num_processes)
+                    return self._apply(answers, result, pool.num_processes)
         finally:
             for callback in self._staying.values():
                 callback.close()
@@ -115,7 +113,7 @@ class _Call:
                 pool.close()
 
     def _send(self, trainer: str, given: str) -> None:
-        """Write the trainer and the rest of the call to two files, given as their paths."""
+        """Write the trainer and the rest of the call to the files at two paths."""
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
         call = (settings_here(), self._arguments, data)
         stays = {name: self._parts[name] for name in self._idle} | self._staying
@@ -202,8 +200,8 @@ def _unsendable_part(trainer: DistributedTrainer, arguments: tuple[Any, ...], ke
     known = parts_of(trainer)
     for name, part in parts.items():
         try:
-            with closing(SharedFile()) as file:
-                write(part, file.path, {} if part is trainer.model else known)
+            with shared_file() as path:
+                write(part, path, {} if part is trainer.model else known)
         except Exception:
             return name
     return "a part of this call"

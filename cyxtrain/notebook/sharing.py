@@ -47,33 +47,26 @@ CODE = (type, types.FunctionType)
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
 
 
-class SharedFile:
-    """A file in memory that other processes of this user open by its path, until it is closed.
+@contextlib.contextmanager
+def shared_file() -> Iterator[str]:
+    """Yield the path of an empty file in memory that other processes of this user open, until the end.
 
-    On Linux it has no name: nothing is left of it when its processes end, and a container's small /dev/shm does not
-    limit it. Elsewhere it is a temporary file.
+    Processes that have mapped it keep its content. On Linux it has no name: nothing is left of it when its processes
+    end, and a container's small /dev/shm does not limit it. Elsewhere it is a temporary file.
     """
-
-    def __init__(self) -> None:
-        self._is_closed = True
-        if sys.platform == "linux":
-            self._file = os.memfd_create("cyxtrain", os.MFD_CLOEXEC)
-            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        else:
-            self._file, self.path = tempfile.mkstemp(prefix="cyxtrain-")
-        self._is_closed = False
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close it; processes that have mapped it keep its content."""
-        if not self._is_closed:
-            self._is_closed = True
-            os.close(self._file)
-            if sys.platform != "linux":
-                with contextlib.suppress(OSError):  # Windows does not remove a mapped file
-                    os.unlink(self.path)
+    is_unnamed = sys.platform == "linux"
+    if is_unnamed:
+        number = os.memfd_create("cyxtrain", os.MFD_CLOEXEC)
+        path = f"/proc/{os.getpid()}/fd/{number}"
+    else:
+        number, path = tempfile.mkstemp(prefix="cyxtrain-")
+    try:
+        yield path
+    finally:
+        os.close(number)
+        if not is_unnamed:
+            with contextlib.suppress(OSError):  # Windows does not remove a mapped file
+                os.unlink(path)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]

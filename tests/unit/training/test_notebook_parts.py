@@ -8,7 +8,6 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from cyxtrain.environment import accelerator, process_env
 from cyxtrain.notebook import run_in_workers, worker_cache
 from cyxtrain.notebook.failures import Failed, WorkerTraceback, raised
 from cyxtrain.notebook.pool import JobAnswers
-from cyxtrain.notebook.sharing import SharedFile, read, write
+from cyxtrain.notebook.sharing import read, shared_file, write
 from cyxtrain.notebook.state_transfer import AttributeDigests, merge, parts_of
 from cyxtrain.notebook.worker_calls import CallResult, enter, settings_here
 
@@ -142,10 +141,10 @@ def mirrored(prepare: Callable[[Any], Any], change: Callable[[Any], Any]) -> cx.
     digests = AttributeDigests(there, parts_of(there), {})
     change(there)
     changes, parts = digests.changes()
-    with closing(SharedFile()) as file:
-        write(changes, file.path, parts)
+    with shared_file() as path:
+        write(changes, path, parts)
         own = parts_of(here)
-        merge(read(file.path, own, mapped=False), here, own)
+        merge(read(path, own, mapped=False), here, own)
     return here
 
 

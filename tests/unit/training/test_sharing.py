@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from cyxtrain.notebook.sharing import SharedFile, as_bytes, from_bytes, read, returning, write
+from cyxtrain.notebook.sharing import as_bytes, from_bytes, read, returning, shared_file, write
 
 NUMBERS = np.random.default_rng(0).normal(size=(100, 100))
 
 
 def sent(value: Any, *, mapped: bool = True, is_data: bool = False, **known: Any) -> tuple[Any, int]:
     """Returns what arrives, and how many bytes were written for it."""
-    file = SharedFile()
-    write(value, file.path, known, is_data=is_data)
-    size = os.stat(file.path).st_size
-    found = read(file.path, known, mapped=mapped)
-    file.close()
-    return found, size
+    with shared_file() as path:
+        write(value, path, known, is_data=is_data)
+        return read(path, known, mapped=mapped), os.stat(path).st_size
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -139,9 +135,9 @@ def test_what_comes_back_is_of_the_very_classes_and_functions_that_were_sent(is_
 
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
-    with closing(SharedFile()) as file:
-        write((OwnError("x"), helper), file.path, {}, is_data=is_data, sent=ours)
-        error, function = read(file.path, {}, mapped=False, is_data=is_data, sent=theirs)
+    with shared_file() as path:
+        write((OwnError("x"), helper), path, {}, is_data=is_data, sent=ours)
+        error, function = read(path, {}, mapped=False, is_data=is_data, sent=theirs)
     method = OwnError.method
     functools.update_wrapper(wrapped, function)  # takes over all that a function keeps, but is another one
     found, own, other = from_bytes(as_bytes((error, [function], wrapped), returning(theirs)), ours)
@@ -248,12 +244,10 @@ def test_a_memory_map_that_its_file_does_not_have_is_sent_whole(stored, change):
 
 
 def test_a_file_is_gone_when_it_is_closed_and_what_was_read_stays():
-    file = SharedFile()
-    write(NUMBERS, file.path, {})
-    found = read(file.path, {}, mapped=True)
-    file.close()
-    file.close()
-    assert not os.path.exists(file.path)
+    with shared_file() as path:
+        write(NUMBERS, path, {})
+        found = read(path, {}, mapped=True)
+    assert not os.path.exists(path)
     assert (found == NUMBERS).all()
 
 
@@ -272,12 +266,10 @@ def test_what_comes_back_of_a_known_tensors_memory_shows_the_receivers_own():
 
 def test_where_memory_has_no_files_a_temporary_one_is_gone_when_it_is_closed(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    file = SharedFile()
-    write({"it": NUMBERS}, file.path, {})
-    assert (read(file.path, {}, mapped=False)["it"] == NUMBERS).all()
-    file.close()
-    assert not os.path.exists(file.path)
-    file.close()  # once more does nothing
+    with shared_file() as path:
+        write({"it": NUMBERS}, path, {})
+        assert (read(path, {}, mapped=False)["it"] == NUMBERS).all()
+    assert not os.path.exists(path)
 
 
 def test_where_the_system_shows_no_mappings_a_memory_map_goes_by_the_file_of_its_name(stored, monkeypatch):
