@@ -1,18 +1,18 @@
-"""Which checkpoints a fit keeps, and when it writes them."""
+"""Which checkpoints a fit keeps, when it writes them, and what they hold of each rank."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 
-from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
-from cyxtrain.data.rng import generators_as_json
+from cyxtrain.data.rng import generators_as_json, set_generators
 from cyxtrain.errors import CheckpointError, ConfigError, counted, shortened, warn, warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
@@ -135,6 +135,28 @@ class CheckpointManager:
         self._ddp.sync_buffers()
         state = self._ddp.compression_state()
         self._state.set(compression=state if self._writer is not None or self._world.is_first else {})
+
+    def restore_rank(self, checkpoint: CheckpointState, source: str, totals: MetricSums) -> None:
+        """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch."""
+        rank, world_size, ranks = self._world.rank, self._world.size, checkpoint.ranks
+        try:
+            tables = [each["sums"] for each in ranks]
+            if not any(tables):
+                return  # made between two epochs: the next one begins with its own generators
+            totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
+            states = [{**each.get("logged", {})} for each in ranks[rank::world_size]]
+            columns = zip(*(table[0] for table in tables), strict=True)
+            # Added up once: which rank has counted what changes only the last bits of the result.
+            row = [math.fsum(column) if rank == 0 else 0.0 for column in columns]
+            if len(ranks) == world_size:
+                set_generators(ranks[rank]["generators"], self._plan.data.placement.device)
+                row = tables[rank][0]
+            totals.restore(row, ranks[0].get("names"), states)
+            self._logged.restore(states)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}."
+            ) from error
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""

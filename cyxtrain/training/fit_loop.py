@@ -33,7 +33,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.snapshot import put_into_training
-from cyxtrain.training.resume.start_or_resume import Checkpoint, restore_rank
+from cyxtrain.training.resume.start_or_resume import Checkpoint
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.session import Session
 from cyxtrain.training.step.training_step import TrainingStep
@@ -255,7 +255,7 @@ class FitLoop:
         step = self._session.begin_epoch()
         seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
         if self._checkpoint is not None:
-            restore_rank(self._world, *self._checkpoint, step.totals, self._logged, self._device)
+            self._manager.restore_rank(*self._checkpoint, step.totals)
             self._checkpoint = None
             if position.samples and self._validates_within_epochs and plan.validates_at(position):
                 self._validate_within_epoch()  # unless the checkpoint has it

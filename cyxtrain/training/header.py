@@ -1,10 +1,12 @@
-"""The lines that explain a fit before it starts."""
+"""The lines that explain a fit before it starts, and how it computes, for comparison where it resumes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
@@ -15,6 +17,7 @@ from cyxtrain.environment import schedulers
 from cyxtrain.environment.process_env import ENVIRON
 from cyxtrain.errors import counted, shortened
 from cyxtrain.optim.optimizers import ONLY, spares_norms_and_biases
+from cyxtrain.optim.precision import float32_products
 from cyxtrain.parallel.compression import COMPRESSIBLE, as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.progress.flops import in_words, peak_flops, tf32_speedup
@@ -207,3 +210,33 @@ def _modes(model: nn.Module) -> str:
     outermost = [name for name in parts if name.rpartition(".")[0] not in parts]
     how = "model.train() before fit changes that"
     return f"training, but {shortened(outermost)} in evaluation mode, as given; {how}" if outermost else ""
+
+
+def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
+    """Return the numerics in use, as JSON values by their names in messages."""
+    device, names = plan.data.placement.device, ", ".join(name for name in plan.fused_optimizers if name != ONLY)
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    exchange = {
+        "the size of buckets": ddp_config.bucket_size_mb,
+        "the compression of gradients": ddp_config.compression or "none",
+        "the rank of their approximation": ddp_config.matrix_approximation_rank,
+    }
+    return {
+        "PyTorch": torch.__version__,
+        "the parameters' dtypes": ", ".join(dtypes),
+        "the precision": plan.config.precision,
+        "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
+        "the optimizer's kernel": f"fused {names}".rstrip() if plan.fused_optimizers else "as it was built",
+        "the device": device.type,
+        "the backend": dist.get_backend(plan.world.group),
+        **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
+        "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
+        **(exchange if plan.world.size > 1 else {}),  # alone they do not
+    }
+
+
+def _product_precision(device: torch.device, requested: str | None) -> str:
+    """Return the precision of float32 matrix products, whichever of PyTorch's two settings decides it."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with float32_products(requested):
+        return str(backend.fp32_precision)

@@ -185,7 +185,6 @@ class TrainingState(_Fields):
         effective_batch_size: int,
         lengths: Sequence[tuple[int, int | None, int | None]],
         initial_epoch: int | None,
-        numerics: dict[str, Any],
     ) -> None:
         """Begin a fit at the current position. All ranks call it.
 
@@ -203,7 +202,7 @@ class TrainingState(_Fields):
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=world.size)
-        self.config, self.kept, self.arithmetic, self.stop_reason, self.before_end = config, {}, numerics, "", {}
+        self.config, self.kept, self.stop_reason, self.before_end = config, {}, "", {}
         self._clear_rank_states()
         self.loss_scale = make_loss_scale(config)
         for rates, steps in zip(self.rates.values(), lengths, strict=True):
@@ -218,7 +217,6 @@ class TrainingState(_Fields):
         source: str,
         config: DistributedTrainingConfig,
         run: Mapping[str, Any],
-        numerics: dict[str, Any],
         *,
         is_new_run: bool,
     ) -> None:
@@ -230,7 +228,7 @@ class TrainingState(_Fields):
         self.load(state, source)
         self.load_trained(state)
         self.history.world_size = world.size
-        self.config, self.arithmetic = config, numerics
+        self.config = config
         for rates in self.rates.values():
             rates.interval = config.scheduler_interval or "step"
         if is_new_run:

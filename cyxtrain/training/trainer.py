@@ -39,7 +39,7 @@ from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.delegation import TrainerParts, delegated
 from cyxtrain.training.evaluation import Call, Evaluation, evaluate, predict, predict_to_folder
 from cyxtrain.training.fit_loop import FitLoop
-from cyxtrain.training.header import explain
+from cyxtrain.training.header import explain, numerics_of
 from cyxtrain.training.inputs.arguments import Data, FitArguments, FitSettings, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, LossLike, TrainerArguments, check_rows
 from cyxtrain.training.inputs.checks import checked_ddp_config
@@ -51,7 +51,7 @@ from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
-from cyxtrain.training.resume.start_or_resume import Checkpoint, numerics_of, start_or_resume
+from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with

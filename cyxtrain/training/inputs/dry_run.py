@@ -84,7 +84,7 @@ class DryRun:
             return self.evaluate(source)
         few = batch if batch.rows >= COMPARED_ROWS else self._placed(source.first(COMPARED_ROWS))
         if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self._model.modules()):
-            batch = few  # what batch norm cannot be trained on, `check_single_rows` refuses with the counts
+            batch = few  # what batch norm cannot be trained on, `with_batch_norm_checked` refuses with the counts
         check = WeightCheck(self._model, self._loss, self._call, few)
         with memory_explained(self._world), self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,7 +17,14 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.snapshot import put_into_training, snapshot
 
 
-def check_single_rows(model: nn.Module, plan: FitPlan) -> None:
+def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
+    """Return the plan when each rank's rows of a step are known; refuse rows that batch norm cannot train on."""
+    _check_single_rows(model, plan)
+    part = _part_without_rows(model, plan)
+    return replace(plan, data=replace(plan.data, without_rows=part, num_micro_batches=plan.feed.micro_batches))
+
+
+def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     """Refuse a model with batch norm that would be trained on a single row, such as that of the last step.
 
     The model tells whether its batch norm can: images have many values per channel. The answer depends only on the
@@ -58,7 +66,7 @@ def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: Check
     return 1 in found
 
 
-def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
+def _part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     """Return what a rank that runs out of rows computes; None: nothing. Raise ConfigError if the model cannot."""
     layers = _layers_together(model, converts=plan.config.sync_batchnorm)
     uneven = plan.feed.uneven_step() if layers and plan.world.size > 1 else None

@@ -18,10 +18,10 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import TrainerSteps
 from cyxtrain.training.model.snapshot import put_into_training
-from cyxtrain.training.resume.start_or_resume import with_batch_norm_checked
 from cyxtrain.training.state import TrainerView, TrainingState
 from cyxtrain.training.step.session import Session
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
@@ -76,7 +76,7 @@ class BatchCalls(TrainerView, TrainerSteps):
             weights = {"sample_weight": sample_weight, "class_weight": class_weight}
             plan = self._agreed_plan(world, (x, y, config), weights, has_all_rows=False)
             with self._logging():
-                self._batch_plan = form, with_batch_norm_checked(self._state, plan)
+                self._batch_plan = form, with_batch_norm_checked(self.model, plan)
         plan = self._batch_plan[1]
         with ending_group_on_error(world), memory_explained(world):
             ddp = self._wrapped(plan)
