@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import xxhash
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shor
 from cyxtrain.tensors.fingerprint import fingerprint, fingerprints
 from cyxtrain.tensors.layouts import is_plain, kind_of
 from cyxtrain.world import consensus
+from cyxtrain.world.agreement import agree
 from cyxtrain.world.world import World
 
 _SAME_CPUS = "Use machines of one type, or set ATEN_CPU_CAPABILITY=default on every rank, which is slower."
@@ -71,23 +71,11 @@ def _explanation(names: str, ranks: list[int], world_size: int, cpus: str) -> st
 
 def check_same_module(model: nn.Module, world: World) -> None:
     """Raise ConfigError, on every rank, if the ranks' modules differ in what collectives would not notice."""
-    own = {
-        name: [list(tensor.shape), _type(tensor), tensor.requires_grad, _strides(tensor)]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    texts = world.gather_json([consensus.own_arithmetic(), own])
-    gathered = [other for _, other in texts]
-    for rank, other in enumerate(gathered):
-        for name in {**gathered[0], **other}:
-            if gathered[0].get(name) != other.get(name):
-                raise ConfigError(
-                    f"rank {rank} has another model than rank 0: {name} is {_text(other.get(name))} on rank {rank} and "
-                    f"{_text(gathered[0].get(name))} on rank 0. Build the same model on every rank.",
-                    rank=rank,
-                )
-        if list(gathered[0]) != list(other):
+    facts_by_rank = agree(world, module_facts(model))
+    for rank, facts in enumerate(facts_by_rank):
+        if [*facts] != [*facts_by_rank[0]]:
             raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
-    cpus = [each for each, _ in texts]
+    cpus = [facts["_cpu"] for facts in facts_by_rank]
     differ = len({text[-8:] for text in cpus}) > 1
     if differ and any(parameter.is_cpu for parameter in model.parameters()) and world.is_first:
         warn(
@@ -96,19 +84,20 @@ def check_same_module(model: nn.Module, world: World) -> None:
         )
 
 
-def _text(facts: list[Any] | None) -> str:
-    if facts is None:
-        return "absent"
-    shape, dtype, trained, strides = facts
-    return f"{dtype.removeprefix('torch.')} {shape}{'' if trained else ' (frozen)'}" + (
-        f" (strides {strides})" if strides else ""
-    )
+def module_facts(module: nn.Module) -> dict[str, str]:
+    """Return the kinds of parameters and buffers by their names in messages."""
+    facts = {}
+    for name, parameter in module.named_parameters():
+        facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
+    for name, buffer in module.named_buffers():
+        facts[f"the buffer {name}"] = _kind(buffer)
+    return facts
 
 
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype) if is_plain(tensor) else f"{tensor.dtype}, {kind_of(tensor)},"
-
-
-def _strides(tensor: Tensor) -> list[int] | None:
-    """Return the strides if they are not the usual ones: buckets follow them."""
-    return None if not is_plain(tensor) or tensor.is_contiguous() else list(tensor.stride())
+def _kind(tensor: Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if not is_plain(tensor):
+        return f"{kind_of(tensor)} {kind} {list(tensor.shape)}"
+    # Buckets follow strides that are not the usual ones.
+    strides = "" if tensor.is_contiguous() else f" (strides {list(tensor.stride())})"
+    return f"{kind} {list(tensor.shape)}{strides}"

@@ -19,7 +19,8 @@ from cyxtrain.errors import shortened
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import described_name
 from cyxtrain.optim.schedules import schedule_settings
-from cyxtrain.tensors.layouts import is_plain, kind_of, parts_of
+from cyxtrain.parallel.consistency.replicas import module_facts
+from cyxtrain.tensors.layouts import parts_of
 from cyxtrain.training.state import TrainingState
 
 _SAMPLED_ELEMENTS = 64
@@ -90,10 +91,7 @@ def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
 def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
     """Return the kinds of parameters, buffers and loss; a hash only of the loss's constants, which stay each rank's."""
     facts: dict[str, Any] = {"the loss": loss.describe(), "_loss": loss.warning, "accuracy": str(loss.accuracy)}
-    for name, parameter in trained.named_parameters():
-        facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
-    for name, buffer in trained.named_buffers():
-        facts[f"the buffer {name}"] = _kind(buffer)
+    facts |= module_facts(trained)
     known = {id(buffer) for buffer in trained.buffers()}
     for name, module in loss.named_modules("loss_fn").items():
         constants = [(own, buffer) for own, buffer in module.named_buffers(name) if id(buffer) not in known]
@@ -178,11 +176,6 @@ def describe_restored(
     ]
     lines = [("restored", "; ".join(sorted(words))), ("trained", "; ".join(trained))]
     return [line for line in lines if line[1]]
-
-
-def _kind(tensor: Tensor) -> str:
-    kind = "" if is_plain(tensor) else f"{kind_of(tensor)} "
-    return f"{kind}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:

@@ -292,13 +292,14 @@ def another_model(how: str) -> nn.Module:
 
 @on_ranks(2, 3)
 def test_models_that_differ_are_refused_on_every_rank_with_what_differs():
-    names = {"shape": "0.weight", "dtype": "0.weight", "frozen": "0.weight", "missing": "0.bias", "layout": "0.weight"}
-    for how, name in {**names, "buffer": "1.running_mean"}.items():
-        with pytest.raises(cx.ConfigError, match=f"rank 1 has another model than rank 0: {name}") as caught:
+    weight = "the parameter 0.weight"
+    names = {"shape": weight, "dtype": weight, "frozen": weight, "missing": "the parameter 0.bias", "layout": weight}
+    for how, name in {**names, "buffer": "the buffer 1.running_mean"}.items():
+        with pytest.raises(cx.ConfigError, match=f"rank 1 differs from rank 0 in {name}: ") as caught:
             cx.DistributedDataParallel(another_model(how))
         assert caught.value.rank == 1
-        here, there = str(caught.value).split(" on rank 1 and ")
-        assert here.split(f"{name} is ")[1] != there.split(" on rank 0")[0], how
+        here, there = str(caught.value).split(" on rank 1, ")
+        assert here.split(f"{name}: ")[1] != there.split(" on rank 0")[0], how
 
 
 @on_ranks(2)
