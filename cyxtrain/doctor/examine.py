@@ -6,8 +6,6 @@ It does not join the ranks: it must be able to tell what is wrong when joining f
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import itertools
 import logging
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.doctor import local_checks, pairs, report, store_exchange
-from cyxtrain.doctor.store_exchange import Cause, Pair, PeerResult, Roster
+from cyxtrain.doctor.store_exchange import Cause, Pair, PeerResult
 from cyxtrain.doctor.terminal import print_report
 from cyxtrain.errors import RendezvousError, counted
 from cyxtrain.ring import Deadline, RankProbe, StoreClient, StoreLostError
@@ -24,6 +22,8 @@ from cyxtrain.world.join import forget_store, open_world_store
 
 _KEYS = "/cyxtrain/doctor"
 """Prefix of the keys that `store_exchange.py` lists."""
+_ANSWER_SECONDS = 10.0
+"""For each answer of the store."""
 _READING_SECONDS = 10.0
 """For rank 0 to read all results."""
 _GRACE_SECONDS = 5.0
@@ -63,10 +63,12 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
         print(f"waiting for {counted(world_size, 'rank')} at {address}, for at most {seconds:g} s\n", flush=True)
     # Without the run's secret: it must find secrets that differ.
     store = dist.PrefixStore(_KEYS, open_world_store(config, None, seconds))
-    client = StoreClient(store, f"rank {rank}", store_exchange.AnswerDeadline())
-    probe = None
-    try:
-        probe = RankProbe(store, rank, world_size, options)
+    answer_deadline = store_exchange.AnswerDeadline(_ANSWER_SECONDS)
+    client = StoreClient(store, f"rank {rank}", answer_deadline)
+    client_with_secret = StoreClient(store, f"rank {rank}", answer_deadline, options.secret_bytes)
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget_store)
+        probe = stack.enter_context(contextlib.closing(RankProbe(store, rank, world_size, options)))
         store_exchange.register(client, rank, probe.record, local_checks.this_machine(probe.record.host))
         if rank == 0:
             roster = store_exchange.publish_roster(client, world_size, deadline)
@@ -75,21 +77,19 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
         limit = Deadline((len(pairs.rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
         tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), probe)
         tests.run()
-        proof = _proof(options, roster)
-        client.set(f"proof/{rank}", proof)
-        client.set(f"done/{rank}", "yes")
+        client_with_secret.set(f"done/{rank}", roster.token)
         if rank:
             _wait_for_rank_0(client, tests, rank, limit)
             return None
-        return _collect(config, client, tests, proof, limit)
-    finally:
-        if probe is not None:
-            probe.close()
-        forget_store()
+        return _collect(config, client, client_with_secret, tests, limit)
 
 
 def _collect(
-    config: DistributedConfig, client: StoreClient, tests: pairs.PairTests, proof: str, limit: Deadline
+    config: DistributedConfig,
+    client: StoreClient,
+    client_with_secret: StoreClient,
+    tests: pairs.PairTests,
+    limit: Deadline,
 ) -> report.World:
     """Return all ranks' results on rank 0, and keep the store open until the others have left."""
     ranks = tests.roster.ranks
@@ -99,8 +99,11 @@ def _collect(
     for low, high in itertools.combinations(ranks, 2):
         keys = filter(client.has, (f"result/{low}/{high}", f"result/{high}/{low}"))
         found.append(Pair(low, high, tuple(client.read(PeerResult, key) for key in keys)))
-    proofs = {other: (client.get(f"proof/{other}") or b"").decode("ascii", "replace") for other in ranks}
-    wrong_secret = [other for other in ranks if proof and proofs[other] and proofs[other] != proof]
+    wrong_secret = [
+        other
+        for other, info in tests.infos.items()
+        if info.record.has_secret and client.has(f"done/{other}") and not client_with_secret.has(f"done/{other}")
+    ]
     client.set("over", "yes")
     patience = Deadline(_LEAVING_SECONDS)
     for other in ranks[1:]:
@@ -118,14 +121,6 @@ def _wait_for_rank_0(client: StoreClient, tests: pairs.PairTests, rank: int, lim
         )
     with contextlib.suppress(StoreLostError):  # rank 0 waits only for a while
         client.set(f"left/{rank}", "yes")
-
-
-def _proof(options: RingOptions, roster: Roster) -> str:
-    """Return a proof that this rank knows the secret; empty if it has none, which `why_incompatible` reports."""
-    if options.secret is None:
-        return ""
-    secret = options.secret.encode("utf-8", "surrogateescape")
-    return hmac.new(secret, bytes.fromhex(roster.token), hashlib.sha256).hexdigest()
 
 
 @contextlib.contextmanager

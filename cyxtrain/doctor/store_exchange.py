@@ -1,14 +1,12 @@
 """What ranks send each other through the store: where each runs, who is there, and whether it reaches the others.
 
-/cyxtrain/doctor/claims/R      the first process that registered as rank R
-                 machine/R     where it runs
-                 record/R      how to reach it; set last
+/cyxtrain/doctor/record/R      how to reach rank R, by the first process that registered as R
+                 machine/R     where it runs; set last
                  roster        by rank 0: the ranks that registered in time, and a token that only they know
                  ready/R/P     R is ready to test the connection to P
                  result/R/P    R's result for P
     heartbeat/R                changes while R works
-                 proof/R       proof of R's secret
-                 done/R        R has tested all its pairs
+                 done/R        R has tested all its pairs; the token, with a proof of R's secret
                  over          rank 0 has read all results
                  left/R        R no longer needs the store
 """
@@ -22,8 +20,6 @@ from dataclasses import dataclass
 from cyxtrain.doctor.local_checks import Machine
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import Deadline, RankRecord, StoreClient
-
-_ANSWER_SECONDS = 10.0
 
 
 class Cause(str, enum.Enum):
@@ -118,25 +114,21 @@ class AnswerDeadline(Deadline):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        super().__init__(_ANSWER_SECONDS)
-
     def left(self) -> float:
         """Return the same at any time."""
-        return _ANSWER_SECONDS
+        return self.seconds
 
 
 def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine) -> None:
     """Register this rank; raise RendezvousError if another process registered as this rank."""
-    token = secrets.token_hex(8)
-    if store.set_first(f"claims/{rank}", token) != token.encode():
+    own = record.to_json()
+    if store.set_first(f"record/{rank}", own) != own.encode():
         raise RendezvousError(
             f"rank {rank} is taken: another process has registered as rank {rank}. Give every process its own RANK; if "
             "that process is left from an earlier run, end it.",
             rank=rank,
         )
     store.write(f"machine/{rank}", machine)
-    store.write(f"record/{rank}", record)
 
 
 def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> Roster:
@@ -150,7 +142,7 @@ def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> R
         refusal = store.refusal()
         if refusal:
             raise RendezvousError(refusal, rank=0)
-        ranks.update(rank for rank in range(world_size) if rank not in ranks and store.has(f"record/{rank}"))
+        ranks.update(rank for rank in range(world_size) if rank not in ranks and store.has(f"machine/{rank}"))
         return len(ranks) == world_size
 
     deadline.poll_until(all_have_registered)

@@ -436,8 +436,10 @@ def test_a_rank_that_rank_0_never_speaks_to_gives_up():
 def test_two_processes_of_one_rank_are_told_apart():
     board = StoreClient(dist.HashStore(), "rank 1", Deadline(5.0))
     store_exchange.register(board, 1, info(1).record, MACHINE)
+    other = dataclasses.replace(info(1).record, token="of another process")
     with pytest.raises(cx.RendezvousError, match="rank 1 is taken"):
-        store_exchange.register(board, 1, info(1).record, MACHINE)
+        store_exchange.register(board, 1, other, MACHINE)
+    assert store_exchange.read_infos(board, [1])[1].record == info(1).record
 
 
 @pytest.mark.parametrize(
