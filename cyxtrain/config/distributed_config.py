@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cyxtrain.config.settings import require, require_booleans, require_integer, settings, unknown_name
+from cyxtrain.config.settings import check_fields, require, settings, unknown_name
 from cyxtrain.environment import process_env, schedulers
 from cyxtrain.environment.process_env import ENVIRON, Variables
 from cyxtrain.errors import ConfigError, CyxtrainError, warn
@@ -88,25 +88,18 @@ class DistributedConfig:
                 f"{owner}.{given} is set and {missing} is not. Set both, or neither: what is None comes from "
                 "RANK and WORLD_SIZE in the environment, and is not there."
             )
+        address = ("the host name or address of rank 0", lambda value: isinstance(value, str) and bool(value.strip()))
+        positive = ("world_size", "master_port", "timeout_ms", "collective_timeout_ms")
+        check_fields(self, {"master_addr": address}, positive=positive)
         if self.rank is not None and self.world_size is not None:
-            require_integer(owner, "world_size", self.world_size, 1)
-            require_integer(owner, "rank", self.rank, 0)
             require(
                 self.rank < self.world_size,
                 f"rank {self.rank} is outside a world of {self.world_size}: ranks count from 0, "
                 f"so the highest is {self.world_size - 1}.",
             )
-        if self.local_rank is not None:
-            require_integer(owner, "local_rank", self.local_rank, 0)
-        named = isinstance(self.master_addr, str) and bool(self.master_addr.strip())
-        require(named, f"{owner}.master_addr must be the host name or address of rank 0, got {self.master_addr!r}.")
         problem = problem_of_address(self.master_addr)
         require(not problem, f"{owner}.master_addr (MASTER_ADDR) is {self.master_addr!r}: {problem}.")
-        require_integer(owner, "master_port", self.master_port, 1)
         require(self.master_port < 65536, f"{owner}.master_port must be below 65536, got {self.master_port}.")
-        require_integer(owner, "timeout_ms", self.timeout_ms, 1)
-        require_integer(owner, "collective_timeout_ms", self.collective_timeout_ms, 1)
-        require_booleans(owner, self)
         if self.backend is not None:
             BackendType.parse(self.backend)
 

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from cyxtrain.errors import ConfigError
 
 _Settings = TypeVar("_Settings")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
+Rules = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 _FIELDS: dict[str, list[str]] = {
     "DistributedTrainer": [
@@ -244,11 +244,34 @@ def require_boolean(owner: str, name: str, value: object) -> None:
     require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
 
 
-def require_booleans(owner: str, given: Any) -> None:
-    """Refuse fields of settings that must be True or False, and are not."""
+def check_fields(
+    given: Any, rules: Rules, *, positive: Collection[str] = (), theirs: Mapping[str, Mapping[str, str]] = {}
+) -> None:
+    """Refuse invalid values of settings, whose annotations are strings; None is allowed where the type allows it.
+
+    Args:
+        given: The settings.
+        rules: What fields must be, in words, and as a condition; others are checked by type: bool, int and Literal.
+        positive: The whole numbers that must be at least 1; others may be 0.
+        theirs: By field, what other libraries call its values.
+    """
+    owner = type(given).__name__
     for field in dataclasses.fields(given):
-        if field.type == "bool":
-            require_boolean(owner, field.name, getattr(given, field.name))
+        name, value = field.name, getattr(given, field.name)
+        kind = field.type.removesuffix(" | None")
+        is_optional = kind != field.type
+        if value is None and is_optional:
+            continue
+        if name in rules:
+            must_be, holds = rules[name]
+            require(holds(value), f"{owner}.{name} must be {must_be}, got {value!r}.")
+        elif kind == "bool":
+            require_boolean(owner, name, value)
+        elif kind == "int":
+            require_integer(owner, name, value, 1 if name in positive else 0)
+        elif kind.startswith("Literal"):
+            choices = ast.literal_eval(kind.removeprefix("Literal"))
+            require_choice(owner, name, value, (None, *choices) if is_optional else (*choices,), theirs.get(name))
 
 
 def require_choice(

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
-from cyxtrain.config.settings import (
-    is_number,
-    names_checked,
-    require,
-    require_boolean,
-    require_booleans,
-    require_choice,
-    require_integer,
-    settings,
-)
+from cyxtrain.config.settings import Rules, check_fields, is_number, names_checked, require, settings
 from cyxtrain.environment.regular_files import local_path
 
-_COUNTS = (
-    *("seed", "log_every_n_batches", "log_every_n_steps", "validate_every_n_steps", "keep_last"),
-    *("checkpoint_every_n_epochs", "checkpoint_every_n_steps"),
-)
-_POSITIVE = ("epochs", "batch_size", "accumulation_steps")
-_OPTIONAL = ("effective_batch_size", "steps_per_epoch", "validation_steps", "validation_batch_size", "max_steps")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`."""
 
@@ -34,12 +19,26 @@ class _Unset(int):
     """A default that differs from the same number if that is set."""
 
 
-_PRECISIONS = {
-    **dict.fromkeys(("16", "16-mixed", "float16", "half", "mixed_float16"), "fp16"),
-    **dict.fromkeys(("bf16-mixed", "bfloat16", "mixed_bfloat16"), "bf16"),
-    **dict.fromkeys(("32", "32-true", "float", "float32", "full", "no", "none"), "fp32"),
+_THEIRS = {
+    "precision": {
+        **dict.fromkeys(("16", "16-mixed", "float16", "half", "mixed_float16"), "fp16"),
+        **dict.fromkeys(("bf16-mixed", "bfloat16", "mixed_bfloat16"), "bf16"),
+        **dict.fromkeys(("32", "32-true", "float", "float32", "full", "no", "none"), "fp32"),
+    },
+    "float32_precision": {"tf32": "high", "ieee": "highest", "true": "high"},
 }
-"""Names of Lightning, Keras, Accelerate and PyTorch for the values of `precision`."""
+"""Names of Lightning, Keras, Accelerate and PyTorch for values of fields."""
+
+
+def _between(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
+    return f"a number above {low:g} and below {high:g}", lambda value: is_number(value) and low < value < high
+
+
+_AMP_RULES: Rules = {
+    "initial_scale": _between(2.0**-127, 2.0**127),  # both the scale and its inverse must be float32 numbers
+    "growth_factor": _between(1.0, math.inf),
+    "backoff_factor": _between(0.0, 1.0),
+}
 
 
 @settings
@@ -63,19 +62,7 @@ class AMPConfig:
         Raises:
             ConfigError: With the field, what it must be and what it is.
         """
-        owner = "AMPConfig"
-        require_booleans(owner, self)
-        require_integer(owner, "dynamic_history_size", self.dynamic_history_size, 1)
-        # Both the scale and its inverse must be float32 numbers.
-        limits = {
-            "initial_scale": (2.0**-127, 2.0**127),
-            "growth_factor": (1.0, math.inf),
-            "backoff_factor": (0.0, 1.0),
-        }
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            right = is_number(value) and low < value < high
-            require(right, f"{owner}.{name} must be a number above {low:g} and below {high:g}, got {value!r}.")
+        check_fields(self, _AMP_RULES, positive=("dynamic_history_size",))
 
 
 @names_checked
@@ -90,6 +77,63 @@ def create_default_amp_config(
         initial_scale: The factor of the loss at the start.
     """
     return AMPConfig(use_dynamic_scaling, dynamic_history_size, initial_scale)
+
+
+def _are_limits(value: object) -> bool:
+    """Return whether a value is the limit of all gradients, or has one for each of several optimizers."""
+    limits = value.values() if isinstance(value, Mapping) else [value]
+    return all(is_number(limit) and 0 < limit < math.inf for limit in limits)
+
+
+def _is_warmup(value: object) -> bool:
+    return is_number(value) and (0 <= value < 1 or (isinstance(value, int) and value > 0))
+
+
+def _is_frequency(value: object) -> bool:
+    epochs = value if isinstance(value, list) else [value]
+    return all(type(epoch) is int and epoch >= 1 for epoch in epochs) or (isinstance(value, float) and 0 < value < 1)
+
+
+_POSITIVE = (
+    *("epochs", "batch_size", "effective_batch_size", "accumulation_steps", "steps_per_epoch", "max_steps"),
+    *("validation_steps", "validation_batch_size"),
+)
+_LIMITS = ("a finite number above 0 or None", _are_limits)
+_MINUTES = ("a number of at least 0", lambda value: is_number(value) and 0 <= value < math.inf)
+_MODES = ", ".join(map(repr, COMPILE_MODES))
+_FIT_RULES: Rules = {
+    "checkpoint_every_n_minutes": _MINUTES,
+    "validate_every_n_minutes": _MINUTES,
+    "max_time_seconds": ("a number of seconds above 0 or None", lambda value: is_number(value) and value > 0),
+    "validation_split": ("at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1),
+    "validation_freq": (
+        "a number of epochs, a list of epochs, or a fraction of an epoch between 0 and 1",
+        _is_frequency,
+    ),
+    "warmup_steps": ("a whole number of at least 0, or a fraction below 1", _is_warmup),
+    "clip_norm": _LIMITS,
+    "clip_value": _LIMITS,
+    "clip_adaptive": _LIMITS,
+    "amp": ("an AMPConfig or None", lambda value: isinstance(value, AMPConfig)),
+    "fused_optimizer": ("one of ('auto', True, False)", lambda value: value in ("auto", True, False)),
+    "compile": (
+        f"True, False or a mode of torch.compile ({_MODES})",
+        lambda value: isinstance(value, bool) or value in COMPILE_MODES,
+    ),
+    "profile": (
+        "True, False or a folder",
+        lambda value: bool(value.strip()) if isinstance(value, str) else isinstance(value, bool),
+    ),
+    "fast_dev_run": ("True, False or a number of steps", lambda value: isinstance(value, int) and value >= 0),
+    "num_processes": (
+        'at least 1, "auto" or None',
+        lambda value: value == "auto" or (type(value) is int and value >= 1),
+    ),
+    "keep_best": (
+        "a number in the history, such as 'val_loss', or None",
+        lambda value: isinstance(value, str) and value != "",
+    ),
+}
 
 
 @settings
@@ -257,117 +301,39 @@ class DistributedTrainingConfig:
             ConfigError: With the field, what it must be and what it is.
         """
         owner = "DistributedTrainingConfig"
-        self._validate_kinds(owner)
-        self._validate_clipping(owner)
-        self._validate_rates(owner)
-        require_choice(owner, "fused_optimizer", self.fused_optimizer, ("auto", True, False))
-        require_choice(owner, "precision", self.precision, ("fp32", "bf16", "fp16"), _PRECISIONS)
-        self._validate_speedups(owner)
+        if isinstance(self.validation_freq, tuple):
+            self.validation_freq = list(self.validation_freq)  # the config travels as JSON
+        check_fields(self, _FIT_RULES, positive=_POSITIVE, theirs=_THEIRS)
+        require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
+        clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
+        require(len(clips) < 2, f"{owner}: {' and '.join(clips)} are set. Gradients are clipped in one way: set one.")
         if self.amp is not None:
-            right = isinstance(self.amp, AMPConfig)
-            require(right, f"{owner}.amp must be an AMPConfig or None, got {self.amp!r}.")
             self.amp.validate()
             right = self.precision == "fp16"
             require(right, f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.")
-        require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
-        limit = self.max_time_seconds
-        right = limit is None or (is_number(limit) and limit > 0)
-        require(right, f"{owner}.max_time_seconds must be a number of seconds above 0 or None, got {limit!r}.")
-        require_choice(owner, "on_nonfinite", self.on_nonfinite, ("raise", "skip"))
-        if self.check_replicas_every_n_steps is not None:
-            require_integer(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
-        right = bool(self.profile.strip()) if isinstance(self.profile, str) else isinstance(self.profile, bool)
-        require(right, f"{owner}.profile must be True, False or a folder, got {self.profile!r}.")
-        local_path(f"{owner}.profile", str(self.profile))
-        if self.sharded_data is not None:
-            require_boolean(owner, "sharded_data", self.sharded_data)
-        asked = self.num_processes
-        right = asked in (None, "auto") or (type(asked) is int and asked >= 1)
-        require(right, f'{owner}.num_processes must be at least 1, "auto" or None, got {asked!r}.')
-        fast = self.fast_dev_run
-        right = isinstance(fast, int) and fast >= 0
-        require(right, f"{owner}.fast_dev_run must be True, False or a number of steps, got {fast!r}.")
-        self._validate_validation(owner)
-        self._validate_checkpoints(owner)
-
-    def _validate_kinds(self, owner: str) -> None:
-        for name in _COUNTS:
-            require_integer(owner, name, getattr(self, name), 0)
-        for name in _POSITIVE:
-            require_integer(owner, name, getattr(self, name), 1)
-        for name in _OPTIONAL:
-            if getattr(self, name) is not None:
-                require_integer(owner, name, getattr(self, name), 1)
-        require_booleans(owner, self)
-        for name in ("checkpoint_every_n_minutes", "validate_every_n_minutes"):
-            minutes = getattr(self, name)
-            right = is_number(minutes) and 0 <= minutes < math.inf
-            require(right, f"{owner}.{name} must be a number of at least 0, got {minutes!r}.")
-
-    def _validate_speedups(self, owner: str) -> None:
-        right, theirs = (None, "highest", "high", "medium"), {"tf32": "high", "ieee": "highest", "true": "high"}
-        require_choice(owner, "float32_precision", self.float32_precision, right, theirs)
-        known = isinstance(self.compile, bool) or self.compile in COMPILE_MODES
-        modes = ", ".join(map(repr, COMPILE_MODES))
-        require(
-            known, f"{owner}.compile must be True, False or a mode of torch.compile ({modes}), got {self.compile!r}."
-        )
-
-    def _validate_clipping(self, owner: str) -> None:
-        asked = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
-        for name in asked:
-            value = getattr(self, name)
-            limits = value.values() if isinstance(value, Mapping) else [value]
-            right = all(is_number(limit) and 0 < limit < math.inf for limit in limits)
-            require(right, f"{owner}.{name} must be a finite number above 0 or None, got {value!r}.")
-        require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
-
-    def _validate_rates(self, owner: str) -> None:
-        require_choice(owner, "learning_rate_scaling", self.learning_rate_scaling, (None, "linear", "sqrt"))
-        warmup = self.warmup_steps
-        right = is_number(warmup) and (0 <= warmup < 1 or (isinstance(warmup, int) and warmup > 0))
-        require(
-            right,
-            f"{owner}.warmup_steps must be a whole number of at least 0, or a fraction below 1, got {warmup!r}.",
-        )
-        require_choice(owner, "scheduler_interval", self.scheduler_interval, (None, "step", "epoch"))
-
-    def _validate_validation(self, owner: str) -> None:
-        split = self.validation_split
-        right = is_number(split) and 0 <= split < 1
-        require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
-        idle = self.validation_stratify and not split
+        idle = self.validation_stratify and not self.validation_split
         require(not idle, f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.")
-        freq = self.validation_freq
-        if isinstance(freq, tuple):
-            freq = self.validation_freq = list(freq)  # the config travels as JSON
-        epochs = freq if isinstance(freq, list) else [freq]
-        right = all(type(epoch) is int and epoch >= 1 for epoch in epochs) or (isinstance(freq, float) and 0 < freq < 1)
         require(
-            right,
-            f"{owner}.validation_freq must be a number of epochs, a list of epochs, or a fraction of an epoch between "
-            f"0 and 1, got {freq!r}.",
+            not self._validates_by_itself or self.validation_freq == 1,
+            f"{owner}: validation_freq={self.validation_freq!r} and validate_every_n_steps or validate_every_n_minutes "
+            "are set. The latter replace validations after epochs: set one.",
         )
-        twice = self._validates_by_itself and freq != 1
-        require(
-            not twice,
-            f"{owner}: validation_freq={freq!r} and validate_every_n_steps or validate_every_n_minutes are set. The "
-            "latter replace validations after epochs: set one.",
-        )
-
-    def _validate_checkpoints(self, owner: str) -> None:
         idle = self.keep_last > 0 and not self.makes_checkpoints
         require(
             not idle, f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too."
         )
-        best = self.keep_best
-        right = best is None or (isinstance(best, str) and bool(best))
-        require(right, f"{owner}.keep_best must be a number in the history, such as 'val_loss', or None, got {best!r}.")
-        idle = self.load_best and best is None
+        idle = self.load_best and self.keep_best is None
         require(not idle, f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.')
-        require_choice(owner, "on_save_error", self.on_save_error, ("warn", "raise"))
+        local_path(f"{owner}.profile", str(self.profile))
         local_path(f"{owner}.checkpoint_dir", self.checkpoint_dir)
         self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
+
+
+_COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+_DDP_RULES: Rules = {
+    "bucket_size_mb": ("a number of MiB above 0", lambda value: is_number(value) and 0 < value < math.inf),
+    "compression": (f"one of {_COMPRESSIONS}", lambda value: value in _COMPRESSIONS),
+}
 
 
 @settings
@@ -395,15 +361,9 @@ class DDPConfig:
         Raises:
             ConfigError: With the field, what it must be and what it is.
         """
-        require(
-            is_number(self.bucket_size_mb) and 0 < self.bucket_size_mb < math.inf,
-            f"DDPConfig.bucket_size_mb must be a number of MiB above 0, got {self.bucket_size_mb!r}.",
-        )
-        require_choice("DDPConfig", "compression", self.compression, (None, "fp16", "bf16", "powersgd"))
-        require_integer("DDPConfig", "matrix_approximation_rank", self.matrix_approximation_rank, 1)
+        check_fields(self, _DDP_RULES, positive=("matrix_approximation_rank",))
         require(
             self.compression == "powersgd" or self.matrix_approximation_rank == 1,
             "DDPConfig.matrix_approximation_rank is set, and only compression='powersgd' approximates matrices: set "
             f"that, too; compression is {self.compression!r}.",
         )
-        require_booleans("DDPConfig", self)
