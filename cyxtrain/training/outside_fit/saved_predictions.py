@@ -40,7 +40,6 @@ from cyxtrain.world.world import World
 
 Shapes: TypeAlias = list[list[int]]
 INDEX, FORMAT = "index.json", "cyxtrain predictions 1"
-_HEADER_BYTES = 128
 SHARD_BYTES = 64 << 20
 _FEWEST_SHARDS = 64  # if there are as many batches: many ranks then have equal shares
 _STREAM_BATCHES = 16  # of a shard, at most, if their number is unknown
@@ -141,9 +140,7 @@ class _Part:
         run = bisect.bisect_right(self.ends, row)
         (count, *shape), (shard, first) = self.shapes[run], self._places[run]
         if self._opened[0] != shard:
-            path = file_of(self._folder, shard, self._number)
-            has_numbers = path.stat().st_size > _HEADER_BYTES  # nothing else can be mapped
-            self._opened = shard, np.load(path, mmap_mode="r" if has_numbers else None).reshape(-1)
+            self._opened = shard, np.load(file_of(self._folder, shard, self._number), mmap_mode="r").reshape(-1)
         first += (row - self.ends[run] + count) * math.prod(shape)
         return self._opened[1][first : first + math.prod(shape)].reshape(1, *shape)
 

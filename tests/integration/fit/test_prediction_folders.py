@@ -157,6 +157,20 @@ def test_bfloat16_is_written_as_float32_and_read_as_it_was(tmp_path):
     assert np.load(next(tmp_path.glob("*.npy"))).dtype == np.float32
 
 
+class NoNumbers(nn.Linear):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = super().forward(x)
+        return {"scores": scores, "none": scores[:, :0]}
+
+
+def test_an_output_without_numbers_is_read_as_it_was(tmp_path):
+    with one_process():
+        read = trainer_of(NoNumbers(4, 3)).predict(make_rows(5)[0], batch_size=2, output_dir=tmp_path)
+    assert read[:]["none"].shape == (5, 0)
+    assert read[4]["none"].shape == (0,)
+    assert read[4]["scores"].shape == (3,)
+
+
 def fill_the_disk(folder: str) -> list[Any]:
     """Writes files that may not become large enough, then again without a limit."""
     import resource
