@@ -33,8 +33,8 @@ class Precision:
         self.is_full = self.dtype is None  # models compute in the dtype of their parameters
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which PyTorch autocasts."""
-        return torch.autocast(self._device_type, self.dtype)
+        """Return a context in which PyTorch autocasts, unless the precision is full."""
+        return contextlib.nullcontext() if self.is_full else torch.autocast(self._device_type, self.dtype)
 
     def suspended(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which PyTorch does not autocast, within `computing`."""

@@ -520,6 +520,19 @@ def test_lbfgs_steps_as_by_hand():
     np.testing.assert_allclose(flat(model.parameters()), flat(by_hand.parameters()), rtol=1e-9)
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_closure_computes_in_the_precision_of_the_fit(precision, dtype):
+    model, found = make_model(), list[torch.dtype]()
+    model.register_forward_hook(lambda _, inputs, output: found.append(output.dtype))
+    trainer = cx.DistributedTrainer(
+        model, "cross_entropy", torch.optim.LBFGS(model.parameters(), max_iter=2), train_step=closure_step
+    )
+    with one_process():
+        trainer.fit(*make_rows(8), epochs=1, precision=precision, verbose=False)
+    assert len(found) > 2
+    assert {*found} == {dtype}
+
+
 class Ascending(torch.optim.SGD):
     """Evaluates the loss again where it is higher, as SAM does, and steps by the gradient there."""
 
