@@ -68,13 +68,11 @@ class Loss:
         self.items: ItemRule | None = None  # how to count `num_items_in_batch`; None: the model is not given it
         self.uses_num_items = False  # whether the model's loss is the sum of its terms, divided by that number
         self.weight_per_row = 1.0  # about, if the data decide it; of any rank
-        self.warning = ""  # what is wrong with its weighting
-        self.first_value = math.inf  # before training, in the dry run
         self.gathers: list[GatherCall] = []  # of `all_gather_with_grad`, by model and loss in each batch
         self._factors = _checked_factors(loss_fn, given)
         self.factor = self._factors.get("loss", 1.0)  # the number in loss_weights if there is one loss_fn
         self._gives_pairs: bool | None = None
-        self.function: Any = self._by_output if self.by_output else loss_function(loss_fn)
+        self.function: Any = loss_fn if self.by_output else loss_function(loss_fn)
         self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
         if not self.by_output and self.function is not None:
             self.functions = [self.function]
@@ -144,6 +142,10 @@ class Loss:
             return [(1.0, self.weighting, loss)]
         return [(self._factors.get(name, 1.0), each, loss.parts[name]) for name, each in self.weightings.items()]
 
+    def number_of(self, loss: BatchLoss) -> float:
+        """Return a batch's loss as the history has it: a mean, 0 if nothing counts, or a sum."""
+        return float((loss.value if self.weighting is Weighting.NOTHING else loss.mean_or_zero).detach())
+
     def without_rows(self) -> BatchLoss:
         """Return the loss of no rows."""
         zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
@@ -203,17 +205,22 @@ class Loss:
             self._summing = copy.copy(function)
             self._summing.reduction = "sum"
 
-    def inspect_result(self, result: Any, rows: int) -> None:
-        """Set the weighting by what the user's function (the loss) or the model (its output) returned for some rows."""
+    def first(self, output: Any, batch: Batch) -> BatchLoss:
+        """Return the loss of the first batch, without the weights of its rows; find out its form and weighting."""
+        batch = replace(batch, weights=None)
         if self.by_output:
-            for name, each in self.by_output.items():
-                with naming_output(name):
-                    each.inspect_result(result[name], rows)
-            self._name_parts()
-            return
-        if self.function is None:
-            self._inspect_model_losses(result)
-            return
+            found = self._of_several(output, batch, is_first=True)
+        elif self.function is None:
+            self._inspect_model_losses(output)
+            found = self._own(output, batch)
+        else:
+            found = self._of_function(output, batch, is_first=True)
+        weight_per_row = float(found.weight) / (batch.rows or 1)
+        self.weight_per_row = weight_per_row if 0 < weight_per_row < math.inf else 1.0
+        return found
+
+    def _inspect_result(self, result: Any, rows: int) -> None:
+        """Set the weighting by what the user's function returned for some rows."""
         if self._of_each is not None and not self.is_known:
             of_each = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == rows
             if not of_each:
@@ -257,11 +264,6 @@ class Loss:
         """Take the numbers of all ranks' dry runs for `shown`, in one order: what they return may depend on rows."""
         if self.function is None and not self.weightings:
             self.shown = tuple(dict.fromkeys(name for names in names_by_rank for name in names))
-
-    def note_weight(self, weight: Any, rows: int) -> None:
-        """Note about how much a row counts, from some rows of this rank."""
-        found = float(weight) / rows
-        self.weight_per_row = found if 0 < found < math.inf else 1.0
 
     def use_num_items(self, rule: ItemRule) -> None:
         """Take the model's loss for the sum of its terms, divided by what a rule counts."""
@@ -311,25 +313,27 @@ class Loss:
             return self._of_several(output, batch)
         if self.function is None:
             return self._own(output, batch)
-        found = self._of_function(output, batch)
+        return self._of_function(output, batch)
+
+    def _of_function(self, output: Any, batch: Batch, *, is_first: bool = False) -> BatchLoss:
+        target, rows = batch.targets, batch.rows
+        if batch.weights is not None:
+            found = self._weighted(output, target, batch.weights)
+        elif self._summing is not None and self.weighting is Weighting.TERMS:
+            assert isinstance(target, Tensor)
+            found = BatchLoss(self._summing(output, target), 1, weight_of_classes(self.function, target))
+        else:
+            result = self.function(output, target)
+            if is_first:
+                self._inspect_result(result, rows)
+            self._check_form(result)
+            is_sum = self.weighting is Weighting.NOTHING
+            found = BatchLoss(result, 1, rows) if is_sum else batch_loss_of(result, rows)
         if self.factor == 1:
             return found
         if found.value.is_leaf:  # a constant stays one
             found.value = found.value.detach()
         return replace(found, value=found.value * self.factor)
-
-    def _of_function(self, output: Any, batch: Batch) -> BatchLoss:
-        target, rows = batch.targets, batch.rows
-        if batch.weights is not None:
-            return self._weighted(output, target, batch.weights)
-        if self._summing is not None and self.weighting is Weighting.TERMS:
-            assert isinstance(target, Tensor)
-            return BatchLoss(self._summing(output, target), 1, weight_of_classes(self.function, target))
-        result = self.function(output, target)
-        self._check_form(result)
-        if self.weighting is Weighting.NOTHING:
-            return BatchLoss(result, 1, rows)
-        return batch_loss_of(result, rows)
 
     def of_output(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
         """Return one of several outputs and its target, in the dtype that its loss needs; all if `name` is empty.
@@ -344,15 +348,15 @@ class Loss:
             answer = self.outputs[name].prepare_target(answer, own.dtype)
         return own, answer
 
-    def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
-        """Return what each of several losses returns, by output name."""
-        return {name: each.function(*self.of_output(name, output, target)) for name, each in self.by_output.items()}
-
-    def _of_several(self, output: Any, batch: Batch) -> BatchLoss:
+    def _of_several(self, output: Any, batch: Batch, *, is_first: bool = False) -> BatchLoss:
         parts = {}
         for name, each in self.by_output.items():
-            own, answer = self.of_output(name, output, batch.targets)
-            parts[f"{name}_loss"] = each(own, replace(batch, targets=answer))
+            own, target = self.of_output(name, output, batch.targets)
+            with naming_output(name) if is_first else contextlib.nullcontext():
+                compute = each.first if is_first else each
+                parts[f"{name}_loss"] = compute(own, replace(batch, targets=target))
+        if is_first:
+            self._name_parts()
         return self._sum_of_losses(parts, batch.rows)
 
     def _own(self, output: Any, batch: Batch) -> BatchLoss:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,8 +40,12 @@ class Precision:
         """Return a context in which PyTorch does not autocast, within `computing`."""
         return contextlib.nullcontext() if self.is_full else torch.autocast(self._device_type, enabled=False)
 
-    def widened(self, output: Any) -> Any:
-        """Return a model's output with its 16-bit numbers as float32, for losses and metrics."""
+    def run(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Return what a call returns in this precision; its 16-bit numbers as float32, for losses and metrics."""
+        if self.is_full:
+            return call(*arguments, **named)
+        with self.computing():
+            output = call(*arguments, **named)
         return map_tree(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)
 
 

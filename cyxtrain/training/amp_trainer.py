@@ -26,7 +26,6 @@ from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.metrics.num_items import rule_named
-from cyxtrain.metrics.weighting import Weighting
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import ONLY, OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
@@ -194,9 +193,7 @@ class DistributedAMPTrainer:
         if num_rows(rows.inputs):
             share.micro_batches.append(rows)
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
-            found = share.results[-1].loss
-            is_sum = self._loss.weighting is Weighting.NOTHING
-            loss = float((found.value if is_sum else found.mean_or_zero).detach())
+            loss = self._loss.number_of(share.results[-1].loss)
         elif is_last:
             step.join_without_rows(share)
         if is_last:
@@ -278,9 +275,8 @@ class DistributedAMPTrainer:
         if num_rows(rows.inputs) and self._loss.function is None:
             metrics = NamedMetrics()
             dry_run = DryRun(world, self.model, self._loss, call, self._placement, metrics, is_of_fit=True)
-            dry_run.check_weights(rows)
-            if self._loss.warning:
-                warn_together(self._loss.warning)
+            if problem := dry_run.problem_of_weights(rows):
+                warn_together(problem)
         rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""
         texts = world.gather(f"{num_rows(rows.inputs)} {rule}")
         counts, rules = zip(*(text.split(" ", 1) for text in texts), strict=True)

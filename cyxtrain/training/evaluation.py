@@ -174,7 +174,7 @@ def predict(call: Call, pad_value: float | None = None) -> Any:
     Cost: the shapes of all batches, then the rows once in and once out of each rank.
     """
     rows, world = call.rows, call.world
-    outputs = _Outputs(rows.loss.without_own(rows.output), rows.rows_second)
+    outputs = _Outputs(rows.loss.without_own(rows.tried.output), rows.tried.rows_second)
     with call.running():
         run = BatchRun(world, call.trainer.model, rows, "predict", call.callbacks, call)
         run.all_batches(partial(_predict_batch, call, outputs, run))
@@ -217,7 +217,7 @@ def _gathered_rows(
 def predict_to_folder(call: Call, path: str | os.PathLike[str], pad_value: float | None) -> Predictions:
     """Write a model's output for all rows to a folder, shard by shard; return its reader. Raises as `ShardFolder`."""
     rows, world, model = call.rows, call.world, call.trainer.model
-    outputs = _Outputs(rows.loss.without_own(rows.output), rows.rows_second)
+    outputs = _Outputs(rows.loss.without_own(rows.tried.output), rows.tried.rows_second)
     folder = ShardFolder(world, path, model, rows, outputs.structure)
 
     def write(following: int = -1) -> None:

@@ -305,9 +305,9 @@ class FitLoop:
 
     def _warn_of_divergence(self, loss: float) -> None:
         """Warn once of a loss that has left all bounds, and is finite."""
-        before = self._plan.data.loss.first_value
+        before = self._plan.data.tried.first_loss
         if abs(loss) > _DIVERGED * max(1.0, abs(before)):
-            self._plan.data.loss.first_value = math.inf
+            self._plan.data.tried.first_loss = math.inf
             rates = shortened(f"{rate:g}" for rate in rates_by_name(self._state.rates).values())
             warn_together(
                 f"epoch {self._state.position.epoch + 1}: training diverges: the mean loss is {loss:.3g}, and was "
@@ -495,7 +495,8 @@ class FitLoop:
         self._trained_rows += rows
         history.total_time_seconds = total_seconds
         history.samples_per_second = self._trained_rows / self._training_seconds
-        flops = plan.data.flops_per_row and plan.data.flops_per_row * rows / epoch_seconds / self._world.size
+        flops = plan.data.tried.flops_per_row
+        flops = flops and flops * rows / epoch_seconds / self._world.size
         self._state.set(device_usage=usage_of(self._device, flops, plan.dtype))
         usage = explain_usage(self._state.device_usage)
         more = "  ".join(filter(None, (pace(epoch_seconds, clock.steps, rows), *usage, step.guard.explain_epoch())))

@@ -103,7 +103,7 @@ def _precision(model: nn.Module, plan: FitPlan) -> Iterator[tuple[str, str]]:
 
 
 def _flops(plan: FitPlan) -> Iterator[tuple[str, str]]:
-    flops, device = plan.data.flops_per_row, plan.data.placement.device
+    flops, device = plan.data.tried.flops_per_row, plan.data.placement.device
     if flops:
         peak = peak_flops(device, plan.dtype)
         known = "" if peak is None else f"; this GPU can {in_words(peak)}/s in {str(plan.dtype).removeprefix('torch.')}"

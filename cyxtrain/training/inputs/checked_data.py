@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,15 +28,14 @@ from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
-from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.inputs.checks import check_targets
-from cyxtrain.training.inputs.dry_run import DryRun
+from cyxtrain.training.inputs.dry_run import DryRun, Tried
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
-from cyxtrain.training.model.snapshot import modes_kept, put_into_training, snapshot
+from cyxtrain.training.model.snapshot import inputs_seen, modes_kept, put_into_training, snapshot
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world.world import World
 
@@ -96,10 +95,11 @@ class EmptyBatch:
         """Return why a model cannot compute on no rows, or ""; no rank waits for another. `layers`: the shared ones."""
         loss = self._loss
         trained = [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
-        kept = snapshot([model, *loss.functions], self._device, copies=True)
         dtypes: set[torch.dtype] = set()
-        with kept, torch.enable_grad(), gathering_alone():
+        with snapshot([model, *loss.functions], self._device, copies=True), torch.enable_grad():
             put_into_training(model, *loss.modules)
+            for layer in layers:
+                layer.eval()  # in training mode it waits for the other ranks
             try:
                 with inputs_seen(layers, lambda tensor: dtypes.add(tensor.dtype)):
                     found = torch.autograd.grad(self(model), trained, allow_unused=True)
@@ -111,17 +111,6 @@ class EmptyBatch:
         if dtypes & {torch.float16, torch.bfloat16}:
             return "PyTorch's SyncBatchNorm sends other types for no rows than for rows of 16 bits."
         return ""
-
-
-@contextlib.contextmanager
-def inputs_seen(layers: Iterable[nn.Module], look: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `look` with what reaches the layers within; they evaluate, as a SyncBatchNorm would wait for other ranks."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            layer.eval()
-            hook = layer.register_forward_pre_hook(lambda _, inputs: look(inputs[0]))
-            stack.callback(hook.remove)
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,17 +136,13 @@ class CheckedData(ModelSetup):
 
     Attributes:
         batch_size: Rows at once, outside training.
-        flops_per_row: Operations of forward and backward; None: not counted.
-        output: What the model returned in the dry run of a prediction, with tensors on the meta device.
-        rows_second: Names of its parts whose rows are in the second dimension, as in the states of an LSTM.
+        tried: What else the dry run found.
         name: Of one of several validation sets.
     """
 
     source: Source
     batch_size: int
-    flops_per_row: float | None = None
-    output: Any = None
-    rows_second: frozenset[str] = frozenset()
+    tried: Tried
     name: str = ""
 
     def params(self, verbose: Any) -> dict[str, Any]:
@@ -196,24 +181,22 @@ def check_data(
         placement = place_model(trainer.world, model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())
     call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
-    asked, measures, output = NamedMetrics() if predicting else trainer.metrics, Metrics(), None
+    asked = NamedMetrics() if predicting else trainer.metrics
     dry_run = DryRun(trainer.world, model, loss, call, placement, asked, is_of_fit=is_of_fit)
     if predicting:
-        output = dry_run.predict(source)
+        tried = dry_run.predict(source)
     elif trains_on is None:
-        measures = dry_run.evaluate(source)
+        tried = dry_run.evaluate(source)
     else:
-        measures = dry_run.train(source, trains_on, counts_flops=bool(config.profile))
+        tried = dry_run.train(source, trains_on, counts_flops=bool(config.profile))
     return CheckedData(
         source=source,
         batch_size=batch_size,
         placement=placement,
         loss=loss,
         call=call,
-        metrics=measures,
-        flops_per_row=dry_run.flops_per_row,
-        output=output,
-        rows_second=dry_run.rows_second,
+        metrics=tried.metrics,
+        tried=tried,
     )
 
 

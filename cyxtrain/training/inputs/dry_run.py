@@ -7,8 +7,10 @@ evaluation mode. No rank waits for another, and nothing is changed.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,15 +29,15 @@ from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.named_metrics import ACCURACY, NamedMetrics, make_metrics
-from cyxtrain.metrics.weighting import Weighting, weight_of_classes
+from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.metrics.whole_set import WholeSet, tried_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
 from cyxtrain.training.inputs.checks import check_classes, warn_of_activation
-from cyxtrain.training.inputs.weight_check import COMPARED_ROWS, WeightCheck, warning_of
+from cyxtrain.training.inputs.weight_check import COMPARED_ROWS, WeightCheck
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
-from cyxtrain.training.model.snapshot import put_into_training, snapshot
+from cyxtrain.training.model.snapshot import inputs_seen, put_into_training, snapshot
 from cyxtrain.world.world import World
 
 _ROWS = 2
@@ -47,112 +49,132 @@ _REENTRANT = "Checkpointing is not compatible"
 """PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called."""
 
 
+@dataclass(kw_only=True)
+class Tried:
+    """What a dry run found.
+
+    Attributes:
+        metrics: Those of the user, which have seen nothing.
+        first_loss: Of a micro-batch, before training.
+        warning: What is wrong with how the loss is weighted; "" if nothing is known to be.
+        flops_per_row: Operations of forward and backward; None: not counted.
+        has_one_value_per_row: Whether a batch norm in training mode gets a single value per channel of a row.
+        output: What the model returned in a prediction, with tensors on the meta device.
+        rows_second: Names of its parts whose rows are in the second dimension, as in the states of an LSTM.
+    """
+
+    metrics: Metrics = field(default_factory=Metrics)
+    first_loss: float = math.inf
+    warning: str = ""
+    flops_per_row: float | None = None
+    has_one_value_per_row: bool = False
+    output: Any = None
+    rows_second: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class DryRun:
     """Tries a model, its loss and its metrics on some rows; `is_of_fit`: then parameters are restored, too."""
 
-    def __init__(
-        self,
-        world: World,
-        model: nn.Module,
-        loss: Loss,
-        call: ModelCall,
-        placement: Placement,
-        metrics: NamedMetrics,
-        *,
-        is_of_fit: bool,
-    ) -> None:
-        self._world = world
-        self._model = model
-        self._loss = loss
-        self._call = call
-        self._placement = placement
-        self._metrics = metrics
-        self._is_of_fit = is_of_fit
-        self.flops_per_row: float | None = None
-        """Of forward and backward, where they have been counted."""
-        self.rows_second: frozenset[str] = frozenset()
-        """Names of the parts of a prediction whose rows are in the second dimension."""
+    world: World
+    model: nn.Module
+    loss: Loss
+    call: ModelCall
+    placement: Placement
+    metrics: NamedMetrics
+    is_of_fit: bool
 
-    def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
-        """Try a step of training on copies of a micro-batch's `rows`; return the metrics, which have seen nothing.
+    def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Tried:
+        """Try a step of training on copies of a micro-batch's `rows`.
 
-        Cost: that of one micro-batch, and a copy of what is trained; twice that if operations are counted, which
-        `counts_flops` asks for on a CPU, too.
+        Cost: that of one micro-batch, and a copy of what is trained; for a loss that may be no mean, also a few rows,
+        which a model that computes its own loss gets one by one. `counts_flops`: count operations on a CPU, too.
         """
         batch = self._placed(rows)
         if batch.rows == 0:
             return self.evaluate(source)
         few = batch if batch.rows >= COMPARED_ROWS else self._placed(source.first(COMPARED_ROWS))
-        if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self._model.modules()):
+        norms = [each for each in self.model.modules() if isinstance(each, torch_compat.BatchNormModule)]
+        if batch.rows == 1 and norms:
             batch = few  # what batch norm cannot be trained on, `with_batch_norm_checked` refuses with the counts
-        check = WeightCheck(self._model, self._loss, self._call, few)
-        with memory_explained(self._world), self._without_trace(), torch.enable_grad():
-            put_into_training(self._model, *self._loss.modules)
-            for module in self._model.modules():
-                if isinstance(module, nn.SyncBatchNorm):
-                    module.eval()  # in training mode it waits for the other ranks
-            output, value = self._forward(source, batch)
-            warn_of_activation(output, batch.targets, self._loss, self._model)
-            self._loss.first_value = float(value.detach())
-            if self._call.optimizes:
-                return self._measuring(output, batch, value)
-            with _described_error(
-                self._world, f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"
-            ):
-                self._backward(value)
-            measures = self._measuring(output, batch, value)
-            if counts_flops or is_accelerator(self._placement.device):
-                with contextlib.suppress(Exception):  # training continues without it
-                    flops = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1]))
-                    self.flops_per_row = flops / batch.rows
-            self._find_weights(check)
-            return measures
+        check = None if self.loss.is_known else WeightCheck(self.model, self.loss, self.call, few)
+        with memory_explained(self.world), self._without_trace(), torch.enable_grad():
+            put_into_training(self.model, *self.loss.modules)
+            values: set[int] = set()
+            with inputs_seen([each for each in norms if each.training], lambda each: values.add(_per_channel(each))):
+                for norm in norms:
+                    if isinstance(norm, nn.SyncBatchNorm):
+                        norm.eval()  # in training mode it waits for the other ranks
+                flops: int | None = None
+                tried: list[tuple[Any, BatchLoss, bool]] = []
+                if counts_flops or is_accelerator(self.placement.device):
+                    with contextlib.suppress(Exception):  # what cannot be counted is tried without that
+                        flops = flops_of_step(lambda: tried.append(self._step(source, batch)))
+                output, loss, has_gradients = tried[0] if tried else self._step(source, batch)
+            return Tried(
+                metrics=self._measuring(output, batch, loss),
+                first_loss=self.loss.number_of(loss),
+                warning="" if check is None or self.call.optimizes else self._problem(check),
+                flops_per_row=flops / batch.rows if flops and has_gradients else None,
+                has_one_value_per_row=batch.rows in values,
+            )
 
-    def check_weights(self, rows: Rows) -> None:
-        """Find out by a few rows what the loss is a mean over; set `Loss.warning` if that is unknown."""
-        check = WeightCheck(self._model, self._loss, self._call, self._placed(rows))
+    def _step(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss, bool]:
+        """Return the output of a forward and its loss, and whether its gradients have been computed."""
+        self.loss.gathers.clear()
+        output, loss = self._forward(source, batch)
+        warn_of_activation(output, batch.targets, self.loss, self.model)
+        if self.call.optimizes:
+            return output, loss, False
+        with _described_error(self.world, f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+            return output, loss, self._backward(loss.value)
+
+    def problem_of_weights(self, rows: Rows) -> str:
+        """Find out by a few rows what the loss is a mean over; return a warning if that is unknown, or ""."""
+        check = WeightCheck(self.model, self.loss, self.call, self._placed(rows))
         with self._without_trace():
-            self._find_weights(check)
+            return self._problem(check)
 
-    def _find_weights(self, check: WeightCheck) -> None:
+    def _problem(self, check: WeightCheck) -> str:
         with torch.no_grad(), gathering_alone():
             self._put_into_evaluation()
-            self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
+            return check.problem()
 
-    def evaluate(self, source: Source) -> Metrics:
-        """Try an evaluation of a source's first rows; return the metrics."""
+    def evaluate(self, source: Source) -> Tried:
+        """Try an evaluation of a source's first rows."""
         batch = self._placed(source.first(_ROWS))
-        check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(COMPARED_ROWS)))
-        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
+        few = self._placed(source.first(COMPARED_ROWS)) if self.loss.function is None else batch
+        with memory_explained(self.world, trains=False), self._without_trace(), torch.no_grad():
             self._put_into_evaluation()
-            with gathering_alone():
-                warning_of(check.find_items)
-            output, value = self._forward(source, batch)
-            measures = self._measuring(output, batch, value)
-            output = self._loss.measured_part(output)
-            given = (self._metrics, self._metrics.outputs)
-            measures.whole_sets = tried_sets(*given, self._loss, output, batch.answers, batch.rows)
-            return measures
+            if few is not batch:
+                with gathering_alone(), contextlib.suppress(Exception):
+                    WeightCheck(self.model, self.loss, self.call, few).find_items()
+            output, loss = self._forward(source, batch)
+            metrics = self._measuring(output, batch, loss)
+            output = self.loss.measured_part(output)
+            given = (self.metrics, self.metrics.outputs)
+            metrics.whole_sets = tried_sets(*given, self.loss, output, batch.answers, batch.rows)
+            return Tried(metrics=metrics)
 
-    def predict(self, source: Source) -> Any:
-        """Try a prediction for a source's first rows; return the output without its values."""
+    def predict(self, source: Source) -> Tried:
+        """Try a prediction for a source's first rows."""
         batch = self._placed(source.first(_ROWS))
-        own = self._loss.function is None and self._loss.used is None
-        missing = self._call.missing(self._model, batch.inputs) if own else []
+        own = self.loss.function is None and self.loss.used is None
+        missing = self.call.missing(self.model, batch.inputs) if own else []
         if missing:
             raise ConfigError(
-                f"the forward of {type(self._model).__name__} requires {', '.join(missing)}{self._call.names_differ}, "
+                f"the forward of {type(self.model).__name__} requires {', '.join(missing)}{self.call.names_differ}, "
                 f"and predict passes the inputs alone: give {missing[0]} a default, as in {missing[0]}=None."
             )
-        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
-            self._model.eval()
+        with memory_explained(self.world, trains=False), self._without_trace(), torch.no_grad():
+            self.model.eval()
             output = self._output(batch, predicting=True)
-            self.rows_second = self._find_rows_second(source, output, batch.rows)
+            rows_second = self._find_rows_second(source, output, batch.rows)
         parts = dict(leaves(output))
         for name, part in parts.items():
             rows = pad_packed_sequence(part, batch_first=True)[0] if isinstance(part, PackedSequence) else part
             parts[name] = torch.empty_like(rows, device="meta") if isinstance(rows, Tensor) else rows
-        return with_parts(output, parts)
+        return Tried(output=with_parts(output, parts), rows_second=rows_second)
 
     def _find_rows_second(self, source: Source, output: Any, rows: int) -> frozenset[str]:
         """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
@@ -169,104 +191,92 @@ class DryRun:
         return frozenset(name for name, shape in found.items() if one.get(name, ())[:2] == (shape[0], 1))
 
     def _put_into_evaluation(self) -> None:
-        for module in (self._model, *self._loss.modules):
+        for module in (self.model, *self.loss.modules):
             module.eval()
 
     def _placed(self, rows: Rows) -> Batch:
-        return Batch(0, *self._placement.place(rows))
+        return Batch(0, *self.placement.place(rows))
 
-    def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
-        loss, output = self._loss, self._output(batch)
+    def _forward(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss]:
+        """Return the model's output and its loss, which finds out its form."""
+        loss, output = self.loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
         loss.check_shapes(output, batch.targets, source.column)
         check_classes(source.targets, output, loss)
-        with _described_error(
-            self._world,
-            f"the loss cannot take the model's output and y, tried on {_described(output)} and "
-            f"{_described(batch.targets)}",
-        ):
-            result = loss.function(output, batch.targets)
-        loss.inspect_result(result, batch.rows)
-        if isinstance(result, tuple):
-            loss.note_weight(result[1], batch.rows)
-        elif loss.weighting is Weighting.TERMS and isinstance(batch.targets, Tensor):
-            loss.note_weight(weight_of_classes(loss.function, batch.targets), batch.rows)
-        return output, _total(result)
+        described = f"{_described(output)} and {_described(batch.targets)}"
+        with _described_error(self.world, f"the loss cannot take the model's output and y, tried on {described}"):
+            return output, loss.first(output, batch)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
-        call = self._call
+        call = self.call
         what = call.describe_failure(_shapes(batch.inputs))  # asked for now: a model may change its input
-        with _described_error(self._world, what, batch.inputs):
+        with _described_error(self.world, what, batch.inputs):
             if torch.is_grad_enabled():
-                return call(self._model, batch)
+                return call(self.model, batch)
             try:
-                return call.without_graph(self._model, batch, predicting=predicting)
+                return call.without_graph(self.model, batch, predicting=predicting)
             except RuntimeError as error:
                 if is_full(error):
                     raise
                 call.differentiates = True
                 with contextlib.suppress(Exception):
-                    return call.without_graph(self._model, batch, predicting=predicting)
+                    return call.without_graph(self.model, batch, predicting=predicting)
                 raise
 
-    def _own_loss(self, output: Any, batch: Batch) -> Tensor:
+    def _own_loss(self, output: Any, batch: Batch) -> BatchLoss:
         try:
-            self._loss.inspect_result(output, batch.rows)
-            found = self._loss(output, batch)
-            self._loss.note_weight(found.weight, batch.rows)
-            return found.value
+            return self.loss.first(output, batch)
         except ConfigError as error:
-            if self._model.training:
+            if self.model.training:
                 raise
             raise ConfigError(
                 f"in evaluation mode the model returned {_described(output)}, and no loss: {error} A model that has a "
                 "loss in training mode only trains without validation data, and predicts."
             ) from error
 
-    def _backward(self, value: Tensor) -> None:
-        """Compute the gradients without accumulating them, so that hooks of other wrappers do not run."""
+    def _backward(self, value: Tensor) -> bool:
+        """Compute the gradients without accumulating them, so that hooks of other wrappers do not run.
+
+        Return False if PyTorch cannot compute them so.
+        """
         if not value.requires_grad:
             raise ConfigError(
                 "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
                 "operations, without detach(), item() or argmax(). If the first batch has nothing to compare, such "
                 "as no pair of rows, return output.sum() * 0."
             )
-        _warn_of_others(value, self._trained)
+        modules = (self.model, *self.loss.modules)
+        trained = [each for module in modules for each in module.parameters() if each.requires_grad]
+        _warn_of_others(value, trained)
         try:
-            self._gradients(value)
+            torch.autograd.grad(value, trained, allow_unused=True)
         except RuntimeError as error:
             if _REENTRANT not in str(error):
                 raise
+            return False
+        return True
 
-    @property
-    def _trained(self) -> list[nn.Parameter]:
-        modules = (self._model, *self._loss.modules)
-        return [each for module in modules for each in module.parameters() if each.requires_grad]
-
-    def _gradients(self, value: Tensor) -> None:
-        torch.autograd.grad(value, self._trained, allow_unused=True)
-
-    def _measuring(self, output: Any, batch: Batch, value: Tensor) -> Metrics:
-        own, output = self._metrics.get(ACCURACY), self._loss.measured_part(output)
-        if output is None and self._loss.used is not None:
+    def _measuring(self, output: Any, batch: Batch, loss: BatchLoss) -> Metrics:
+        own, output = self.metrics.get(ACCURACY), self.loss.measured_part(output)
+        if output is None and self.loss.used is not None:
             return self._without_output()
-        if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
+        if (own is None or isinstance(own, str)) and ACCURACY not in self.loss.shown:
             asked = own is not None
-            self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
-        is_own = self._loss.function is None and self._loss.used is None
-        if is_own and self._loss.accuracy is None and not self._metrics.outputs:
-            return make_metrics(self._metrics, self._loss, None, None, 0)
+            self.loss.accuracy = find_accuracy(self.loss, output, batch.answers, loss.value.detach(), asked=asked)
+        is_own = self.loss.function is None and self.loss.used is None
+        if is_own and self.loss.accuracy is None and not self.metrics.outputs:
+            return make_metrics(self.metrics, self.loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_tree(Tensor.detach, output)
-            return make_metrics(self._metrics, self._loss, output, batch.answers, batch.rows)
+            return make_metrics(self.metrics, self.loss, output, batch.answers, batch.rows)
 
     def _without_output(self) -> Metrics:
         """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""
-        trains = self._model.training  # then metrics over whole sets are not computed
-        given = [name for name, each in self._metrics.items() if not (trains and isinstance(each, WholeSet))]
-        missing = [name for name in given if name not in self._loss.shown]
+        trains = self.model.training  # then metrics over whole sets are not computed
+        given = [name for name, each in self.metrics.items() if not (trains and isinstance(each, WholeSet))]
+        missing = [name for name in given if name not in self.loss.shown]
         if missing:
             raise ConfigError(
                 f"the metrics {shortened(missing)} compare outputs with y, and the dictionary that the step returns "
@@ -276,9 +286,8 @@ class DryRun:
 
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
-        owners = [self._model, *self._call.owners, *self._loss.functions, *self._metrics.values()]
-        kept = snapshot(owners, self._placement.device, copies=self._is_of_fit)
-        with kept, gathering_alone() as self._loss.gathers:
+        owners = [self.model, *self.call.owners, *self.loss.functions, *self.metrics.values()]
+        with snapshot(owners, self.placement.device, copies=self.is_of_fit) as self.loss.gathers:
             yield
 
 
@@ -330,12 +339,9 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
         )
 
 
-def _total(result: Any) -> Tensor:
-    """Return one number for a loss's result: a tensor, (sum, weight), or several by name."""
-    if isinstance(result, dict):
-        return torch.stack([_total(each) for each in result.values()]).sum()
-    found: Tensor = result[0] if isinstance(result, tuple) else result
-    return found.mean()
+def _per_channel(tensor: Tensor) -> int:
+    """Return how many values each channel of a batch norm's input has."""
+    return tensor.numel() // (tensor.shape[1:2].numel() or 1)
 
 
 def _shapes(tree: Tree) -> str:

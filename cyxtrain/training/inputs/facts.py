@@ -90,7 +90,7 @@ def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
 
 def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
     """Return the kinds of parameters, buffers and loss; a hash only of the loss's constants, which stay each rank's."""
-    facts: dict[str, Any] = {"the loss": loss.describe(), "_loss": loss.warning, "accuracy": str(loss.accuracy)}
+    facts: dict[str, Any] = {"the loss": loss.describe(), "accuracy": str(loss.accuracy)}
     facts |= module_facts(trained)
     known = {id(buffer) for buffer in trained.buffers()}
     for name, module in loss.named_modules("loss_fn").items():

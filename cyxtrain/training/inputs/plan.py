@@ -278,6 +278,7 @@ def plan_fit(
         "the metrics": [*trainer.metrics],
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
+        "_problem_of_loss": data.tried.warning,
         "_weight_per_row": data.loss.weight_per_row,
         "_shown": [rows.loss.shown for rows in (data, *validation.values())],
         "_attempt": process_env.launched_run()[1],
@@ -311,8 +312,8 @@ def _check_training_set(
     first = feed.first_rows(epoch)  # rank 0's; None: each rank has its own
     first = source.first(feed.rows_at_once) if first is None else first
     data = check_data(source, config.batch_size, config, trainer, trains_on=first)
-    if data.call.alone and feed.micro_batches > 1:
-        raise ConfigError(accumulation_excludes(data.call.alone))
+    if data.call.needs_all_rows and feed.micro_batches > 1:
+        raise ConfigError(accumulation_excludes(data.call.needs_all_rows))
     return data
 
 
@@ -368,7 +369,7 @@ def _check_validation(plan: FitPlan) -> None:
 
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
     """Warn of data that are not finite, and of a loss that is weighted wrongly."""
-    warnings = [facts["_loss"] for facts in facts_by_rank if facts["_loss"]]
+    warnings = [facts["_problem_of_loss"] for facts in facts_by_rank if facts["_problem_of_loss"]]
     if warnings:
         warn_together(warnings[0])
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts["_not_finite"]):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
-import torch
 from torch import nn
 
-from cyxtrain.data.batches.batch import Batch
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
-from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.checked_data import CheckedData, EmptyBatch, inputs_seen
+from cyxtrain.training.inputs.checked_data import EmptyBatch
 from cyxtrain.training.inputs.plan import FitPlan
-from cyxtrain.training.model.snapshot import put_into_training, snapshot
 
 
 def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
@@ -27,7 +22,7 @@ def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
 def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     """Refuse a model with batch norm that would be trained on a single row, such as that of the last step.
 
-    The model tells whether its batch norm can: images have many values per channel. The answer depends only on the
+    The dry run tells whether its batch norm can: images have many values per channel. The answer depends only on the
     numbers of rows, ranks and micro-batches, so all ranks have the same. For SyncBatchNorm the rows of all ranks count
     together.
     """
@@ -35,7 +30,7 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
     together = ranks > 1 and len(_layers_together(model, converts=plan.config.sync_batchnorm)) == len(norms)
     single = feed.single_row(together=together) if norms else None
-    if single is None or not _has_one_value_per_row(model, norms, plan.data):
+    if single is None or not plan.data.tried.has_one_value_per_row:
         return
     rows = counted(single.global_rows, "row")
     if single.global_rows == 0:
@@ -52,18 +47,6 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
         f"{what}, so on {where} {one}: batch norm cannot be trained on one value per channel. {remedy}; "
         "or use nn.GroupNorm instead."
     )
-
-
-def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: CheckedData) -> bool:
-    """Return whether a batch norm in training mode gets a single value per channel of a row."""
-    found: list[int] = []
-    with snapshot([model], data.placement.device, copies=True), torch.no_grad(), gathering_alone():
-        put_into_training(model)
-        trained = [norm for norm in norms if norm.training]
-        seen = inputs_seen(trained, lambda tensor: found.append(tensor.numel() // tensor.shape[1]))
-        with seen, contextlib.suppress(Exception):  # what else is wrong shows in the dry run
-            data.call(model, Batch(0, *data.placement.place(data.source.first(1))))
-    return 1 in found
 
 
 def _part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:

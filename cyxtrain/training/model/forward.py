@@ -39,7 +39,7 @@ class ModelCall:
         step: A step of the user's own that is called instead; None: there is none.
         owners: The objects that such a step may change.
         optimizes: Whether it updates the parameters itself, by `optimize`, as far as it has run.
-        alone: What in it excludes several micro-batches per step, in words, or "".
+        needs_all_rows: What in it excludes several micro-batches per step, in words, or "".
         differentiates: Whether the model makes derivatives in forward, and needs gradients outside training too.
         left_out: Names of inputs, such as ids, that forward does not take.
         names_differ: Which names forward takes and which the inputs have, for an error; "" where they have none.
@@ -48,7 +48,7 @@ class ModelCall:
     step: Callable[[Any], Any] | None = None
     owners: Sequence[Any] = ()
     optimizes = False
-    alone = ""
+    needs_all_rows = ""
     differentiates = False
     left_out: Sequence[str] = ()
     names_differ = ""
@@ -98,10 +98,9 @@ class ModelCall:
 
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return the output for a batch's inputs alone."""
-        inputs = batch.inputs
-        if isinstance(inputs, Tensor) and self.precision.is_full:
-            return model(inputs)
-        return self._compute(model, inputs)
+        if isinstance(batch.inputs, Tensor) and self.precision.is_full:
+            return model(batch.inputs)
+        return self._compute(model, batch.inputs)
 
     def describe_failure(self, shapes: str) -> str:
         """Return what failed, for an error of the dry run."""
@@ -128,12 +127,7 @@ class ModelCall:
 
     def _compute(self, model: Callable[..., Any], inputs: Tree, *targets: Tree | None, **others: int) -> Any:
         arguments, named = self._arguments(inputs, *targets)
-        named |= others
-        if self.precision.is_full:
-            return model(*arguments, **named)
-        with self.precision.computing():
-            output = model(*arguments, **named)
-        return self.precision.widened(output)
+        return self.precision.run(model, *arguments, **named, **others)
 
     def _arguments(self, inputs: Tree, *targets: Tree | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = _several(inputs)

@@ -57,6 +57,7 @@ class BuiltIn:
         self._loss = loss
         self.precision = precision
         self._call: ModelCall | None = None
+        self._is_first = True
         self.weight: Tensor | float | None = None
         self.update: Update | None = None
         self.losses: list[Tensor] = []
@@ -64,15 +65,14 @@ class BuiltIn:
 
     def __call__(self, given: Any) -> dict[str, Any]:
         """Return "loss" and what else the built-in step measures of a batch, and the model's "output"."""
-        loss, batch, is_first = self._loss, Batch(0, *batch_parts(given)), self._call is None
+        loss, batch, is_first = self._loss, Batch(0, *batch_parts(given)), self._is_first
         output = self._call_for(batch, loss)(self._model, batch)
         with self.precision.suspended():
             if is_first:
                 loss.check_shapes(output, batch.targets)
-                result = output if loss.function is None else loss.function(output, batch.targets)
-                loss.inspect_result(result, batch.rows)
-            found = loss(output, batch)
+            found = loss.first(output, batch) if is_first else loss(output, batch)
         if is_first:
+            self._is_first = False
             kinds = [kind for _, kind, _ in loss.terms(found)]
             require(
                 Weighting.NOTHING not in kinds,
@@ -282,13 +282,9 @@ class StepCall(ModelCall):
         """Return what the step returns; `model`: not wrapped, or what wraps the step."""
         call: Callable[[Any], Any] = partial(self._watched, model)
         if isinstance(model, nn.Module):
-            call = partial(self._tried, model) if torch.is_grad_enabled() else self._run
+            call = self._tried if torch.is_grad_enabled() else self._run
         given = as_given(Rows(batch.inputs, batch.targets, batch.weights), self._batch_name)
-        if self.precision.is_full:
-            return call(given)
-        with self.precision.computing():
-            result = call(given)
-        return self.precision.widened(result)
+        return self.precision.run(call, given)
 
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return what the step returns for a batch's inputs alone."""
@@ -355,23 +351,41 @@ class StepCall(ModelCall):
         found = [parameter.grad for parameter in self._own.trainer.model.parameters()]
         return [*map(id, found), *torch_compat.versions_of([each for each in found if each is not None])]
 
-    def _tried(self, model: nn.Module, given: Any) -> Any:
+    def _tried(self, given: Any) -> Any:
         """Run the step in the dry run; refuse what `fit` does itself."""
-        before = [parameter.grad for parameter in model.parameters()]
-
-        def update(loss: Any, name: str, retain_graph: bool) -> Tensor:
-            self.alone = self.alone or what_needs_all_rows(len(self.running.losses) + 1, loss)
-            return try_update(self._own.trainer.optimizers[name], loss, name, retain_graph=retain_graph)
-
+        before = self._gradients()
         hook = register_optimizer_step_pre_hook(lambda *_: self._refuse("an optimizer's step()"))
-        self.running.update = update
+        self.running.update = self._try_update
         try:
             return self._run(given)
         finally:
             self.running.update = None
             hook.remove()
-            if any(each.grad is not old for each, old in zip(model.parameters(), before, strict=True)):
+            if self._gradients() != before:
                 self._refuse("backward()")  # also if the step then failed
+
+    def _try_update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
+        """Compute the gradients of a loss as an update would, without changing anything; return it, detached."""
+        self.needs_all_rows = self.needs_all_rows or what_needs_all_rows(len(self.running.losses) + 1, loss)
+        optimizer = self._own.trainer.optimizers[name]
+        kind = type(optimizer).__name__
+        if needs_closure(optimizer) and not callable(loss):
+            raise ConfigError(
+                f"{kind} evaluates the loss several times per step: give optimize a function that returns it, as in "
+                "self.optimize(lambda: loss_fn(self.model(x), y))."
+            )
+        value, weight = checked_loss(loss() if callable(loss) else loss)
+        parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
+        if parameters and torch.is_grad_enabled():  # they may be frozen, for a callback to unfreeze
+            found: Sequence[Tensor | None] = ()
+            if value.requires_grad:
+                found = torch.autograd.grad(value, parameters, retain_graph=retain_graph, allow_unused=True)
+            if all(each is None for each in found):
+                raise ConfigError(
+                    f"the loss of optimize does not depend on the parameters of the {described_name(name)} ({kind}): "
+                    "compute it from their output, without detach(), item() or no_grad()."
+                )
+        return mean_of_loss(value, weight)
 
 
 def _weighted(result: Any, weight: Tensor | float) -> Any:
@@ -406,28 +420,6 @@ def accumulation_excludes(what: str) -> str:
         f"a step has several micro-batches, and the train_step has {what}, which needs all rows of its step at once: "
         "set accumulation_steps=1, with a smaller batch_size if memory is short."
     )
-
-
-def try_update(optimizer: torch.optim.Optimizer, loss: Any, name: str, *, retain_graph: bool) -> Tensor:
-    """Compute the gradients of a loss as an update would, without changing anything; return it, detached."""
-    kind = type(optimizer).__name__
-    if needs_closure(optimizer) and not callable(loss):
-        raise ConfigError(
-            f"{kind} evaluates the loss several times per step: give optimize a function that returns it, as in "
-            "self.optimize(lambda: loss_fn(self.model(x), y))."
-        )
-    value, weight = checked_loss(loss() if callable(loss) else loss)
-    parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
-    if torch.is_grad_enabled():
-        found: Sequence[Tensor | None] = ()
-        if value.requires_grad and parameters:  # which may be frozen, for a callback to unfreeze
-            found = torch.autograd.grad(value, parameters, retain_graph=retain_graph, allow_unused=True)
-        if parameters and all(each is None for each in found):
-            raise ConfigError(
-                f"the loss of optimize does not depend on the parameters of the {described_name(name)} ({kind}): "
-                "compute it from their output, without detach(), item() or no_grad()."
-            )
-    return mean_of_loss(value, weight)
 
 
 def mean_of_loss(value: Tensor, weight: Any) -> Tensor:

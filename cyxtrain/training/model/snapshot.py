@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment import torch_compat
-from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel import DistributedDataParallel, GatherCall, gathering_alone
 from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.tensors.layouts import is_plain, parts_of, write
 
@@ -59,13 +59,14 @@ def modes_kept(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[None]:
-    """Restore what calls of some objects change in them, and the random generators, whatever happens within.
+def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[list[GatherCall]]:
+    """Restore what a trial changes in some objects, and the random generators, whatever happens within.
 
     Restored are attributes of the objects, of modules in them and of their classes (counters, modes), what lists and
     dictionaries among these hold, buffers, `.grad`, `requires_grad`, and the generators of torch, NumPy and Python;
     with `copies` also trained parameters and other tensors among the attributes. Values are compared: code that writes
-    to `.data` changes no version counter. Within, no parameter has a `.grad`.
+    to `.data` changes no version counter. Within, no parameter has a `.grad`, and no rank waits for another:
+    `all_gather_with_grad` returns this rank's rows. Yields the calls of that.
 
     Cost: a copy of the buffers, on their device; with `copies` also one of what is trained, on the CPU.
 
@@ -75,11 +76,20 @@ def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> It
         copies: Whether parameters are copied, which would slow down each prediction for a few rows.
     """
     kept = _Kept([owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners], copies=copies)
-    with generators_kept(device, kept.generators):
+    with generators_kept(device, kept.generators), gathering_alone() as gathers:
         try:
-            yield
+            yield gathers
         finally:
             kept.restore()
+
+
+@contextlib.contextmanager
+def inputs_seen(layers: Iterable[nn.Module], look: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `look` with what reaches each of the layers within."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(lambda _, inputs: look(inputs[0])).remove)
+        yield
 
 
 class _Kept:

@@ -278,7 +278,7 @@ class ShardFolder:
             if any(kind != kinds[0] for kind in kinds):
                 raise ConfigError(f"predict needs rows of one kind; the model's outputs differ: {brief(kinds)}.")
             parts = [
-                {"dtype": kind.split()[0], "rows_second": name in self._rows.rows_second}
+                {"dtype": kind.split()[0], "rows_second": name in self._rows.tried.rows_second}
                 for name, kind in zip(self._names, kinds[0] if kinds else (), strict=False)
             ]
             found = {"complete": not is_ended, "pad_value": pad_value, "parts": parts}
@@ -296,7 +296,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _group_size(rows: CheckedData, output: Any) -> int:
     """Return how many batches a shard has, by the sizes of the dry run's output."""
-    parts = ((name in rows.rows_second, part) for name, part in leaves(output))
+    parts = ((name in rows.tried.rows_second, part) for name, part in leaves(output))
     row_bytes: int = sum(part.nbytes // max(1, part.shape[second]) for second, part in parts)
     batches = rows.source.num_batches(rows.batch_size)
     most = _STREAM_BATCHES if batches is None else -(-batches // _FEWEST_SHARDS)

@@ -162,6 +162,23 @@ def test_a_loss_that_comes_near_a_cross_entropy_by_chance_shows_no_accuracy():
     assert find_accuracy(Loss(plain), 30 * half, target, plain(30 * half, target), asked=False) == Accuracy("", -1)
 
 
+def shifted(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def test_a_factor_of_the_loss_does_not_hide_the_accuracy():
+    words, labels = tokens()
+    table = nn.Embedding(WORDS, WORDS)
+    with one_process():
+        plain, weighed = (
+            cx.DistributedTrainer(table, shifted, "sgd", loss_weights=factor).evaluate(words, labels)
+            for factor in (None, 0.5)
+        )
+    assert weighed.accuracy == plain.accuracy
+    assert plain.accuracy is not None
+    assert weighed.loss == pytest.approx(plain.loss / 2)
+
+
 def test_accuracy_of_one_hot_targets_is_that_of_the_largest():
     inputs, classes = make_rows(ROWS)
     one_hot = functional.one_hot(classes, CLASSES).float()

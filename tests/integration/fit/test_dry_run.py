@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,55 @@ def test_it_runs_on_the_micro_batch_that_rank_0_gets_first() -> None:
     zero, one = run_world(2, rows_seen)
     for kind in range(3):
         assert zero[kind][0] == zero[kind][1] == one[kind][0] != one[kind][1]
+
+
+class Scoring(nn.Module):
+    """Returns scores, or their loss if it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+        scores = self.body(inputs)
+        return scores if labels is None else nn.functional.cross_entropy(scores, labels)
+
+
+class AtFirstStep(Callback):
+    """Notes what a list holds when the first step begins."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.found = numbers, list[list[int]]()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.found.append([*self.numbers])
+
+
+def mean_of_rows(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "batch_size", "profiles", "rows"),
+    [
+        ("cross_entropy", 10, False, [10]),
+        ("cross_entropy", 10, True, [10]),
+        (mean_of_rows, 10, False, [10, 8]),  # eight rows together: their outputs have a loss each
+        (mean_of_rows, 2, False, [2, 8]),
+        (None, 10, False, [10, 8, *[1] * 8]),  # and one by one: the model computes the loss
+    ],
+)
+def test_the_model_runs_once_before_the_first_step_and_on_a_few_rows_if_the_loss_is_the_users(
+    loss_fn: Any, batch_size: int, profiles: bool, rows: list[int], tmp_path: Path
+) -> None:
+    model, calls = Scoring(), list[int]()
+    model.register_forward_pre_hook(lambda _, inputs: calls.append(len(inputs[0])))
+    noting = AtFirstStep(calls)
+    trainer = cx.DistributedTrainer(model, loss_fn, "sgd", callbacks=[noting])
+    with one_process():
+        folder = tmp_path.as_posix() if profiles else False
+        trainer.fit(*make_rows(20), epochs=1, batch_size=batch_size, verbose=False, profile=folder)
+    assert noting.found[0] == rows
 
 
 class NoGradient(nn.Module):
