@@ -52,18 +52,18 @@ class Accumulator:
         value: Number,
         weight: Number = 1.0,
         *,
-        terms: Number | None = None,
+        sum_factor: Number | None = None,
         row: int = 0,
         reduce: str = "mean",
     ) -> None:
         """Add a number to those of its name.
 
-        To a mean, `value` times `terms` (None: `weight`) over `weight`; 0 if the weight is 0. The weight of the "last"
-        number is its place; that of others is not used.
+        To a mean, `value` times `sum_factor` (None: `weight`) over `weight`; 0 if the weight is 0. The weight of the
+        "last" number is its place; that of others is not used.
         """
         if name not in self._columns:
             self._columns[name] = _Column(reduce, self._rows)
-        self._columns[name].add(row, value, weight if terms is None else terms, weight)
+        self._columns[name].add(row, value, weight if sum_factor is None else sum_factor, weight)
 
     def keep(self) -> None:
         """Begin a step: `roll_back` forgets what is added from now on."""
@@ -140,24 +140,24 @@ class _Column:
         self._pending: list[tuple[int, Number, Number, Number]] = []
         self._kept: tuple[list[Pair], int] | None = None  # the pairs, and how many were pending
 
-    def add(self, row: int, value: Number, terms: Number, weight: Number) -> None:
+    def add(self, row: int, value: Number, sum_factor: Number, weight: Number) -> None:
         # Each step comes here: numbers of the host, which are most, are not looked at twice.
         value = _on_host(value) if isinstance(value, Tensor) else value
-        terms = _on_host(terms) if isinstance(terms, Tensor) else terms
+        sum_factor = _on_host(sum_factor) if isinstance(sum_factor, Tensor) else sum_factor
         weight = _on_host(weight) if isinstance(weight, Tensor) else weight
-        if isinstance(value, Tensor) or isinstance(terms, Tensor) or isinstance(weight, Tensor):
-            self._pending.append((row, _own(value), _own(terms), _own(weight)))
+        if isinstance(value, Tensor) or isinstance(sum_factor, Tensor) or isinstance(weight, Tensor):
+            self._pending.append((row, _own(value), _own(sum_factor), _own(weight)))
         elif self._device is not None or self._pending:
-            self._pending.append((row, value, terms, weight))
+            self._pending.append((row, value, sum_factor, weight))
         else:
-            self.host[row] = joined(self.reduce, self.host[row], self._pair(value, terms, weight), on_rank=True)
+            self.host[row] = joined(self.reduce, self.host[row], self._pair(value, sum_factor, weight), on_rank=True)
             return
         if len(self._pending) >= _FOLD and self._kept is None:
             self._fold()
 
-    def _pair(self, value: float, terms: float, weight: float) -> Pair:
+    def _pair(self, value: float, sum_factor: float, weight: float) -> Pair:
         if self.reduce in ("mean", ALIKE):
-            return value * terms if weight else 0.0, weight  # 0 / 0 if nothing counts
+            return value * sum_factor if weight else 0.0, weight  # 0 / 0 if nothing counts
         return (weight, value) if self.reduce == "last" else (value, 0.0)
 
     @property
@@ -192,7 +192,7 @@ class _Column:
         rows, *numbers = zip(*pending, strict=True)
         device = next(each.device for one in pending for each in one if isinstance(each, Tensor))
         table = from_host(self.host, device, torch.float64) if self._device is None else self._device
-        values, terms, weights = (_vector(each, table.device) for each in numbers)
+        values, sum_factors, weights = (_vector(each, table.device) for each in numbers)
         if self.reduce in ("max", "min"):
             pick = torch.maximum if self.reduce == "max" else torch.minimum
             most = values.max() if self.reduce == "max" else values.min()
@@ -200,7 +200,7 @@ class _Column:
         elif self.reduce == "last":
             self._device = torch.stack([weights[-1], values[-1]]).view(1, 2)
         else:
-            first = values if self.reduce == "sum" else (values * terms).masked_fill_(weights == 0, 0.0)
+            first = values if self.reduce == "sum" else (values * sum_factors).masked_fill_(weights == 0, 0.0)
             found = torch.stack([first, weights], dim=1)
             if len(table) == 1:  # index_add_ has no fixed order on an accelerator
                 self._device = table + found.sum(0)

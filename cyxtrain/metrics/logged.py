@@ -118,9 +118,9 @@ class LoggedNumbers:
                 reduce = self._reduces.setdefault(name, "mean")
                 if reduce != "mean":
                     raise _changed(name, reduce, "mean")
-                numbers = (part.value, part.weight, part.terms)
-                value, weight, terms = (_as_number(name, "value", each) for each in numbers)
-                self._numbers.add(name, value, weight, terms=terms)
+                numbers = (part.value, part.weight, part.sum_factor)
+                value, weight, sum_factor = (_as_number(name, "value", each) for each in numbers)
+                self._numbers.add(name, value, weight, sum_factor=sum_factor)
 
     def add_norms(self, norms: Mapping[str, Tensor], *, may_be_skipped: bool) -> None:
         """Add norms of averaged gradients by optimizer; only finite ones if it is not known whether the step counts."""

@@ -114,7 +114,7 @@ class Loss:
     @property
     def gives_pairs(self) -> bool:
         """Whether the user's function, the model, or one of several losses returns (sum, weight)."""
-        own = self.function is None and Weighting.TERMS in self.weightings.values()
+        own = self.function is None and Weighting.WEIGHTS in self.weightings.values()
         return bool(self._gives_pairs) or own or any(each.gives_pairs for each in self.by_output.values())
 
     def describe(self) -> str:
@@ -132,11 +132,11 @@ class Loss:
         return "; ".join([own, *several]) if several else f"{own}, {self.weighting.value}"
 
     @property
-    def counts_terms(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether the step needs the weights of the other ranks."""
-        return Weighting.TERMS in (self.weightings.values() or [self.weighting])
+        return Weighting.WEIGHTS in (self.weightings.values() or [self.weighting])
 
-    def terms(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
+    def components(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
         """Return (factor, weighting, loss) of each loss that a batch's loss is the sum of."""
         if not self.weightings:
             return [(1.0, self.weighting, loss)]
@@ -200,7 +200,7 @@ class Loss:
         if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex():
             return  # probabilities: every row counts
         if function.weight is not None or self.ignored is not None:
-            self.weighting = Weighting.TERMS
+            self.weighting = Weighting.WEIGHTS
             # Its own mean over a part without a valid target would be 0 / 0.
             self._summing = copy.copy(function)
             self._summing.reduction = "sum"
@@ -239,7 +239,7 @@ class Loss:
         if not self.is_known:
             weighting_of(result)
             self._gives_pairs = pair
-            self.weighting = Weighting.TERMS if pair else self.weighting
+            self.weighting = Weighting.WEIGHTS if pair else self.weighting
 
     def _inspect_model_losses(self, output: Any) -> None:
         """Find the losses and other scalars that a model returns."""
@@ -251,7 +251,7 @@ class Loss:
                 raise unknown_name("the model's output", unknown[0], list(scalars), "entry")
         else:
             self.weighting = weighting_of(own)
-            self._gives_pairs = self.weighting is Weighting.TERMS
+            self._gives_pairs = self.weighting is Weighting.WEIGHTS
             require(
                 not self._factors,
                 'loss_weights weigh several losses, and the model returns one, under "loss": weigh its parts there.',
@@ -267,7 +267,7 @@ class Loss:
 
     def use_num_items(self, rule: ItemRule) -> None:
         """Take the model's loss for the sum of its terms, divided by what a rule counts."""
-        self.items, self.uses_num_items, self.weighting = rule, True, Weighting.TERMS
+        self.items, self.uses_num_items, self.weighting = rule, True, Weighting.WEIGHTS
 
     def _name_parts(self) -> None:
         if self.by_output:
@@ -319,7 +319,7 @@ class Loss:
         target, rows = batch.targets, batch.rows
         if batch.weights is not None:
             found = self._weighted(output, target, batch.weights)
-        elif self._summing is not None and self.weighting is Weighting.TERMS:
+        elif self._summing is not None and self.weighting is Weighting.WEIGHTS:
             assert isinstance(target, Tensor)
             found = BatchLoss(self._summing(output, target), 1, weight_of_classes(self.function, target))
         else:
@@ -387,12 +387,12 @@ class Loss:
 
     def _sum_of_losses(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
         """Return the sum of several losses, weighted by samples; each part has its own weight."""
-        terms = self.terms(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
-        if terms[0][2].value.is_cpu:
-            counted = [factor * each.mean for factor, _, each in terms if each.weight]
-            total = torch.stack(counted).sum() if counted else terms[0][2].value * math.nan
+        components = self.components(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
+        if components[0][2].value.is_cpu:
+            counted = [factor * each.mean for factor, _, each in components if each.weight]
+            total = torch.stack(counted).sum() if counted else components[0][2].value * math.nan
         else:
-            means = torch.stack([factor * each.mean.double() for factor, _, each in terms])
+            means = torch.stack([factor * each.mean.double() for factor, _, each in components])
             total = means.nansum().masked_fill(means.isnan().all(), math.nan)
         return BatchLoss(total, rows, rows, parts)
 
@@ -425,10 +425,10 @@ class Loss:
         assert self._of_each is not None
         rows = len(weights)
         each = self._of_each(output, target).reshape(rows, -1)
-        adds = self._reduction in ("sum", "batchmean") or self.weighting is Weighting.TERMS
+        adds = self._reduction in ("sum", "batchmean") or self.weighting is Weighting.WEIGHTS
         total = ((each.sum(1) if adds else each.mean(1)) * weights).sum()
         return BatchLoss(
-            total, 1, weight_of_classes(self.function, target) if self.weighting is Weighting.TERMS else rows
+            total, 1, weight_of_classes(self.function, target) if self.weighting is Weighting.WEIGHTS else rows
         )
 
 

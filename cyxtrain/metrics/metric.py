@@ -82,7 +82,7 @@ class MeanMetric(Metric):
         result = self._function(output, target)
         if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
             total, weight = map(_own_number, result)
-            self.numbers.add(self.name, total, weight, terms=1.0)
+            self.numbers.add(self.name, total, weight, sum_factor=1.0)
             return
         if not isinstance(result, (Tensor, tuple)):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a text, None, a dictionary
@@ -96,7 +96,7 @@ class MeanMetric(Metric):
                 f"rows it returned {what}."
             )
         total = found.reshape(rows, -1).mean(1).sum() if per_row else found.reshape(()) * rows
-        self.numbers.add(self.name, total, rows, terms=1.0)
+        self.numbers.add(self.name, total, rows, sum_factor=1.0)
 
     @override
     def over_ranks(self, world: World) -> list[float]:

@@ -18,7 +18,7 @@ from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.world.world import World
 
 _LOSS = "loss"
-_ANSWERS = ""  # the column of correct predictions: a loss may also return an "accuracy"
+_CORRECT = ""  # the column of correct predictions: a loss may also return an "accuracy"
 
 
 class Correct(NamedTuple):
@@ -33,17 +33,17 @@ class MetricSums:
 
     def __init__(self, rows: int, loss: Loss, metrics: Metrics) -> None:
         self.metrics = metrics.copy()
-        self._numbers = Accumulator([_LOSS, _ANSWERS, *loss.shown], rows)
+        self._numbers = Accumulator([_LOSS, _CORRECT, *loss.shown], rows)
         self._loss = loss
 
-    def add(self, row: int, loss: BatchLoss, answers: Correct) -> None:
+    def add(self, row: int, loss: BatchLoss, correct: Correct) -> None:
         """Add a batch to a row, without waiting for an accelerator."""
         add = self._numbers.add
-        add(_LOSS, loss.value, loss.weight, terms=loss.terms, row=row)
-        add(_ANSWERS, answers.correct, answers.counted, terms=1.0, row=row)
+        add(_LOSS, loss.value, loss.weight, sum_factor=loss.sum_factor, row=row)
+        add(_CORRECT, correct.correct, correct.counted, sum_factor=1.0, row=row)
         for name in self._loss.shown:
             part = loss.parts[name]
-            add(name, part.value, part.weight, terms=part.terms, row=row)
+            add(name, part.value, part.weight, sum_factor=part.sum_factor, row=row)
 
     @property
     def shown(self) -> list[str]:
@@ -56,7 +56,7 @@ class MetricSums:
         Numbers keep their names: those that are new here are moved from what was `logged` before, others to it.
         """
         shown = self.shown
-        columns = [_LOSS, _ANSWERS, *(shown if names is None else names)]
+        columns = [_LOSS, _CORRECT, *(shown if names is None else names)]
         require(
             len(row) == 2 * len(columns) and (columns[2:] == shown or not self._loss.weightings),
             f"it has the sums of other losses or numbers ({', '.join(columns[2:]) or 'none'}) than this program "
@@ -98,7 +98,7 @@ def _measured(pairs: Mapping[str, Pair], loss: Loss) -> dict[str, float]:
     total = number_of("sum" if loss.weighting is Weighting.NOTHING else "mean", pairs[_LOSS])
     if loss.weightings:
         total = loss.combined(shown)
-    accuracy = {} if loss.accuracy is None else {"accuracy": mean_of(pairs[_ANSWERS])}
+    accuracy = {} if loss.accuracy is None else {"accuracy": mean_of(pairs[_CORRECT])}
     return {_LOSS: total, **accuracy, **shown}
 
 

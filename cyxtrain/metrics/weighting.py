@@ -33,7 +33,7 @@ class Weighting(enum.Enum):
     # the number of samples, which every rank knows
     SAMPLES = "mean over samples"
     # what the loss itself counts, such as class weights: ranks add it up, in the message with the gradients if they can
-    TERMS = "weighted mean"
+    WEIGHTS = "weighted mean"
     # nothing: the loss is a sum
     NOTHING = "sum"
 
@@ -43,7 +43,7 @@ class BatchLoss:
     """The loss of this rank's part of a batch."""
 
     value: Tensor  # what the loss function returned, 0-dim; with a graph while training
-    terms: Tensor | float  # a factor: `value` times this is the sum of the terms
+    sum_factor: Tensor | float  # `value` times this is the sum of the terms
     weight: Tensor | float  # what that sum is divided by; a tensor if it depends on the data
     # other losses of the same rows by name: those that `value` adds up, and numbers that are only reported
     parts: Mapping[str, BatchLoss] = field(default_factory=dict)
@@ -52,15 +52,15 @@ class BatchLoss:
     def mean(self) -> Tensor:
         """The mean over this rank's part; NaN if its weight is 0."""
         if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # without waiting for it
-            return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
-        return self.value * self.terms / self.weight if self.weight else self.value * math.nan
+            return (self.value * self.sum_factor / self.weight).masked_fill(self.weight == 0, math.nan)
+        return self.value * self.sum_factor / self.weight if self.weight else self.value * math.nan
 
     @property
     def mean_or_zero(self) -> Tensor:
         """The mean over this rank's part; 0 if its weight is 0."""
         if not isinstance(self.weight, Tensor):
-            return self.value if self.terms == self.weight else self.value * self.terms / (self.weight or 1)
-        return self.value * self.terms / torch.where(self.weight == 0, 1, self.weight)
+            return self.value if self.sum_factor == self.weight else self.value * self.sum_factor / (self.weight or 1)
+        return self.value * self.sum_factor / torch.where(self.weight == 0, 1, self.weight)
 
 
 def cleared(total: Tensor, weight: Any) -> Tensor:
@@ -88,7 +88,7 @@ def weighting_of(value: Any) -> Weighting:
             f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of rows or tokens, "
             "and a number of at least 0. Return the loss of what counts, added up, and how much counts."
         )
-    return Weighting.TERMS
+    return Weighting.WEIGHTS
 
 
 def batch_loss_of(value: Any, rows: int) -> BatchLoss:

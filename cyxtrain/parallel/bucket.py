@@ -161,12 +161,12 @@ class Bucket:
         `numbers` are the `flags`, on the host; without, this rank has all gradients, so each parameter was used.
         `is_finite` tells whether what was received, in all buckets, is finite; averages are multiplied by `factor`.
         """
-        nowhere = set() if self.complete or numbers is None else self._unused_on_all_ranks(numbers)
-        self.exchange.complete(is_finite=is_finite, unused=nowhere)
+        unused = set() if self.complete or numbers is None else self._unused_on_all_ranks(numbers)
+        self.exchange.complete(is_finite=is_finite, unused=unused)
         if isinstance(factor, Tensor) or factor != 1:
             self.exchange.multiply(factor)
         for slot, parameter in enumerate(self._parameters):
-            if slot in nowhere:
+            if slot in unused:
                 continue
             if self._as_view:
                 if parameter.grad is not self._views[slot]:

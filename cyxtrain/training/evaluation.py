@@ -141,11 +141,11 @@ def evaluate_rows(
             loss.check_shapes(output, batch.targets)
             number = 0 if batches is None else batch.number
             found, output = loss(output, batch), loss.measured_part(output)
-            totals.add(number, found, correct_of(output, batch.answers, loss))
-            totals.metrics.add(output, batch.answers, batch.rows)
+            totals.add(number, found, correct_of(output, batch.labels, loss))
+            totals.metrics.add(output, batch.labels, batch.rows)
             logged.add_parts(found.parts, loss.shown)
             for each, kept in whole:
-                kept.add(each.kept(output, batch.answers, loss), batch)
+                kept.add(each.kept(output, batch.labels, loss), batch)
         run.end_batch(batch, totals.lazy_values, totals.cheap_values)
 
     is_stopped = run.all_batches(evaluate_batch, should_stop, begin=logged.begin)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from cyxtrain.data.batches.collate import answers_in
+from cyxtrain.data.batches.collate import labels_of
 from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, prefetch_one
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
@@ -37,9 +37,9 @@ class Batch:
         return num_rows(self.inputs)
 
     @property
-    def answers(self) -> Tree | None:
+    def labels(self) -> Tree | None:
         """What metrics compare outputs with: the targets, or labels among inputs by name."""
-        return answers_in(self.inputs, self.targets)
+        return labels_of(self.inputs, self.targets)
 
 
 class Share(ABC):

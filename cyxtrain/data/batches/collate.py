@@ -21,7 +21,7 @@ _OWN = " A train_step of your own gets batches of any form as they are, from a D
 _WAYS = f" Let the collate_fn pad to one row per sample, as torch.nn.utils.rnn.pad_sequence does.{_OWN}"
 
 
-def answers_in(inputs: Tree, targets: Tree | None) -> Tree | None:
+def labels_of(inputs: Tree, targets: Tree | None) -> Tree | None:
     """Return the targets, or those among the inputs by name of a model that computes its own loss."""
     if targets is not None or not isinstance(inputs, Mapping):
         return targets

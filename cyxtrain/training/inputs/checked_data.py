@@ -15,7 +15,7 @@ from cyxtrain.callbacks.callback import checked_callbacks
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer
 from cyxtrain.data.batches.batch import Batch
-from cyxtrain.data.batches.collate import answers_in
+from cyxtrain.data.batches.collate import labels_of
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.sources.source import Source
@@ -79,7 +79,7 @@ class EmptyBatch:
     def __call__(self, model: Callable[..., Any]) -> Tensor:
         """Return what to call `backward` on, 0-dim."""
         found = self._loss(self.forward(model), self._batch)
-        return torch.stack([each.value for _, _, each in self._loss.terms(found)]).sum() * 0.0
+        return torch.stack([each.value for _, _, each in self._loss.components(found)]).sum() * 0.0
 
     @staticmethod
     @contextlib.contextmanager
@@ -105,8 +105,8 @@ class EmptyBatch:
                     found = torch.autograd.grad(self(model), trained, allow_unused=True)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
-            made = [*filter(None.__ne__, found), *(each for each in model.buffers() if each.is_floating_point())]
-            if not all(bool(torch.isfinite(each).all()) for each in made):
+            results = [*filter(None.__ne__, found), *(each for each in model.buffers() if each.is_floating_point())]
+            if not all(bool(torch.isfinite(each).all()) for each in results):
                 return "its gradients or buffers are not finite then."
         if dtypes & {torch.float16, torch.bfloat16}:
             return "PyTorch's SyncBatchNorm sends other types for no rows than for rows of 16 bits."
@@ -176,7 +176,7 @@ def check_data(
     if own is None and not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example
-    loss.inspect(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
+    loss.inspect(labels_of(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
     with memory_explained(trainer.world, trains=trains_on is not None):
         placement = place_model(trainer.world, model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())

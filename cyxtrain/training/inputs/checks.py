@@ -160,19 +160,19 @@ def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) 
         warn_of_activation(*loss.of_output(part, output, targets), each, model)
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 1:
         return
-    name, made = type(loss.function).__name__, _made_by(output)
+    name, operation = type(loss.function).__name__, _made_by(output)
     scores = output.detach().float()
     if bool(((scores >= 0) & (scores <= 1)).all()):
         if scores.dim() > 1 and scores.shape[1] > 1 and bool(((scores.sum(1) - 1).abs() < 0.01).all()):
-            made = "Softmax"
-        elif made in ("CompiledFunction", "CheckpointFunction") and isinstance([*model.modules()][-1], nn.Sigmoid):
-            made = "Sigmoid"
+            operation = "Softmax"
+        elif operation in ("CompiledFunction", "CheckpointFunction") and isinstance([*model.modules()][-1], nn.Sigmoid):
+            operation = "Sigmoid"
     problem = ""
-    if name in _APPLIED and made in ("Sigmoid", "Softmax"):
-        problem = f"probabilities, and {name} applies a {_APPLIED[name]} itself: leave the {made} out of the model"
+    if name in _APPLIED and operation in ("Sigmoid", "Softmax"):
+        problem = f"probabilities, and {name} applies a {_APPLIED[name]} itself: leave the {operation} out of the model"
     elif isinstance(loss.function, (nn.NLLLoss, nn.KLDivLoss)) and bool((scores > 0.001).any()):
         problem = f"not log-probabilities, which {name} takes: end the model with LogSoftmax(1)"
-    elif isinstance(loss.function, nn.BCELoss) and made in ("Addmm", "Mm", "Convolution"):
+    elif isinstance(loss.function, nn.BCELoss) and operation in ("Addmm", "Mm", "Convolution"):
         problem = f"scores of a linear layer, and {name} takes probabilities: {_PROBABILITIES}"
     if problem:
         warn_together(f"the outputs for all {len(output):,} rows that were tried are {problem}.")

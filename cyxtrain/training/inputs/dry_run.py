@@ -153,7 +153,7 @@ class DryRun:
             metrics = self._measuring(output, batch, loss)
             output = self.loss.measured_part(output)
             given = (self.metrics, self.metrics.outputs)
-            metrics.whole_sets = tried_sets(*given, self.loss, output, batch.answers, batch.rows)
+            metrics.whole_sets = tried_sets(*given, self.loss, output, batch.labels, batch.rows)
             return Tried(metrics=metrics)
 
     def predict(self, source: Source) -> Tried:
@@ -264,13 +264,13 @@ class DryRun:
             return self._without_output()
         if (own is None or isinstance(own, str)) and ACCURACY not in self.loss.shown:
             asked = own is not None
-            self.loss.accuracy = find_accuracy(self.loss, output, batch.answers, loss.value.detach(), asked=asked)
+            self.loss.accuracy = find_accuracy(self.loss, output, batch.labels, loss.value.detach(), asked=asked)
         is_own = self.loss.function is None and self.loss.used is None
         if is_own and self.loss.accuracy is None and not self.metrics.outputs:
             return make_metrics(self.metrics, self.loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_tree(Tensor.detach, output)
-            return make_metrics(self.metrics, self.loss, output, batch.answers, batch.rows)
+            return make_metrics(self.metrics, self.loss, output, batch.labels, batch.rows)
 
     def _without_output(self) -> Metrics:
         """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""

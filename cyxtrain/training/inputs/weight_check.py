@@ -95,7 +95,7 @@ class WeightCheck:
             return ""
         together, *single = (_by_name(each) for each in self._losses())
         if loss.gives_pairs:
-            for name in (name for name, kind in kinds.items() if kind is Weighting.TERMS):
+            for name in (name for name, kind in kinds.items() if kind is Weighting.WEIGHTS):
                 if problem := self._compare_pairs(name, together[name], [each[name] for each in single]):
                     return problem
         for name in (name for name, kind in kinds.items() if kind is Weighting.SAMPLES):
@@ -165,7 +165,7 @@ def _by_name(loss: BatchLoss) -> dict[str, BatchLoss]:
 
 
 def _pair(loss: BatchLoss) -> tuple[float, float]:
-    return float(loss.value * loss.terms), float(loss.weight)
+    return float(loss.value * loss.sum_factor), float(loss.weight)
 
 
 def _described(name: str) -> str:

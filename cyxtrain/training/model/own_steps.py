@@ -73,22 +73,22 @@ class BuiltIn:
             found = loss.first(output, batch) if is_first else loss(output, batch)
         if is_first:
             self._is_first = False
-            kinds = [kind for _, kind, _ in loss.terms(found)]
+            kinds = [kind for _, kind, _ in loss.components(found)]
             require(
                 Weighting.NOTHING not in kinds,
                 "loss_fn is a sum (reduction='sum'), and the built-in step returns a mean to a step of your own: give "
                 "a loss_fn that is a mean, or compute the loss in the step and return (sum, weight).",
             )
-            loss.accuracy = find_accuracy(loss, output, batch.answers, found.mean.detach(), asked=False)
+            loss.accuracy = find_accuracy(loss, output, batch.labels, found.mean.detach(), asked=False)
         measured = {name: _as_returned(part) for name, part in found.parts.items()}
         if loss.accuracy is not None and "accuracy" not in measured:
-            measured["accuracy"] = tuple(correct_of(output, batch.answers, loss))
+            measured["accuracy"] = tuple(correct_of(output, batch.labels, loss))
         shown = loss.without_own(output)
         return {"loss": self._mean(found), **measured, **({} if is_scalar(shown) else {"output": shown})}
 
     def _mean(self, found: BatchLoss) -> Tensor:
         """Return a loss as the mean of what counts, 0 if nothing does; keep what it was divided by."""
-        if self._loss.counts_terms and not self._loss.weightings:
+        if self._loss.has_weights and not self._loss.weightings:
             self.weight = found.weight
         return found.mean_or_zero
 
@@ -270,9 +270,9 @@ class StepCall(ModelCall):
         self._returns_loss = step.name != PREDICT
         self.running = built_in  # what the trainer's methods call while the step runs
         self._batch_name = target_name
-        for held in vars(step.trainer).values():
-            if isinstance(held, nn.Module):
-                held.to(device)
+        for attribute in vars(step.trainer).values():
+            if isinstance(attribute, nn.Module):
+                attribute.to(device)
 
     def describe_failure(self, shapes: str) -> str:
         """Return what failed, for an error of the dry run."""
@@ -450,5 +450,5 @@ def _described(result: Any) -> str:
 
 def _as_returned(loss: BatchLoss) -> Any:
     """Return a number for the history: a mean over this rank's rows, or (sum, weight)."""
-    counts_rows = not isinstance(loss.weight, Tensor) and not isinstance(loss.terms, Tensor)
-    return loss.value if counts_rows and loss.terms == loss.weight else (loss.value * loss.terms, loss.weight)
+    counts_rows = not isinstance(loss.weight, Tensor) and not isinstance(loss.sum_factor, Tensor)
+    return loss.value if counts_rows and loss.sum_factor == loss.weight else (loss.value * loss.sum_factor, loss.weight)

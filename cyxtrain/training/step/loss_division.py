@@ -57,16 +57,16 @@ class LossDivision:
     def choose(self) -> None:
         """Choose the way, when it is known what the loss is."""
         loss, micro_batches = self._loss, self._setup.num_micro_batches
-        self.kinds = [kind for _, kind, _ in loss.terms(loss.without_rows())]
+        self.kinds = [kind for _, kind, _ in loss.components(loss.without_rows())]
         if micro_batches is None:  # of a loop of the user's own: nobody knows yet how many rows a step has
             self._counts_before_forward = False
             self._divides_after = Weighting.NOTHING not in self.kinds
         else:
             is_one = not loss.weightings and not loss.uses_num_items
-            self._counts_before_forward = micro_batches > 1 and loss.counts_terms and bool(loss.weightings)
+            self._counts_before_forward = micro_batches > 1 and loss.has_weights and bool(loss.weightings)
             known_late = micro_batches > 1 or self._ddp.carries_weights
-            self._divides_after = loss.counts_terms and is_one and known_late
-        self._asks_before_backward = loss.counts_terms and not self._divides_after
+            self._divides_after = loss.has_weights and is_one and known_late
+        self._asks_before_backward = loss.has_weights and not self._divides_after
 
     def begin(self) -> None:
         """Begin a step."""
@@ -92,15 +92,15 @@ class LossDivision:
         self._weight += loss.weight
         if known is not None:
             return known
-        terms = self._loss.terms(loss) if self._asks_before_backward else ()
-        return self._divisors([each.weight for _, _, each in terms], share)
+        components = self._loss.components(loss) if self._asks_before_backward else ()
+        return self._divisors([each.weight for _, _, each in components], share)
 
     def divided(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
         """Return the sum of the terms of each loss over its divisor, times the number of ranks."""
         value: Tensor | None = None
-        for number, (factor, _, each) in enumerate(self._loss.terms(loss)):
+        for number, (factor, _, each) in enumerate(self._loss.components(loss)):
             # Averaging divides by N, so multiply by N x this rank's fraction; exactly 1 for even batches.
-            term = times(each.value, quotient(factor * each.terms * self._world.size, divisors[number]))
+            term = times(each.value, quotient(factor * each.sum_factor * self._world.size, divisors[number]))
             value = term if value is None else value + term
         assert value is not None
         return value
@@ -145,7 +145,7 @@ class LossDivision:
             return [self._unit(share)] * len(self.kinds)
         divisors: list[Number] = [1.0 if kind is Weighting.NOTHING else share.global_rows for kind in self.kinds]
         if self._asks_before_backward:
-            places = [place for place, kind in enumerate(self.kinds) if kind is Weighting.TERMS]
+            places = [place for place, kind in enumerate(self.kinds) if kind is Weighting.WEIGHTS]
             totals = self._sum_over_ranks([weights[place] for place in places], self._clock.backward)
             for place, weight in zip(places, totals, strict=True):
                 divisors[place] = weight
@@ -160,7 +160,7 @@ class LossDivision:
         with torch.no_grad(), generators_kept(self._device), gathering_alone(), self._logged.repeating():
             for batch in share:
                 loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
-                for number, (_, _, each) in enumerate(self._loss.terms(loss)):
+                for number, (_, _, each) in enumerate(self._loss.components(loss)):
                     weight = each.weight
                     stays = is_accelerator(self._device) and isinstance(weight, Tensor)
                     weights[number] += as_double(weight, self._device)[0] if stays else float(weight)

@@ -51,7 +51,7 @@ class Result(NamedTuple):
     """Loss and correct predictions of a micro-batch, and (output, targets, rows) if metrics are measured."""
 
     loss: BatchLoss
-    answers: Correct
+    correct: Correct
     measured: tuple[Any, Any, int]
 
 
@@ -110,7 +110,7 @@ class TrainingStep:
             self._zero()  # they are this rank's own, of the search for the cause
             return
         for result in results:
-            self.totals.add(0, result.loss, result.answers)
+            self.totals.add(0, result.loss, result.correct)
             self.totals.metrics.add(*result.measured)
             if len(result.loss.parts) > len(self._loss.shown):
                 self._logged.add_parts(result.loss.parts, self._loss.shown)
@@ -129,7 +129,7 @@ class TrainingStep:
         `divisors`: what the sum of all ranks' terms of each loss is divided by; None: computed from this micro-batch.
         """
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
-            with self.clock.forward, gathers_kept() as kept:
+            with self.clock.forward, gathers_kept() as gathers:
                 if self._own_updates is None:
                     result = self._forward(batch)
                 else:
@@ -140,7 +140,7 @@ class TrainingStep:
                 known = self._division.of_loss(result.loss, share, divisors)
                 if is_last:
                     self._division.send(share)
-                self._backward(result.loss, known, kept, is_last=is_last)
+                self._backward(result.loss, known, gathers, is_last=is_last)
         return result
 
     def join_without_rows(self, share: Share, divisors: Divisors = None) -> None:
@@ -158,14 +158,14 @@ class TrainingStep:
     @property
     def _has_updated(self) -> bool:
         """Whether a step of the user's own has updated parameters itself."""
-        return self._own_updates is not None and self._own_updates.made
+        return self._own_updates is not None and self._own_updates.has_updated
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
         """Unscale; check that gradients are finite, update the loss scale; clip; step the optimizer and the schedule.
 
         On accelerators the verdict on a step may come with the next one, which raises (`FiniteGuard.defers_verdicts`).
         """
-        if self._own_updates is not None and self._own_updates.made:
+        if self._own_updates is not None and self._own_updates.has_updated:
             self.clock.communicated(self.clock.forward, self._own_updates.seconds_communicated())
             for norms in self._own_updates.norms:
                 self._logged.add_norms(norms, may_be_skipped=False)
@@ -190,7 +190,7 @@ class TrainingStep:
 
     def _decide(self, share: Share, results: Sequence[Result]) -> tuple[Verdict, Sequence[Callable[[], object]]]:
         """Return the verdict, and the functions that step the optimizers, if they are to step."""
-        losses = [each.value for result in results for _, _, each in self._loss.terms(result.loss)]
+        losses = [each.value for result in results for _, _, each in self._loss.components(result.loss)]
         recompute = partial(self._recompute_locally, share)
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
@@ -267,7 +267,7 @@ class TrainingStep:
             for _ in range(max_micro_batches):
                 batch = next(batches, None)
                 value: Tensor | None = None
-                with gathers_kept() as kept:
+                with gathers_kept() as gathers:
                     if batch is not None:
                         batch.items = items
                         results.append(self._forward(batch))
@@ -279,7 +279,7 @@ class TrainingStep:
                         gather_no_rows(self._world, self._loss.gathers, self._device)
                 loss = self._loss.without_rows() if batch is None else results[-1].loss
                 known = self._division.of_loss(loss, share, divisors)
-                backward_alike(self._world, value if batch is None else self._scaled_loss(loss, known), kept)
+                backward_alike(self._world, value if batch is None else self._scaled_loss(loss, known), gathers)
                 share.prefetch_next(self.clock.data)
         self._division.send(share)
         self._ddp.backward_without_batch()
@@ -294,10 +294,10 @@ class TrainingStep:
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
         with apart, gathering_alone(), self._logged.repeating():
             for batch in share:
-                terms = [each for _, _, each in self._loss.terms(self._forward(batch).loss)]
-                for loss in terms:
+                losses_of_batch = [each for _, _, each in self._loss.components(self._forward(batch).loss)]
+                for loss in losses_of_batch:
                     if loss.value.requires_grad:
-                        self._times_loss_scale(loss.value).backward(retain_graph=loss is not terms[-1])
+                        self._times_loss_scale(loss.value).backward(retain_graph=loss is not losses_of_batch[-1])
                     losses.append(loss.value.detach())
         return losses
 
@@ -311,21 +311,21 @@ class TrainingStep:
         if self._setup.num_micro_batches is None:
             self._division.choose()
             require(
-                len({*self._division.kinds}) == 1 and not (self._loss.weightings and self._loss.counts_terms),
+                len({*self._division.kinds}) == 1 and not (self._loss.weightings and self._loss.has_weights),
                 "DistributedAMPTrainer does not know what several losses count before a step is complete, unless all "
                 "are means over samples, or sums: use fit, or return one loss as (sum, weight).",
             )
         # Detached: several micro-batches together would keep their graphs.
         output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
-        measured = (map_tree(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
-        return Result(loss, correct_of(output, batch.answers, self._loss), measured)
+        measured = (map_tree(Tensor.detach, output), batch.labels, batch.rows) if measures else (None, None, 0)
+        return Result(loss, correct_of(output, batch.labels, self._loss), measured)
 
     def _backward(
-        self, loss: BatchLoss, divisors: Sequence[Number], kept: Sequence[GatherCall], *, is_last: bool
+        self, loss: BatchLoss, divisors: Sequence[Number], gathers: Sequence[GatherCall], *, is_last: bool
     ) -> None:
         value = self._scaled_loss(loss, divisors)
-        if kept and all(each.value.is_leaf for _, _, each in self._loss.terms(loss)):
-            value = depending_on(value, kept)
+        if gathers and all(each.value.is_leaf for _, _, each in self._loss.components(loss)):
+            value = depending_on(value, gathers)
         has_parts = self._own_updates is not None and bool(self._own_updates.parts)
         if value.requires_grad:
             with self._own_updates.suspended() if self._own_updates is not None else contextlib.nullcontext():

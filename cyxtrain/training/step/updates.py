@@ -60,7 +60,7 @@ class Updates:
     """The updates of the steps of a fit; `ddp` is the wrapper of the whole model.
 
     Attributes:
-        made: Whether the running step, as far as it is known, has made any.
+        has_updated: Whether the running step, as far as it is known, has made any update.
         parts: What has been or will be optimized, by the optimizer's name.
         norms: Of the gradients that the updates of the running step have clipped.
     """
@@ -80,7 +80,7 @@ class Updates:
         self._call = setup.call
         self._names, self._device = [*state.rates], setup.placement.device
         self.parts: dict[str, _Part] = {}
-        self.made = False
+        self.has_updated = False
         self._idle = set(self._names)
         self._signals: Sequence[float] = [0.0] * NUM_SIGNALS
         self._received: list[float] | None = None
@@ -96,7 +96,7 @@ class Updates:
     def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, multiplier: float) -> None:
         """Begin a step; `guard`: of the whole model; `multiplier`: of losses before backward."""
         self._share, self._guard, self._transaction, self._multiplier = share, guard, transaction, multiplier
-        self.made, self._rows, self._is_last, self._calls = False, 0, True, 0
+        self.has_updated, self._rows, self._is_last, self._calls = False, 0, True, 0
         self._verdicts: dict[str, list[Verdict]] = {}
         self.norms: list[Mapping[str, Tensor]] = []
         self._skipped = self._state.position.skipped
@@ -118,7 +118,7 @@ class Updates:
     def follow(self) -> None:
         """Take part in the updates of a step without a row on this rank."""
         while (call := self._tell(_END))[0] != _END:
-            self.made, self._calls = True, self._calls + 1
+            self.has_updated, self._calls = True, self._calls + 1
             self._step(self._part(self._names[call[1]]), None, retain_graph=False, has_closure=bool(call[2]))
 
     def finish(self) -> Verdict:
@@ -205,7 +205,7 @@ class Updates:
 
     def _update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
         """Update the parameters of an optimizer; return the loss, detached."""
-        has_closure, self._calls, self.made = callable(loss), self._calls + 1, True
+        has_closure, self._calls, self.has_updated = callable(loss), self._calls + 1, True
         alone = what_needs_all_rows(self._calls, loss)
         if alone and (self._setup.num_micro_batches or 1) > 1:
             raise ConfigError(accumulation_excludes(alone))

@@ -29,9 +29,9 @@ def numbers(count: int, seed: int = 0) -> list[torch.Tensor]:
 def test_a_mean_is_of_terms_over_weights_and_nothing_counts_as_0(place):
     table = Accumulator(["loss", "accuracy"])
     for number in range(40):
-        table.add("loss", torch.tensor(float(number)), 2.0, terms=4.0)
-        table.add("accuracy", torch.tensor(1), torch.tensor(2), terms=1.0)
-    table.add("loss", torch.tensor(math.nan), 0.0, terms=4.0)
+        table.add("loss", torch.tensor(float(number)), 2.0, sum_factor=4.0)
+        table.add("accuracy", torch.tensor(1), torch.tensor(2), sum_factor=1.0)
+    table.add("loss", torch.tensor(math.nan), 0.0, sum_factor=4.0)
     assert table.pairs() == {"loss": (4.0 * sum(range(40)), 80.0), "accuracy": (40.0, 80.0)}
     assert table.table().tolist() == [[3120.0, 80.0, 40.0, 80.0]]
 
