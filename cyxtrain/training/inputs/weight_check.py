@@ -52,16 +52,21 @@ class WeightCheck:
         loss, batches = self._loss, [self._together, *self._single]
         if loss.used is not None or not self._single:  # a step of the user's own passes what it likes
             return ""
-        if loss.function is not None or loss.weightings or not may_take_items(self._model):
+        is_mean = loss.function is None and not loss.weightings and loss.weighting is Weighting.SAMPLES
+        if not is_mean or not may_take_items(self._model):
             return ""
-        if loss.weighting is not Weighting.SAMPLES or not self._reacts():
+        # An error means that **kwargs went where nobody knows the argument.
+        total, half = self._value(self._together, 1), self._value(self._together, 2)
+        if not math.isfinite(total) or abs(total - half) <= self._tolerance * abs(total):
             return ""
         try:
-            values = [(self._value(each, 1), self._value(each, None)) for each in batches]
+            totals = [total, *(self._value(each, 1) for each in self._single)]
+            means = [self._value(each, None) for each in batches]
         except Exception:  # forward does without the argument, or takes one row, never
             loss.use_num_items(usual_rule(self._together))
             return ""
-        counts = [total / mean if total and math.isfinite(mean) else 0.0 for total, mean in values]
+        pairs = zip(totals, means, strict=True)
+        counts = [total / mean if total and math.isfinite(mean) else 0.0 for total, mean in pairs]
         whole = all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts)
         found = find_rule(batches, [round(count) for count in counts]) if whole else None
         rule = found or usual_rule(self._together)
@@ -75,14 +80,6 @@ class WeightCheck:
             f"a part of it may not be divided by {ARGUMENT}. It is given the number of {rule.name}. Return (sum, "
             "weight) in the place of the loss to say what counts."
         )
-
-    def _reacts(self) -> bool:
-        """Return whether the loss depends on num_items_in_batch."""
-        try:
-            one, two = (self._value(self._together, items) for items in (1, 2))
-        except Exception:  # **kwargs went where nobody knows the argument
-            return False
-        return math.isfinite(one) and abs(one - two) > self._tolerance * abs(one)
 
     def _value(self, batch: Batch, items: int | None) -> float:
         output = self._call.with_items(self._model, batch, items)
