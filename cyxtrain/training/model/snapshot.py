@@ -85,10 +85,15 @@ def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> It
 
 @contextlib.contextmanager
 def inputs_seen(layers: Iterable[nn.Module], look: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `look` with what reaches each of the layers within."""
+    """Call `look` with what reaches each of the layers within, unless it is passed by name."""
+
+    def before_forward(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs:
+            look(inputs[0])
+
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(lambda _, inputs: look(inputs[0])).remove)
+            stack.callback(layer.register_forward_pre_hook(before_forward).remove)
         yield
 
 

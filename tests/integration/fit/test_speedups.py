@@ -296,6 +296,25 @@ def test_a_profiled_fit_on_cpus_tells_its_flops_and_another_counts_none(tmp_path
     assert "FLOP" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_step_whose_operations_cannot_be_counted_is_tried_without_that(runs, tmp_path, monkeypatch):
+    calls: list[bool] = []
+
+    def fail(step: Any) -> int:
+        calls.append(runs)
+        if runs:
+            step()
+        raise RuntimeError("no formula for this operation")
+
+    monkeypatch.setattr("cyxtrain.training.inputs.dry_run.flops_of_step", fail)
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd")
+        history = trainer.fit(*make_rows(64), epochs=1, profile=tmp_path.as_posix(), verbose=False)
+    assert calls == [runs]
+    assert len(history.train_losses) == 1
+    assert trainer.device_usage == {}
+
+
 def use_a_device(folder: str) -> dict[str, Any]:
     """A fit on the stand-in, what it printed, and what TensorBoard has been told."""
     from contextlib import redirect_stdout
