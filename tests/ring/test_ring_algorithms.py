@@ -36,7 +36,7 @@ def added_up(additions, world_size):
     leaves = list(range(world_size))
     for into, source in additions:
         leaves[into] = (leaves[into], leaves[source])
-    return leaves[additions[-1].into] if additions else 0
+    return leaves[additions[-1][0]] if additions else 0
 
 
 def summed(additions, world_size, count, start=0):
@@ -56,11 +56,11 @@ def summed_in_chunks(spans, world_size):
 def test_every_order_adds_each_leaf_once(world_size):
     orders = [binary_tree(world_size), *(along_ring(world_size, chunk) for chunk in range(world_size))]
     for order in orders:
-        sources = [addition.source for addition in order]
+        sources = [source for _, source in order]
         assert len(order) == world_size - 1
         assert len(set(sources)) == world_size - 1
-        for number, addition in enumerate(order):
-            assert addition.into not in sources[:number], "a leaf is added to after it was used"
+        for number, (into, _) in enumerate(order):
+            assert into not in sources[:number], "a leaf is added to after it was used"
 
 
 @given(st.integers(1, 64), st.integers(0, 2**24), st.sampled_from([1, 2, 4, 8, 16]))

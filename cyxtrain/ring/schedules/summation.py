@@ -10,19 +10,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
 
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
+Addition = tuple[int, int]
+"""(into, source): leaf `into` becomes `into + source`; of two NaNs the first operand's stays."""
 FEW_BYTES = 1 << 18
 """Up to this size latency decides how long a reduction takes, above it bandwidth."""
-
-
-class Addition(NamedTuple):
-    """Leaf `into` becomes `into + source`; of two NaNs the first operand's stays."""
-
-    into: int
-    source: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -38,7 +32,7 @@ def is_latency_bound(leaves: int, count: int, item_bytes: int) -> bool:
 
 
 def summation_order(leaves: int, count: int, item_bytes: int, chunk: int) -> tuple[Addition, ...]:
-    """Return the additions that sum one of `chunks(count, leaves)`, in order; the last one's `into` has the sum."""
+    """Return the additions that sum one of `chunks(count, leaves)`, in order; the last one's first leaf has the sum."""
     if is_latency_bound(leaves, count, item_bytes):
         return binary_tree(leaves)
     return along_ring(leaves, chunk)
@@ -51,7 +45,7 @@ def binary_tree(leaves: int) -> tuple[Addition, ...]:
     distance = 1
     while distance < leaves:
         for into in range(0, leaves - distance, 2 * distance):
-            additions.append(Addition(into, into + distance))
+            additions.append((into, into + distance))
         distance *= 2
     return tuple(additions)
 
@@ -60,4 +54,4 @@ def binary_tree(leaves: int) -> tuple[Addition, ...]:
 def along_ring(leaves: int, chunk: int) -> tuple[Addition, ...]:
     """Add up from leaf `chunk` + 1 around to leaf `chunk`, which then has the sum."""
     path = [(chunk + 1 + distance) % leaves for distance in range(leaves)]
-    return tuple(Addition(into, source) for source, into in itertools.pairwise(path))
+    return tuple((into, source) for source, into in itertools.pairwise(path))

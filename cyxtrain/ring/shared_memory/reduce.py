@@ -131,7 +131,7 @@ class _Piece:
     """A piece of all rows: the additions that sum it, where its total then is, and where the total is copied."""
 
     def __init__(self, parts: Sequence[Any], order: Sequence[Addition], *, uses_torch: bool) -> None:
-        leaf = order[-1].into
+        leaf, _ = order[-1]
         terms = parts
         if uses_torch:
             with lasting():
