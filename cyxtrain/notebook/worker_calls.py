@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,16 +116,11 @@ def run_call(
     try:
         is_first = runtime.current().is_first
         relays = {name: Relay(name, report if is_first else None) for name in staying}
-        trainer: DistributedTrainer
         sent: dict[str, Any] = {}
-        trainer, callbacks = read(trainer_path, {**dict.fromkeys(not_sent), **relays}, mapped=False, sent=sent)
+        trainer, callbacks = _read_trainer(trainer_path, {**dict.fromkeys(not_sent), **relays}, sent)
         parts = parts_of(trainer, callbacks)
-        for buffer in trainer.trained.buffers():  # what was read cannot grow, as buffers of a quantisation do
-            if buffer.numel() <= 1 and is_plain(buffer):
-                buffer.data = buffer.data.clone()
         known = {**sent, **parts}
-        with_relays = {**known, **relays}
-        settings, arguments, keywords = read(call_path, with_relays, mapped=True, is_data=True, sent=known)
+        settings, arguments, keywords = read(call_path, {**known, **relays}, mapped=True, is_data=True, sent=known)
         enter(settings)
         if method == FIT:
             keywords["callbacks"] = callbacks
@@ -144,12 +139,26 @@ def run_call(
             _announce(error)
     try:
         if is_first:
-            code = {name: each for name, each in known.items() if isinstance(each, CODE)}
-            result, named = (value, code) if digests is None else digests.changes()
-            write(result, result_path, named)
+            _write_result(value, digests, known, result_path)
         return CallResult(failed, has_result=is_first), can_continue
     except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
         return CallResult(failed or Failed.of(error)), False
+
+
+def _read_trainer(path: str, known: Mapping[str, Any], sent: dict[str, Any]) -> tuple[DistributedTrainer, Any]:
+    """Return the trainer and the callbacks that the notebook has written, as `read`."""
+    trainer, callbacks = read(path, known, mapped=False, sent=sent)
+    for buffer in trainer.trained.buffers():  # what was read cannot grow, as buffers of a quantisation do
+        if buffer.numel() <= 1 and is_plain(buffer):
+            buffer.data = buffer.data.clone()
+    return trainer, callbacks
+
+
+def _write_result(value: Any, digests: AttributeDigests | None, known: Mapping[str, Any], path: str) -> None:
+    """Write what a call has changed, or its value, of which only classes and functions are those that were sent."""
+    code = {name: each for name, each in known.items() if isinstance(each, CODE)}
+    result, named = (value, code) if digests is None else digests.changes()
+    write(result, path, named)
 
 
 def _announce(error: BaseException) -> None:
