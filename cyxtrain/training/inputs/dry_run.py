@@ -72,17 +72,27 @@ class Tried:
     rows_second: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
 class DryRun:
     """Tries a model, its loss and its metrics on some rows; `is_of_fit`: then parameters are restored, too."""
 
-    world: World
-    model: nn.Module
-    loss: Loss
-    call: ModelCall
-    placement: Placement
-    metrics: NamedMetrics
-    is_of_fit: bool
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        loss: Loss,
+        call: ModelCall,
+        placement: Placement,
+        metrics: NamedMetrics,
+        *,
+        is_of_fit: bool,
+    ) -> None:
+        self._world = world
+        self._model = model
+        self._loss = loss
+        self._call = call
+        self._placement = placement
+        self._metrics = metrics
+        self._is_of_fit = is_of_fit
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Tried:
         """Try a step of training on copies of a micro-batch's `rows`.
@@ -94,12 +104,12 @@ class DryRun:
         if batch.rows == 0:
             return self.evaluate(source)
         few = batch if batch.rows >= COMPARED_ROWS else self._placed(source.first(COMPARED_ROWS))
-        norms = [each for each in self.model.modules() if isinstance(each, torch_compat.BatchNormModule)]
+        norms = [each for each in self._model.modules() if isinstance(each, torch_compat.BatchNormModule)]
         if batch.rows == 1 and norms:
             batch = few  # what batch norm cannot be trained on, `with_batch_norm_checked` refuses with the counts
-        check = None if self.loss.is_known else WeightCheck(self.model, self.loss, self.call, few)
-        with memory_explained(self.world), self._without_trace(), torch.enable_grad():
-            put_into_training(self.model, *self.loss.modules)
+        check = None if self._loss.is_known else WeightCheck(self._model, self._loss, self._call, few)
+        with memory_explained(self._world), self._without_trace(), torch.enable_grad():
+            put_into_training(self._model, *self._loss.modules)
             values: set[int] = set()
             with inputs_seen([each for each in norms if each.training], lambda each: values.add(_per_channel(each))):
                 for norm in norms:
@@ -107,31 +117,31 @@ class DryRun:
                         norm.eval()  # in training mode it waits for the other ranks
                 flops: int | None = None
                 tried: list[tuple[Any, BatchLoss, bool]] = []
-                if counts_flops or is_accelerator(self.placement.device):
+                if counts_flops or is_accelerator(self._placement.device):
                     with contextlib.suppress(Exception):  # what cannot be counted is tried without that
                         flops = flops_of_step(lambda: tried.append(self._step(source, batch)))
                 output, loss, has_gradients = tried[0] if tried else self._step(source, batch)
             return Tried(
                 metrics=self._measuring(output, batch, loss),
-                first_loss=self.loss.number_of(loss),
-                warning="" if check is None or self.call.optimizes else self._problem(check),
+                first_loss=self._loss.number_of(loss),
+                warning="" if check is None or self._call.optimizes else self._problem(check),
                 flops_per_row=flops / batch.rows if flops and has_gradients else None,
                 has_one_value_per_row=batch.rows in values,
             )
 
     def _step(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss, bool]:
         """Return the output of a forward and its loss, and whether its gradients have been computed."""
-        self.loss.gathers.clear()
+        self._loss.gathers.clear()
         output, loss = self._forward(source, batch)
-        warn_of_activation(output, batch.targets, self.loss, self.model)
-        if self.call.optimizes:
+        warn_of_activation(output, batch.targets, self._loss, self._model)
+        if self._call.optimizes:
             return output, loss, False
-        with _described_error(self.world, f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+        with _described_error(self._world, f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
             return output, loss, self._backward(loss.value)
 
     def problem_of_weights(self, rows: Rows) -> str:
         """Find out by a few rows what the loss is a mean over; return a warning if that is unknown, or ""."""
-        check = WeightCheck(self.model, self.loss, self.call, self._placed(rows))
+        check = WeightCheck(self._model, self._loss, self._call, self._placed(rows))
         with self._without_trace():
             return self._problem(check)
 
@@ -143,31 +153,31 @@ class DryRun:
     def evaluate(self, source: Source) -> Tried:
         """Try an evaluation of a source's first rows."""
         batch = self._placed(source.first(_ROWS))
-        few = self._placed(source.first(COMPARED_ROWS)) if self.loss.function is None else batch
-        with memory_explained(self.world, trains=False), self._without_trace(), torch.no_grad():
+        few = self._placed(source.first(COMPARED_ROWS)) if self._loss.function is None else batch
+        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
             self._put_into_evaluation()
             if few is not batch:
                 with gathering_alone(), contextlib.suppress(Exception):
-                    WeightCheck(self.model, self.loss, self.call, few).find_items()
+                    WeightCheck(self._model, self._loss, self._call, few).find_items()
             output, loss = self._forward(source, batch)
             metrics = self._measuring(output, batch, loss)
-            output = self.loss.measured_part(output)
-            given = (self.metrics, self.metrics.outputs)
-            metrics.whole_sets = tried_sets(*given, self.loss, output, batch.labels, batch.rows)
+            output = self._loss.measured_part(output)
+            given = (self._metrics, self._metrics.outputs)
+            metrics.whole_sets = tried_sets(*given, self._loss, output, batch.labels, batch.rows)
             return Tried(metrics=metrics)
 
     def predict(self, source: Source) -> Tried:
         """Try a prediction for a source's first rows."""
         batch = self._placed(source.first(_ROWS))
-        own = self.loss.function is None and self.loss.used is None
-        missing = self.call.missing(self.model, batch.inputs) if own else []
+        own = self._loss.function is None and self._loss.used is None
+        missing = self._call.missing(self._model, batch.inputs) if own else []
         if missing:
             raise ConfigError(
-                f"the forward of {type(self.model).__name__} requires {', '.join(missing)}{self.call.names_differ}, "
+                f"the forward of {type(self._model).__name__} requires {', '.join(missing)}{self._call.names_differ}, "
                 f"and predict passes the inputs alone: give {missing[0]} a default, as in {missing[0]}=None."
             )
-        with memory_explained(self.world, trains=False), self._without_trace(), torch.no_grad():
-            self.model.eval()
+        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
+            self._model.eval()
             output = self._output(batch, predicting=True)
             rows_second = self._find_rows_second(source, output, batch.rows)
         parts = dict(leaves(output))
@@ -191,45 +201,45 @@ class DryRun:
         return frozenset(name for name, shape in found.items() if one.get(name, ())[:2] == (shape[0], 1))
 
     def _put_into_evaluation(self) -> None:
-        for module in (self.model, *self.loss.modules):
+        for module in (self._model, *self._loss.modules):
             module.eval()
 
     def _placed(self, rows: Rows) -> Batch:
-        return Batch(0, *self.placement.place(rows))
+        return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss]:
         """Return the model's output and its loss, which finds out its form."""
-        loss, output = self.loss, self._output(batch)
+        loss, output = self._loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
         loss.check_shapes(output, batch.targets, source.column)
         check_classes(source.targets, output, loss)
         described = f"{_described(output)} and {_described(batch.targets)}"
-        with _described_error(self.world, f"the loss cannot take the model's output and y, tried on {described}"):
+        with _described_error(self._world, f"the loss cannot take the model's output and y, tried on {described}"):
             return output, loss.first(output, batch)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
-        call = self.call
+        call = self._call
         what = call.describe_failure(_shapes(batch.inputs))  # asked for now: a model may change its input
-        with _described_error(self.world, what, batch.inputs):
+        with _described_error(self._world, what, batch.inputs):
             if torch.is_grad_enabled():
-                return call(self.model, batch)
+                return call(self._model, batch)
             try:
-                return call.without_graph(self.model, batch, predicting=predicting)
+                return call.without_graph(self._model, batch, predicting=predicting)
             except RuntimeError as error:
                 if is_full(error):
                     raise
                 call.differentiates = True
                 with contextlib.suppress(Exception):
-                    return call.without_graph(self.model, batch, predicting=predicting)
+                    return call.without_graph(self._model, batch, predicting=predicting)
                 raise
 
     def _own_loss(self, output: Any, batch: Batch) -> BatchLoss:
         try:
-            return self.loss.first(output, batch)
+            return self._loss.first(output, batch)
         except ConfigError as error:
-            if self.model.training:
+            if self._model.training:
                 raise
             raise ConfigError(
                 f"in evaluation mode the model returned {_described(output)}, and no loss: {error} A model that has a "
@@ -247,7 +257,7 @@ class DryRun:
                 "operations, without detach(), item() or argmax(). If the first batch has nothing to compare, such "
                 "as no pair of rows, return output.sum() * 0."
             )
-        modules = (self.model, *self.loss.modules)
+        modules = (self._model, *self._loss.modules)
         trained = [each for module in modules for each in module.parameters() if each.requires_grad]
         _warn_of_others(value, trained)
         try:
@@ -259,24 +269,24 @@ class DryRun:
         return True
 
     def _measuring(self, output: Any, batch: Batch, loss: BatchLoss) -> Metrics:
-        own, output = self.metrics.get(ACCURACY), self.loss.measured_part(output)
-        if output is None and self.loss.used is not None:
+        own, output = self._metrics.get(ACCURACY), self._loss.measured_part(output)
+        if output is None and self._loss.used is not None:
             return self._without_output()
-        if (own is None or isinstance(own, str)) and ACCURACY not in self.loss.shown:
+        if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
             asked = own is not None
-            self.loss.accuracy = find_accuracy(self.loss, output, batch.labels, loss.value.detach(), asked=asked)
-        is_own = self.loss.function is None and self.loss.used is None
-        if is_own and self.loss.accuracy is None and not self.metrics.outputs:
-            return make_metrics(self.metrics, self.loss, None, None, 0)
+            self._loss.accuracy = find_accuracy(self._loss, output, batch.labels, loss.value.detach(), asked=asked)
+        is_own = self._loss.function is None and self._loss.used is None
+        if is_own and self._loss.accuracy is None and not self._metrics.outputs:
+            return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph
             output = map_tree(Tensor.detach, output)
-            return make_metrics(self.metrics, self.loss, output, batch.labels, batch.rows)
+            return make_metrics(self._metrics, self._loss, output, batch.labels, batch.rows)
 
     def _without_output(self) -> Metrics:
         """Return no metrics, for a step of the user's own; refuse those that it does not return itself."""
-        trains = self.model.training  # then metrics over whole sets are not computed
-        given = [name for name, each in self.metrics.items() if not (trains and isinstance(each, WholeSet))]
-        missing = [name for name in given if name not in self.loss.shown]
+        trains = self._model.training  # then metrics over whole sets are not computed
+        given = [name for name, each in self._metrics.items() if not (trains and isinstance(each, WholeSet))]
+        missing = [name for name in given if name not in self._loss.shown]
         if missing:
             raise ConfigError(
                 f"the metrics {shortened(missing)} compare outputs with y, and the dictionary that the step returns "
@@ -286,8 +296,8 @@ class DryRun:
 
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
-        owners = [self.model, *self.call.owners, *self.loss.functions, *self.metrics.values()]
-        with snapshot(owners, self.placement.device, copies=self.is_of_fit) as self.loss.gathers:
+        owners = [self._model, *self._call.owners, *self._loss.functions, *self._metrics.values()]
+        with snapshot(owners, self._placement.device, copies=self._is_of_fit) as self._loss.gathers:
             yield
 
 

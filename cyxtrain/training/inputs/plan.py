@@ -264,14 +264,11 @@ def plan_fit(
     feed = source.feed(config, world)
     data = _check_training_set(source, feed, config, trainer, epoch)
     validation = {name: _check_validation_set(name, each, config, trainer) for name, each in validation_sources.items()}
-    named = by_name(opened)
-    not_finite = {name: each.not_finite(world.rank, world.size) for name, each in named.items()}
     facts = {
         **device_facts(data.placement.device),
-        **{what: value for name, each in named.items() for what, value in each.facts(name).items()},
+        **_facts_of_sources(opened, world),
         "resume": arguments.resume,
         "initial_epoch": arguments.initial_epoch,
-        "_not_finite": {name: found for name, found in not_finite.items() if found[1]},
         "_is_on_accelerator": _is_on_accelerator(trained),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizers, trained),
@@ -294,6 +291,18 @@ def plan_fit(
     plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
     _check_validation(plan)
     return plan, facts
+
+
+def _facts_of_sources(opened: Sources, world: World) -> dict[str, Any]:
+    """Return what must be the same of each source, and which numbers of this rank's part are not finite."""
+    facts: dict[str, Any] = {}
+    not_finite: dict[str, Any] = {}
+    for name, source in by_name(opened).items():
+        facts |= source.facts(name)
+        found = source.not_finite(world.rank, world.size)
+        if found[1]:
+            not_finite[name] = found
+    return facts | {"_not_finite": not_finite}
 
 
 def _check_closures(optimizers: Mapping[str, torch.optim.Optimizer], data: CheckedData) -> None:
