@@ -34,11 +34,10 @@ from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory
 from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
 from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
 from cyxtrain.ring.schedules.summation import Span, is_latency_bound
-from cyxtrain.ring.shared_memory.staged import StagedCollectives
+from cyxtrain.ring.shared_memory.staged import StagedCollectives, StagedCopy, StagedReduction
 from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, NO_ROOT, Kind, Numbered, Operation, dtype_code, in_call
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.payload import (
-    address_of,
     check_target,
     check_tensor,
     copy_back,
@@ -48,7 +47,7 @@ from cyxtrain.ring.wire.payload import (
     overlap,
     write,
 )
-from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
+from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds, SmallReduction
 
 _LEAVE_SECONDS = 1.0
 """How long `leave` waits for another thread's collective."""
@@ -191,57 +190,17 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
         """Reduce in place, on all ranks. Cost: see the table in docs/ring.md."""
-        if has_plain_memory(tensor):  # the usual case of a small one; the rest takes longer
-            with self._lock:
-                small = self.persistent.find(Kind.ALL_REDUCE, tensor, reduction)
-                if small is not None:
-                    address = tensor.data_ptr()
-                    self.run_persistent(small.header, small.rounds(address, address), timeout)
-                    return
-        flat = flat_view_of(check_target(tensor))
+        flat = tensor if has_plain_memory(tensor) else flat_view_of(check_target(tensor))
+        memory = memory_of(flat)
         with self._lock:
-            if not self._reduce_small(Kind.ALL_REDUCE, tensor, flat, flat, reduction, timeout):
-                self._all_reduce_flat(tensor, flat, reduction, timeout)
+            if not self._run_prepared(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
+                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat_view_of(flat), reduction)
+                stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+                self._executor.run(operation, stages, timeout or self.timeout)
             copy_back(flat, tensor)
             self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
 
-    def _all_reduce_flat(self, tensor: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
-        memory = memory_of(flat)
-        if not self._run_staged(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
-            operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
-            stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-            self._executor.run(operation, stages, timeout or self.timeout)
-
-    def _reduce_small(
-        self,
-        kind: Kind,
-        tensor: Tensor,
-        source: Tensor,
-        target: Tensor,
-        reduction: Reduction,
-        timeout: timedelta | None,
-        *,
-        root: int | None = None,
-        parts: int = 1,
-    ) -> bool:
-        """Reduce the flat `source`, which is `parts` times as long as `tensor`, if it is small; return whether it is.
-
-        `target` receives the result, or this rank's part of it.
-        """
-        self._check_root(root)
-        small = self.persistent.find(kind, tensor, reduction, self._root_name(root), parts)
-        if small is None:
-            return False
-        size = tensor.numel() * tensor.element_size()
-        first = 0 if parts == 1 else self.rank * size
-        # Some tensors, such as PyTorch's fake ones, have no address: NumPy then has memory of its own.
-        source_memory = memory_of(source)
-        target_memory = memory_of(target)
-        rounds = small.rounds(address_of(source_memory), address_of(target_memory), first, first + size)
-        self.run_persistent(small.header, rounds, timeout)
-        return True
-
-    def _run_staged(
+    def _run_prepared(
         self,
         kind: Kind,
         tensor: Tensor,
@@ -251,12 +210,15 @@ class Group:
         reduction: Reduction = Reduction.NONE,
         root: int | None = None,
     ) -> bool:
-        """Do a collective by way of shared memory if it is staged; return whether it is."""
+        """Do a small reduction, or a collective by way of shared memory; return whether this is one of them."""
         self._check_root(root)
-        staged = self._staged.find(kind, tensor, reduction, root)
-        if staged is None:
+        prepared: SmallReduction | StagedCopy | StagedReduction | None
+        prepared = self.persistent.find(kind, tensor, reduction, self._root_name(root))
+        if prepared is None:
+            prepared = self._staged.find(kind, tensor, reduction, root)
+        if prepared is None:
             return False
-        self.run_persistent(staged.header, staged.run(source, target), timeout)
+        self.run_persistent(prepared.header, prepared.run(source, target), timeout)
         return True
 
     def run_persistent(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
@@ -269,8 +231,9 @@ class Group:
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduce in place on rank `dst`, bitwise identical to `all_reduce`; other ranks' tensors do not change."""
         flat = flat_copy_of(check_target(tensor))
+        memory = memory_of(flat)
         with self._lock:
-            if not self._reduce_small(Kind.REDUCE, tensor, flat, flat, reduction, timeout, root=dst):
+            if not self._run_prepared(Kind.REDUCE, tensor, memory, memory, timeout, reduction, root=dst):
                 operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
                 rank, size = self.rank, self.world_size
                 stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
@@ -294,25 +257,20 @@ class Group:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
             return
         spans = even_spans(check_target(output).numel(), self.world_size)
-        kind, parts = Kind.REDUCE_SCATTER, self.world_size
         target = flat_view_of(output)
         if overlap(target, source):
             target = torch.empty_like(target)
         with self._lock:
-            if self._reduce_small(kind, output, source, target, reduction, timeout, parts=parts):
-                copy_back(target, output)
-                return
-            staged = self._staged.find(kind, output, reduction)
-            if staged is not None:
-                self.run_persistent(staged.header, staged.run(memory_of(source), memory_of(target)), timeout)
+            memories = memory_of(source), memory_of(target)
+            if self._run_prepared(Kind.REDUCE_SCATTER, output, *memories, timeout, reduction):
                 copy_back(target, output)
                 return
             flat = source.clone()
-            operation, plan = self._plan(kind, output, flat, reduction)
+            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
             stages = plan.by_doubling() if plan.is_few else plan.by_chunks(spans)
             self._executor.run(operation, stages, timeout or self.timeout)
             write(flat[slice(*spans[self.rank])], output)
-            self._staged.create_after(self, kind, output, reduction, timeout)
+            self._staged.create_after(self, Kind.REDUCE_SCATTER, output, reduction, timeout)
 
     def _reduce_scatter_uneven(
         self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None, sizes: Sequence[int]
@@ -348,7 +306,7 @@ class Group:
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
-            if not self._run_staged(Kind.BROADCAST, tensor, memory, memory, timeout, root=src):
+            if not self._run_prepared(Kind.BROADCAST, tensor, memory, memory, timeout, root=src):
                 operation = self._operation(Kind.BROADCAST, tensor, root=src)
                 schedule = self._selector.broadcast(flat.numel(), src, flat.element_size())
                 stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
@@ -370,7 +328,7 @@ class Group:
         with self._lock:
             if source.data_ptr() != own.data_ptr():
                 own.copy_(source)
-            if not self._run_staged(Kind.ALL_GATHER, tensor, memory, memory, timeout):
+            if not self._run_prepared(Kind.ALL_GATHER, tensor, memory, memory, timeout):
                 operation = self._operation(Kind.ALL_GATHER, tensor)
                 schedule = self._selector.all_gather(spans, gathered.element_size())
                 stage = Stage(schedule, Buffers(memory, memory, gathered.element_size()))

@@ -62,7 +62,7 @@ class StagedCollectives:
         persistent, count, item_bytes = self._persistent, tensor.numel(), tensor.element_size()
         if kind is Kind.REDUCE_SCATTER:
             count *= persistent.selector.world_size
-        if not persistent.can_meet or not persistent.selector.is_staged(count, item_bytes):
+        if kind is Kind.REDUCE or not persistent.can_meet or not persistent.selector.is_staged(count, item_bytes):
             return False
         if kind in (Kind.BROADCAST, Kind.ALL_GATHER):
             return True

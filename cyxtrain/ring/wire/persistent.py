@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +26,6 @@ from cyxtrain.ring.wire.frames import (
     put_sequence,
 )
 from cyxtrain.ring.wire.link import Link
-from cyxtrain.ring.wire.payload import address_of
 from cyxtrain.ring.wire.transfers import CorruptData, check_header
 
 MAX_KEPT = 64
@@ -57,18 +55,20 @@ class PersistentOps:
         self._generation = generation
         self._kept: dict[tuple[Any, ...], SmallReduction] = {}
 
-    def find(
-        self, kind: Kind, tensor: Tensor, reduction: Reduction, root: int = NO_ROOT, parts: int = 1
-    ) -> SmallReduction | None:
-        """Return what reduces `parts` times as many elements as the tensor has; None: it is not small."""
+    def find(self, kind: Kind, tensor: Tensor, reduction: Reduction, root: int = NO_ROOT) -> SmallReduction | None:
+        """Return what does a collective of a tensor of this dtype and shape; None: it is no small reduction."""
+        if reduction is Reduction.NONE:
+            return None
         key = kind, tensor.dtype, tensor.shape, reduction, root
         kept = self._kept.get(key)
         if kept is None:
-            count, item_bytes = parts * tensor.numel(), tensor.element_size()
-            if count == 0 or self.selector.path(count, item_bytes) is not Path.SMALL:
+            scatters = kind is Kind.REDUCE_SCATTER
+            count = tensor.numel() * (self.selector.world_size if scatters else 1)
+            if count == 0 or self.selector.path(count, tensor.element_size()) is not Path.SMALL:
                 return None
-            opening = self.header(reduction, tensor.dtype, tuple(tensor.shape), count * item_bytes, root, kind)
-            kept = SmallReduction(opening, self.selector, tensor.dtype)
+            size = count * tensor.element_size()
+            opening = self.header(reduction, tensor.dtype, tuple(tensor.shape), size, root, kind)
+            kept = SmallReduction(opening, self.selector, tensor.dtype, scatters=scatters)
             keep(self._kept, key, kept)
         return kept
 
@@ -158,10 +158,13 @@ class PersistentHeader:
 class SmallReduction:
     """A reduction of few elements, summed by `binary_tree` in frames that are reused.
 
-    The header's payload has all the elements; their number is the payload's bytes over the dtype's.
+    The header's payload has all the elements. All ranks take the whole result, unless it `scatters`: then each takes
+    its own part.
     """
 
-    def __init__(self, header: PersistentHeader, selector: AlgorithmSelector, dtype: torch.dtype) -> None:
+    def __init__(
+        self, header: PersistentHeader, selector: AlgorithmSelector, dtype: torch.dtype, *, scatters: bool = False
+    ) -> None:
         self.header = header
         self._averages = header.reduction is Reduction.AVG
         self._world_size = selector.world_size
@@ -175,24 +178,23 @@ class SmallReduction:
             rows = {rank: how.view(tensors[rank], payloads[rank]) for rank in frames}
         order = binary_tree(self._world_size) if selector.is_summing else ()
         self._additions: list[tuple[Any, Any]] = [(rows[into], rows[source]) for into, source in order]
-        self._total = tensors[0]
-        self._own_address = address_of(payloads[selector.rank])
-        self._total_address = address_of(payloads[0])
+        self._own = payloads[selector.rank]
+        self._total = tensors[0]  # the sum is in rank 0's frame
+        self._taken = payloads[0]
+        if scatters:
+            size = header.payload_bytes // self._world_size
+            self._taken = payloads[0][selector.rank * size : (selector.rank + 1) * size]
 
-    def rounds(self, source: int, target: int, first: int = 0, end: int | None = None) -> Iterator[Exchange]:
-        """Reduce the elements at the address `source`; yield each exchange with other ranks.
-
-        The bytes from `first` to `end` of the result go to the address `target`.
-        """
-        ctypes.memmove(self._own_address, source, self.header.payload_bytes)
+    def run(self, source: memoryview, target: memoryview) -> Iterator[Exchange]:
+        """Do it, from the bytes of `source` to those of `target`; yield each exchange with other ranks."""
+        self._own[:] = source
         yield self.header.collecting
         for into, other in self._additions:
             self._combine(into, other, out=into)
-        yield self.header.spreading  # the sum is in rank 0's frame
+        yield self.header.spreading
         if self._averages:
             divide(self._total, self._world_size)
-        length = (self.header.payload_bytes if end is None else end) - first
-        ctypes.memmove(target, self._total_address + first, length)
+        target[:] = self._taken
 
 
 class ExpectedFrame:
