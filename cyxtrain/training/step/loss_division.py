@@ -89,7 +89,7 @@ class LossDivision:
 
     def of_loss(self, loss: BatchLoss, share: Share, known: Divisors) -> Sequence[Number]:
         """Count a micro-batch; return the divisor of each loss, the same on every rank, in its backward."""
-        self._weight += loss.weight
+        self._weight += self._in_double(loss.weight)
         if known is not None:
             return known
         components = self._loss.components(loss) if self._asks_before_backward else ()
@@ -107,7 +107,10 @@ class LossDivision:
 
     def watched(self, value: Tensor, loss: BatchLoss) -> Tensor:
         """Return a divided loss, NaN if its weight is not finite: gradients are, when they are divided by that."""
-        return value.detach() + loss.weight * 0.0 if self._divides_after else value.detach()
+        if not self._divides_after:
+            return value.detach()
+        nothing = self._in_double(loss.weight) * 0.0
+        return value.detach() + (nothing.to(value.dtype) if isinstance(nothing, Tensor) else nothing)
 
     def send(self, share: Share) -> None:
         """Send this rank's weight with the next gradients, which are divided by that of all ranks."""
@@ -161,14 +164,18 @@ class LossDivision:
             for batch in share:
                 loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
                 for number, (_, _, each) in enumerate(self._loss.components(loss)):
-                    weight = each.weight
-                    stays = is_accelerator(self._device) and isinstance(weight, Tensor)
-                    weights[number] += as_double(weight, self._device)[0] if stays else float(weight)
+                    weights[number] += self._in_double(each.weight)
             for _ in range(max_micro_batches - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)
         self._transaction.put_back_buffers()
         return weights
+
+    def _in_double(self, weight: Number) -> Number:
+        """Return a weight in float64: a count plus a Python number would have PyTorch's default type, of few digits."""
+        if isinstance(weight, Tensor) and is_accelerator(self._device):
+            return as_double(weight, self._device)[0]
+        return float(weight)
 
     def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
         began = time.perf_counter()

@@ -428,3 +428,35 @@ def test_a_loss_that_is_a_constant_in_a_step_counts_as_zero(world_size):
         for name, (parameters, *more) in others.items():
             np.testing.assert_allclose(parameters, expected["loss_fn"][0], rtol=1e-12, err_msg=name)
             assert more == [*expected["loss_fn"][1:]]
+
+
+# --- PyTorch's default type ------------------------------------------------------------------------------------------
+
+
+def bias_by_default_dtype() -> list[list[float]]:
+    """Returns the bias after a step whose labels are more than float16 can count, for some default types."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        torch.manual_seed(0)
+        inputs, labels = torch.randn(4, 3, 40_000), torch.randint(0, 2, (4, 40_000))
+        labels[:, ::7] = NOT_COUNTED
+        model = torch.nn.Conv1d(3, 2, 1)
+        trainer = cx.DistributedTrainer(
+            model, torch.nn.CrossEntropyLoss(ignore_index=NOT_COUNTED), torch.optim.SGD(model.parameters(), 1.0)
+        )
+        torch.set_default_dtype(dtype)
+        try:
+            trainer.fit(
+                inputs, labels, epochs=1, batch_size=2 // cx.get_world_size(), accumulation_steps=2, verbose=False
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert model.bias is not None
+        found.append(model.bias.tolist())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_labels_are_counted_alike_whatever_pytorchs_default_type_is(world_size: int) -> None:
+    for first, *others in everywhere(world_size, bias_by_default_dtype):
+        assert others == [first] * 3
