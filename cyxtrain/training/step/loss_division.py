@@ -51,6 +51,8 @@ class LossDivision:
         self._ddp, self._setup, self._logged, self._transaction, self._clock = ddp, setup, logged, transaction, clock
         self._world, self._loss, self._device = ddp.world, setup.loss, setup.placement.device
         self._device_of_sums = self._world.device_of_sums(self._device)
+        self.latest: Sequence[Number] = ()
+        """The divisors of the latest micro-batch."""
         self.choose()
         self.begin()
 
@@ -90,10 +92,11 @@ class LossDivision:
     def of_loss(self, loss: BatchLoss, share: Share, known: Divisors) -> Sequence[Number]:
         """Count a micro-batch; return the divisor of each loss, the same on every rank, in its backward."""
         self._weight += self._in_double(loss.weight)
-        if known is not None:
-            return known
-        components = self._loss.components(loss) if self._asks_before_backward else ()
-        return self._divisors([each.weight for _, _, each in components], share)
+        if known is None:
+            components = self._loss.components(loss) if self._asks_before_backward else ()
+            known = self._divisors([each.weight for _, _, each in components], share)
+        self.latest = known
+        return known
 
     def divided(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
         """Return the sum of the terms of each loss over its divisor, times the number of ranks."""

@@ -294,11 +294,12 @@ class TrainingStep:
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
         with apart, gathering_alone(), self._logged.repeating():
             for batch in share:
-                losses_of_batch = [each for _, _, each in self._loss.components(self._forward(batch).loss)]
-                for loss in losses_of_batch:
-                    if loss.value.requires_grad:
-                        self._times_loss_scale(loss.value).backward(retain_graph=loss is not losses_of_batch[-1])
-                    losses.append(loss.value.detach())
+                loss = self._forward(batch).loss
+                losses += [each.value.detach() for _, _, each in self._loss.components(loss)]
+                # Divided as in the step: gradients of 16 bits would overflow elsewhere otherwise.
+                value = self._division.divided(loss, self._division.latest)
+                if value.requires_grad:
+                    self._times_loss_scale(value).backward()
         return losses
 
     def _forward(self, batch: Batch) -> Result:

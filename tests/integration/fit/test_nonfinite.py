@@ -309,3 +309,52 @@ def test_adam_sees_nothing_of_a_step_that_was_skipped():
         assert {*seen} == {None}  # not those of the search for the cause
         assert math.isnan(trainer.history.train_losses[0])  # of no row
         assert flat(model.parameters()).tolist() == flat(Spoilt().parameters()).tolist()
+
+
+# --- float16 ----------------------------------------------------------------------------------------------------------
+
+
+class InfiniteGradient(torch.autograd.Function):
+    """Passes rows on; the gradient of a marked batch is infinite."""
+
+    @staticmethod
+    def forward(context: Any, output: Tensor, is_marked: bool) -> Tensor:  # type: ignore[override]
+        context.is_marked = is_marked
+        return output.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * math.inf if context.is_marked else gradient, None
+
+
+class MarkedTagger(nn.Module):
+    """Classes of many positions of a row; a row that is marked has an infinite gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.last = nn.Linear(4, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        output: Tensor = InfiniteGradient.apply(self.last(rows), bool((rows == MARK).any()))
+        return output.transpose(1, 2)
+
+
+def blamed_in_float16() -> str:
+    with seeded():
+        rows, labels = torch.randn(16, 50, 4), torch.randint(0, 3, (16, 50))
+    labels[:, ::7] = -100
+    rows[1, 0, 0] = MARK
+    model = MarkedTagger()
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1))
+    scale = cx.AMPConfig(initial_scale=2.0**13, use_dynamic_scaling=False)
+    with pytest.raises(cx.NonFiniteError) as raised:
+        trainer.fit(rows, labels, epochs=1, batch_size=8, shuffle=False, verbose=False, precision="fp16", amp=scale)
+    return str(raised.value)
+
+
+def test_a_masked_loss_in_float16_blames_only_the_rank_whose_gradients_overflow() -> None:
+    """Its sum, which is divided only after the exchange, times the scale is beyond float16 on every rank."""
+    for message in everywhere(2, blamed_in_float16):
+        assert "on rank 1, gradients are not finite" in message
+        assert "on rank 0" not in message
