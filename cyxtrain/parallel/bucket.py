@@ -34,7 +34,7 @@ class Bucket:
         parameters: Sequence[tuple[str, nn.Parameter]],
         index: int,
         last: bool,
-        mean: SharedGradientBuffer | None = None,
+        shared_buffer: SharedGradientBuffer | None = None,
         *,
         as_view: bool = False,
     ) -> None:
@@ -49,10 +49,13 @@ class Bucket:
         self._group: Any = None
         self._index = index
         self._last = last
-        self._lay_out(torch.zeros(spec.count, dtype=spec.dtype, device=spec.device) if mean is None else mean.tensor)
-        self.exchange: GradientExchange = (
-            AllReduceExchange(self.numbers, end) if mean is None else SharedMemoryExchange(mean, end)
-        )
+        self.exchange: GradientExchange
+        if shared_buffer is None:
+            self._lay_out(torch.zeros(spec.count, dtype=spec.dtype, device=spec.device))
+            self.exchange = AllReduceExchange(self.numbers, end)
+        else:
+            self._lay_out(shared_buffer.tensor)
+            self.exchange = SharedMemoryExchange(shared_buffer, end)
         self.clear()
 
     def _lay_out(self, flat: Tensor) -> None:
@@ -139,14 +142,17 @@ class Bucket:
         if self._loss is not None and loss is not None:
             torch.sub(loss, loss, out=self._loss)  # 0 or NaN, without waiting for the device
         if weight is not None:
+            # In shared memory, each bucket is divided while it is summed; elsewhere, and for sparse gradients, when
+            # the digits in the last bucket's flags have arrived.
             self.exchange.divide_by(*weight)
-        if weight is not None and self._loss is not None:
-            self._weight.copy_(digits_of(*weight, self._weight.device), non_blocking=True)
+            if self._loss is not None:
+                self._weight.copy_(digits_of(*weight, self._weight.device), non_blocking=True)
         self.exchange.launch(group, scale)
 
-    def total_weight(self, numbers: Sequence[float] | None, unit: float) -> Tensor | float:
+    def total_weight(self, numbers: Sequence[float] | None, provisional_divisor: float) -> Tensor | float:
         """Return the weight of all ranks; `numbers` are the `flags` on the host: without, it stays on the device."""
-        return total_of_means(self._weight if numbers is None else numbers[_WEIGHT], self._group.size(), unit)
+        digits = self._weight if numbers is None else numbers[_WEIGHT]
+        return total_of_means(digits, self._group.size(), provisional_divisor)
 
     def read_flags(self, numbers: Sequence[float]) -> list[nn.Parameter]:
         """Store the received `flags`; return the parameters that some rank with samples has not used."""

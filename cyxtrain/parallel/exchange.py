@@ -97,7 +97,7 @@ class GradientExchange(ABC):
     def complete(self, *, is_finite: bool, unused: Collection[int]) -> None:  # noqa: B027 - most exchanges keep nothing
         """Finish the gradients, and keep what the next step needs; `unused` are those that no rank has made."""
 
-    def divide_by(self, weight: Tensor | float, divided_by: float) -> None:  # noqa: B027 - most multiply afterwards
+    def divide_by(self, weight: Tensor | float, provisional_divisor: float) -> None:  # noqa: B027 - most multiply afterwards
         """Give this rank's weight of the next numbers, and what they were divided by, before `launch`."""
 
     def multiply(self, factor: Tensor | float) -> None:
@@ -123,27 +123,27 @@ class AllReduceExchange(GradientExchange):
 class SharedMemoryExchange(GradientExchange):
     """A bucket in memory that all ranks share: nothing is sent."""
 
-    def __init__(self, mean: SharedGradientBuffer, gradients_end: int) -> None:
-        super().__init__(mean.tensor, gradients_end)
-        self._mean = mean
+    def __init__(self, shared_buffer: SharedGradientBuffer, gradients_end: int) -> None:
+        super().__init__(shared_buffer.tensor, gradients_end)
+        self._shared_buffer = shared_buffer
 
     @override
     def launch(self, group: Any, scale: float) -> None:
-        self._pending = [self._mean.all_reduce(_ASYNCHRONOUS)]
+        self._pending = [self._shared_buffer.all_reduce(_ASYNCHRONOUS)]
 
     @property
     @override
     def collective(self) -> str:
-        return self._mean.description.partition("(")[2]
+        return self._shared_buffer.description.partition("(")[2]
 
     @property
     @override
     def is_known_finite(self) -> bool:
-        return self._mean.is_known_finite
+        return self._shared_buffer.is_known_finite
 
     @override
-    def divide_by(self, weight: Tensor | float, divided_by: float) -> None:
-        self._mean.divide_by(float(weight), divided_by, len(self._gradients))
+    def divide_by(self, weight: Tensor | float, provisional_divisor: float) -> None:
+        self._shared_buffer.divide_by(float(weight), provisional_divisor, len(self._gradients))
 
     @override
     def multiply(self, factor: Tensor | float) -> None:

@@ -251,18 +251,18 @@ class DistributedDataParallel(nn.Module):
         """Whether the next synchronisation can divide by a weight of all ranks: there are others, and 32 bits."""
         return self._reducer is not None and self._reducer.carries_weights
 
-    def divide_by(self, weight: Tensor | float, divided_by: float) -> None:
+    def divide_by(self, weight: Tensor | float, provisional_divisor: float) -> None:
         """Make the next averages the gradients of a mean: the sum of all ranks' terms over the sum of their weights.
 
-        Call backward on sum of terms x number of ranks / `divided_by`. All ranks call it before that, also one without
-        terms. It does nothing in a world of one, and needs `carries_weights`.
+        Call backward on sum of terms x number of ranks / `provisional_divisor`. All ranks call it before that, also one
+        without terms. It does nothing in a world of one, and needs `carries_weights`.
 
         Args:
             weight: Of this rank's terms; it travels with the gradients, and an accelerator is not waited for.
-            divided_by: A power of two near the sum of weights, the same on every rank: nothing is rounded.
+            provisional_divisor: A power of two near the sum of weights, the same on every rank: nothing is rounded.
         """
         if self._reducer is not None:
-            self._reducer.weight = weight, divided_by
+            self._reducer.weight = weight, provisional_divisor
 
     @property
     def factor(self) -> Tensor | float:

@@ -41,9 +41,9 @@ class SharedGradientBuffer:
         """
         return self._reduction.is_finite and torch_compat.version_of(self.tensor) == self._version
 
-    def divide_by(self, weight: float, divided_by: float, count: int) -> None:
+    def divide_by(self, weight: float, provisional_divisor: float, count: int) -> None:
         """Make the next average of the first `count` elements one over weights, as `SharedMemoryReduce.divide_by`."""
-        self._reduction.divide_by(weight, divided_by, count)
+        self._reduction.divide_by(weight, provisional_divisor, count)
 
     @collective("all_reduce", tensors=0, inputs=lambda self: [self.tensor])
     def all_reduce(self, opts: CallOptions) -> Any:

@@ -76,14 +76,14 @@ class SharedMemoryReduce:
         with lasting():
             self._totals = [torch.from_numpy(piece.total) for piece in self._pieces] if self._checks else []
 
-    def divide_by(self, weight: float, divided_by: float, count: int) -> None:
+    def divide_by(self, weight: float, provisional_divisor: float, count: int) -> None:
         """Make the first `count` elements of the next result a mean over weights, not over ranks.
 
-        It is the mean over ranks, times `divided_by`, the same on all of them, over the sum of all weights.
+        It is the mean over ranks, times `provisional_divisor`, the same on all of them, over the sum of all weights.
         """
         if count != self._num_weighted:
             self._cut_at(count)
-        self.weight = weight, divided_by
+        self.weight = weight, provisional_divisor
 
     def in_place(self) -> Iterator[Exchange]:
         """Reduce this rank's part of every row, in an operation of its own; yield each exchange with other ranks."""
@@ -114,10 +114,10 @@ class SharedMemoryReduce:
         if self._checks:
             self.is_finite = all(words[FINITE] for words in self._words)
 
-    def _factor(self, divided_by: float) -> Any:
+    def _factor(self, provisional_divisor: float) -> Any:
         """Return what the mean over ranks is multiplied by, from the weights of all ranks: they are here."""
-        total = total_of([whole_of(words[WEIGHT], divided_by) for words in self._weights], divided_by)
-        return self.own.dtype.type(divided_by / total if total else 0.0)
+        total = total_of([whole_of(words[WEIGHT], provisional_divisor) for words in self._weights], provisional_divisor)
+        return self.own.dtype.type(provisional_divisor / total if total else 0.0)
 
 
 def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:

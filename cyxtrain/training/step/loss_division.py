@@ -28,16 +28,17 @@ Divisors = Sequence[Number] | None
 class LossDivision:
     """Divides the loss of each step by the weight of all ranks and micro-batches.
 
-    a mean over samples     before backward, by the rows of the step, which every rank knows
-    a sum                   by nothing
-    one weighted loss       after the exchange, by the weight that has travelled with the gradients; before backward by
-                            a power of two near it
-    the same, if gradients  before backward: the ranks add up one number; with several micro-batches, whose weight is
-    are of 16 bits          known when all have run, after the exchange
-    several weighted ones   before backward, each by its own: the ranks add up as many numbers; with several
-                            micro-batches a forward counts first
-    one that the model      before forward: the ranks add up what it counts
-    divides by num_items
+    What decides, and when the loss is divided:
+
+    - a mean over samples: before backward, by the rows of the step, which every rank knows;
+    - a sum: never;
+    - one weighted loss: before backward by a provisional divisor, a power of two near the weight; after the exchange by
+      the weight that has travelled with the gradients (`_divides_after`);
+    - one weighted loss with gradients of 16 bits: the ranks add up its weight before backward
+      (`_asks_before_backward`); with several micro-batches after the exchange, as their weight is known only then;
+    - several weighted losses: before backward, each by its own weight, which the ranks add up; with several
+      micro-batches, a forward counts first (`_counts_before_forward`);
+    - one that the model divides by num_items: before forward, by what the ranks add up.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class LossDivision:
     def send(self, share: Share) -> None:
         """Send this rank's weight with the next gradients, which are divided by that of all ranks."""
         if self._divides_after and self._ddp.carries_weights:
-            self._ddp.divide_by(self._weight, self._unit(share))
+            self._ddp.divide_by(self._weight, self._provisional_divisor(share))
 
     def complete(self, share: Share, parameters: Sequence[nn.Parameter]) -> None:
         """Divide the gradients of parameters, unless that was done before or when they were exchanged."""
@@ -129,7 +130,7 @@ class LossDivision:
             return
         with self._clock.backward:
             (total,) = self._sum_over_ranks([self._weight], self._clock.backward)
-        self._correction = quotient(self._unit(share), total)
+        self._correction = quotient(self._provisional_divisor(share), total)
         multiply_gradients(parameters, self._correction)
 
     def mean_of_ranks(self, own: Number) -> Tensor:
@@ -138,7 +139,7 @@ class LossDivision:
         total = torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums)
         return total * self._correction / self._world.size
 
-    def _unit(self, share: Share) -> float:
+    def _provisional_divisor(self, share: Share) -> float:
         """Return what a loss is divided by before backward if its weight is known only then: a power of two near it.
 
         All ranks know it without a message, and nothing is rounded; it keeps the gradients of 16 bits in range.
@@ -148,7 +149,7 @@ class LossDivision:
     def _divisors(self, weights: Sequence[Number], share: Share) -> list[Number]:
         """Return the divisor of each loss; `weights`: this rank's, if the ranks add them up now."""
         if self._divides_after:
-            return [self._unit(share)] * len(self.kinds)
+            return [self._provisional_divisor(share)] * len(self.kinds)
         divisors: list[Number] = [1.0 if kind is Weighting.NOTHING else share.global_rows for kind in self.kinds]
         if self._asks_before_backward:
             places = [place for place, kind in enumerate(self.kinds) if kind is Weighting.WEIGHTS]

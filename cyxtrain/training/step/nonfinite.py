@@ -1,4 +1,4 @@
-"""Losses or gradients that are NaN or infinite: the step is skipped, and the rank at fault named.
+"""Losses or gradients that are NaN or infinite: the step is refused or skipped, and the rank at fault named.
 
 Gradients are averaged before they are checked, and one rank's NaN is in the average: all ranks reach the same verdict
 without a message. Only then does each recompute its batches locally to find the rank at fault.
@@ -56,7 +56,7 @@ class _Pending(NamedTuple):
 
 
 class FiniteGuard:
-    """Skips steps whose loss or gradients are not finite.
+    """Refuses or skips steps whose loss or gradients are not finite, as `on_nonfinite` says: by default it raises.
 
     Cost of a step: the gradients are read once, and the buffers are copied. On an accelerator the host does not wait
     for that: the device itself skips such a step (`report`), and the host learns of it when the next step's backward

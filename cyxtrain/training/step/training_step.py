@@ -1,8 +1,9 @@
 """One training step.
 
 The order of a training step: zero the gradients; accumulate the forward and backward of each micro-batch under no_sync,
-of which the last backward averages gradients over ranks; unscale; check for NaN/Inf, and set the next loss scale; clip;
-step the optimizer, then its schedule; accumulate metrics of the epoch.
+of which the last backward averages gradients over ranks; divide by the weight of all ranks, unless that was done before
+or with the exchange; unscale; check for NaN/Inf, and set the next loss scale; clip; step the optimizer, then its
+schedule; accumulate metrics of the epoch.
 
 Parameters change only after every collective of the step has succeeded; over NCCL the host does not wait for that.
 """
@@ -194,15 +195,15 @@ class TrainingStep:
         recompute = partial(self._recompute_locally, share)
         if not self.guard.defers_verdicts:
             verdict = self.guard.verdict(share, losses, recompute)
-            return verdict, self._updates(share) if verdict is Verdict.TAKEN else ()
+            return verdict, self._optimizer_steps(share) if verdict is Verdict.TAKEN else ()
         report = self.guard.report(share, losses, recompute)
         late = [step.unless(report.bad) for step in self._steps]
         on_device = [step for step in late if step is not None]
         if self._before_update is None and len(on_device) == len(late):
             return Verdict.TAKEN, on_device
-        return Verdict.TAKEN, self._updates(share) if report.is_good() else ()  # this call blocks
+        return Verdict.TAKEN, self._optimizer_steps(share) if report.is_good() else ()  # this call blocks
 
-    def _updates(self, share: Share) -> Sequence[Callable[[], object]]:
+    def _optimizer_steps(self, share: Share) -> Sequence[Callable[[], object]]:
         """Return what steps the optimizers once the host knows that the gradients are finite."""
         if not self._with_closure:
             return self._steps
