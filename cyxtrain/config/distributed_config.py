@@ -152,6 +152,9 @@ class RingOptions:
     """The name of the group, part of what values in the store prove; set by the code that makes the group."""
     devices: str = ""
     """The accelerators of this rank, for the others to see (`cyxtrain.world.devices`)."""
+    keeps_listening: bool = False
+    """Whether a next generation may follow the group, for whose ranks it listens meanwhile; set by the code that makes
+    the group."""
 
     @property
     def secret_bytes(self) -> bytes | None:

@@ -58,7 +58,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
     ) -> None:
         PyTorchGroup.__init__(self, store, rank, world_size)
         self._store = store
-        self.group = self._group = Group(
+        self.group = self._group = Group.join(
             store, rank, world_size, timeout, join_timeout or timeout, generation, global_ranks, options, registry
         )
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.

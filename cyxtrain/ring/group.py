@@ -19,24 +19,25 @@ from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
-from cyxtrain.ring.collective_thread import CollectiveThread, is_worth_it
-from cyxtrain.ring.executor import Executor, SingleRankExecutor
+from cyxtrain.ring.collective_thread import CollectiveThread
+from cyxtrain.ring.connections import Connections
+from cyxtrain.ring.executor import SingleRankExecutor
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.monitoring.heartbeat import Heartbeat
-from cyxtrain.ring.monitoring.monitor import PeerMonitor
-from cyxtrain.ring.rendezvous.handshake import Role
-from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult, rendezvous
+from cyxtrain.ring.rendezvous.directory import Directory
+from cyxtrain.ring.rendezvous.mesh import Mesh, connect
+from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.rendezvous.rendezvous import rendezvous
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import FEW_RANKS, even_spans
+from cyxtrain.ring.schedules.algorithms import even_spans
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction, Scratch, memory_of
 from cyxtrain.ring.schedules.reduction import Buffers, ReductionPlan, Stage
-from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
+from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.schedules.summation import Span, is_latency_bound
 from cyxtrain.ring.shared_memory.staged import StagedCollectives, StagedCopy, StagedReduction
 from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, NO_ROOT, Kind, Numbered, Operation, dtype_code, in_call
-from cyxtrain.ring.wire.link import Link
+from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.payload import (
     check_target,
     check_tensor,
@@ -53,68 +54,52 @@ _LEAVE_SECONDS = 1.0
 """How long `leave` waits for another thread's collective."""
 
 
-class Connections:
-    """Links, mailbox, monitor and executor of a group of several ranks; it owns the `result` of the rendezvous.
-
-    `describe` returns what this rank is doing.
-    """
-
-    def __init__(
-        self,
-        result: RendezvousResult,
-        rank: int,
-        global_ranks: Sequence[int],
-        options: RingOptions,
-        describe: Callable[[], str],
-    ) -> None:
-        self.rendezvous_result = result
-        self.scratch = Scratch(SEGMENT_BYTES)
-        sockets = result.sockets
-        self.selector = _selector(result, rank)
-        machines, room = [entry.machine for entry in result.table], [entry.room for entry in result.table]
-        self.overlaps = is_worth_it(options.communication, machines, room)
-        sums = result.checksums if options.checksums else None
-        self.links, self.message_links = (
-            {peer: Link(sock, global_ranks[peer], sums) for peer, sock in sockets[role].items()}
-            for role in (Role.COLLECTIVES, Role.MESSAGES)
-        )
-        controls = {global_ranks[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
-        others = {global_ranks[peer]: result.table[peer].process for peer in self.links}
-        own = result.table[rank].process
-        heartbeat = Heartbeat(own, others, options.heartbeat_timeout_seconds, time.monotonic())
-        links = (*self.links.values(), *self.message_links.values())
-        self.monitor = PeerMonitor(global_ranks[rank], controls, heartbeat, result, links, describe)
-        self.mailbox = Mailbox(self.message_links, self.monitor)
-        self.executor = Executor(self.links, self.mailbox, self.monitor)
-
-    @property
-    def transport(self) -> str:
-        """How collectives reach the other ranks: "unix", "tcp", or "unix within a machine, tcp between"."""
-        found = {link.transport for link in self.links.values()}
-        return found.pop() if len(found) == 1 else "unix within a machine, tcp between"
-
-    def abandon(self) -> None:
-        """Close everything without a goodbye, in a forked child."""
-        self.monitor.abandon()
-        self.rendezvous_result.abandon()
-
-    def close(self, collectives: int) -> None:
-        """Say goodbye, unless the group has failed, and close everything; `collectives`: how many it has done."""
-        self.monitor.leave(collectives)
-        self.mailbox.close()
-        self.rendezvous_result.close()
-
-
 class Group:
     """One rank of a group: collectives on tensors, numbering, error handling and shutdown.
 
     All ranks call a collective in the same order, with the same shapes, dtypes and reductions. It runs in the calling
     thread. The first error is final: every later call raises it again. A world of one binds no port and starts no
-    thread. The arguments are those of `RingProcessGroup`.
+    thread. It owns the `mesh`.
     """
 
-    def __init__(
-        self,
+    def __init__(self, mesh: Mesh, timeout: timedelta, options: RingOptions, registry: GroupRegistry) -> None:
+        self._mesh = mesh
+        self.directory = mesh.directory
+        self.rank = mesh.rank
+        self.world_size = len(mesh.directory.names)
+        self.timeout = timeout
+        self._generation = mesh.directory.generation
+        self.sequence = 0
+        """How many collectives this group has begun."""
+        self._lock = threading.RLock()
+        self._left = False
+        self._global_ranks = mesh.directory.names
+        self._options = options
+        self._registry = registry
+        self._created_at = time.monotonic()
+        self._activity = CurrentActivity()
+        connections = self._connect() if self.world_size > 1 else None
+        self._connections = connections
+        self._monitor = None if connections is None else connections.monitor
+        self._collective_thread: CollectiveThread | None = None
+        self._scratch = Scratch(0) if connections is None else connections.scratch
+        self._selector = AlgorithmSelector(self.rank, 1, (self.rank,)) if connections is None else connections.selector
+        self._executor = SingleRankExecutor() if connections is None else connections.executor
+        links = {} if connections is None else connections.links
+        self.persistent = PersistentOps(links, self._selector, self._generation)
+        self._staged = StagedCollectives(self.persistent, self._global_ranks)
+        self._registry.add(self)
+
+    def _connect(self) -> Connections:
+        try:
+            return Connections(self._mesh, self._options, self._activity.describe)
+        except BaseException:
+            self._mesh.close()
+            raise
+
+    @classmethod
+    def join(
+        cls,
         store: Store,
         rank: int,
         world_size: int,
@@ -124,38 +109,45 @@ class Group:
         global_ranks: Sequence[int] | None = None,
         options: RingOptions | None = None,
         registry: GroupRegistry | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout = timeout
-        self._generation = generation
-        self.sequence = 0
-        """How many collectives this group has begun."""
-        self._lock = threading.RLock()
-        self._left = False
-        self._global_ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
-        self._registry = registry or GroupRegistry()
-        self._created_at = time.monotonic()
-        self._activity, options = CurrentActivity(), options or RingOptions()
-        connections = self._connect(store, join_timeout, options) if world_size > 1 else None
-        self._connections = connections
-        self._monitor = None if connections is None else connections.monitor
-        self._collective_thread: CollectiveThread | None = None
-        self._scratch = Scratch(0) if connections is None else connections.scratch
-        self._selector = AlgorithmSelector(rank, world_size, (rank,)) if connections is None else connections.selector
-        self._executor = SingleRankExecutor() if connections is None else connections.executor
-        self.persistent = PersistentOps({} if connections is None else connections.links, self._selector, generation)
-        self._staged = StagedCollectives(self.persistent, self._global_ranks)
-        self._registry.add(self)
+    ) -> Group:
+        """Return a group of ranks that find each other through a store; the arguments are `RingProcessGroup`'s."""
+        names = tuple(range(world_size) if global_ranks is None else global_ranks)
+        options, registry = options or RingOptions(), registry or GroupRegistry()
+        if world_size == 1:
+            mesh = Mesh(Directory((RankRecord(1, devices=options.devices),), names, generation), rank)
+        else:
+            mesh = rendezvous(store, rank, names, join_timeout, options, generation, registry.await_peer_failure)
+        return cls(mesh, timeout, options, registry)
 
-    def _connect(self, store: Store, timeout: timedelta, options: RingOptions) -> Connections:
-        rank, ranks, failure = self.rank, self._global_ranks, self._registry.await_peer_failure
-        result = rendezvous(store, rank, ranks, timeout, options, self._generation, failure)
-        try:
-            return Connections(result, rank, ranks, options, self._activity.describe)
-        except BaseException:
-            result.close()
-            raise
+    def next_generation(self, directory: Directory, timeout: timedelta) -> Group:
+        """Return the group of the ranks of `directory`, which is made of this group's by `Directory.without`.
+
+        All of these ranks call it; they need no store. This group is left, as by `leave`, but keeps its listeners: if
+        it fails, it can be called again, with a directory of a later generation. Ranks that call it earlier wait for
+        those that are still in this generation, for at most `timeout`.
+
+        Raises:
+            ConfigError: This rank is not in the directory; or the group was made without `RingOptions.keeps_listening`,
+                or has been left.
+            CyxtrainError: The errors of `mesh.connect`.
+        """
+        name, listeners = self._global_ranks[self.rank], self._mesh.listeners
+        if listeners is None or not (self._options.keeps_listening and name in directory.names):
+            raise ConfigError(
+                f"rank {name} cannot begin generation {directory.generation} with ranks {directory.names}: it must be "
+                "one of them, and its group made with RingOptions(keeps_listening=True), and not followed by another."
+            )
+        rank = directory.names.index(name)
+        self.leave(keeps_listening=True)
+        if self._mesh.listeners is None:
+            raise CyxtrainError(
+                f"rank {name} cannot begin generation {directory.generation}: its old one does not end."
+            )
+        mesh = Mesh(directory, rank)
+        if len(directory.names) > 1:
+            mesh = connect(directory, rank, listeners, self._options, Deadline(timeout.total_seconds()))
+            self._mesh.listeners = None
+        return Group(mesh, self.timeout, self._options, self._registry)
 
     def exclusive(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which no other thread's collective runs."""
@@ -176,12 +168,6 @@ class Group:
         if collective_thread is None or collective_thread.is_current or not (asynchronous or collective_thread.busy):
             return None
         return collective_thread
-
-    @property
-    def reported_devices(self) -> list[tuple[str, str]]:
-        """Machine and description of accelerators, by rank; empty in a world of one."""
-        table = [] if self._connections is None else self._connections.rendezvous_result.table
-        return [(entry.machine, entry.devices) for entry in table]
 
     @property
     def transport(self) -> str:
@@ -471,7 +457,7 @@ class Group:
         monitor.is_raised = True
         return in_call(failure, during)
 
-    def leave(self) -> None:
+    def leave(self, *, keeps_listening: bool = False) -> None:
         """Leave with a goodbye, unless the group has failed. Idempotent."""
         if self._collective_thread is not None:
             self._collective_thread.close(_LEAVE_SECONDS)
@@ -484,7 +470,9 @@ class Group:
                 peer_failure = self._registry.peer_failure(self._created_at)
                 if peer_failure is not None:  # the cause: a goodbye would be reported instead
                     self._connections.monitor.fail(peer_failure)
-                self._connections.close(self.sequence)
+                self._connections.disconnect(self.sequence)
+            if not keeps_listening:
+                self._mesh.close()
         finally:
             self._lock.release()
 
@@ -510,17 +498,3 @@ class Group:
             error = reason if isinstance(reason, CyxtrainError) else None
             self._monitor.is_raised = True
             self._monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
-
-
-def _selector(result: RendezvousResult, rank: int) -> AlgorithmSelector:
-    machines = [entry.machine for entry in result.table]
-    ranks, cores = range(len(machines)), min(entry.cores for entry in result.table)
-    are_together = len(set(machines)) == 1
-    return AlgorithmSelector(
-        rank,
-        len(machines),
-        ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
-        shares_memory=result.all_unix and len(ranks) <= FEW_RANKS,
-        oversubscribed=are_together and len(ranks) > max(2, cores),
-        core_per_rank=are_together and len(ranks) <= cores,
-    )

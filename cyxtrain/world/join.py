@@ -166,10 +166,10 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
         store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, registry=WORLD_GROUPS
     )
     try:
-        reports = ring.group.reported_devices or [("", options.devices)]
-        seen = [Seen.from_text(text) for _, text in reports]
+        records = ring.group.directory.records
+        seen = [Seen.from_text(record.devices) for record in records]
         backend = devices.common_backend(seen)
-        why_ring = "" if backend else devices.why_ring(seen, [machine for machine, _ in reports])
+        why_ring = "" if backend else devices.why_ring(seen, [record.machine for record in records])
         group: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
         if backend is BackendType.CPU or why_ring:
             dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)

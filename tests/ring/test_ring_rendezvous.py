@@ -21,7 +21,7 @@ from cyxtrain.config import RingOptions
 from cyxtrain.environment.processes import State, this_process
 from cyxtrain.errors import PeerLostError, RendezvousError
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.rendezvous import membership, rendezvous
+from cyxtrain.ring.rendezvous import record, rendezvous
 from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store_client import StoreLostError
@@ -112,7 +112,7 @@ def test_sixteen_ranks_that_join_ask_the_operating_system_at_most_twice_a_second
         questions.append(process)
         return State.ALIVE
 
-    monkeypatch.setattr(membership, "state_of", state_of)
+    monkeypatch.setattr(record, "state_of", state_of)
     joined = meet_all(dist.HashStore(), range(16), 16, 60.0)
     assert {error for error, _ in joined} == {None}
     assert len(questions) <= sum(15 * (2 * seconds + 1) for _, seconds in joined)
@@ -257,7 +257,7 @@ def test_what_a_group_held_is_free_when_it_has_left_and_not_when_python_collects
             group._group,
             group._group._connections,
             group._group._connections.monitor,
-            group._group._connections.rendezvous_result,
+            group._group._connections.mesh,
         )
         held.extend(weakref.ref(part) for part in parts)
 

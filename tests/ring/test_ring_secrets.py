@@ -152,7 +152,7 @@ def test_who_knows_the_secret_and_is_no_member_hears_why_within_a_second_and_so_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol": 9}, ("rank 1 speaks version 9", "rank 0 version 8")),
+        ({"protocol": 10}, ("rank 1 speaks version 10", "rank 0 version 9")),
         ({"world_size": 3}, ("rank 1 was started for a world of 3", "rank 0 for a world of 2")),
         ({"checksums": True}, ("rank 1 was started with checksums", "rank 0 without")),
     ],

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from lockstep import Lockstep, buffered, own
 
 from cyxtrain.environment.processes import Process
-from cyxtrain.ring import group
+from cyxtrain.ring import connections
 from cyxtrain.ring.rendezvous.record import RankRecord
-from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, even_spans
 from cyxtrain.ring.schedules.selector import ORDERS_WRITES, SEGMENT_BYTES, SHORT_BYTES, AlgorithmSelector, Path
@@ -38,7 +37,7 @@ def routes_of(places, *, cores=64, all_unix=False):
         RankRecord(len(places), Process(place, 100 + rank, 0), host="127.0.0.1", cores=cores if rank else 64)
         for rank, place in enumerate(places)
     ]
-    return [group._selector(RendezvousResult(table=table, all_unix=all_unix), rank) for rank in ranks]
+    return [connections._selector(table, rank, all_unix=all_unix) for rank in ranks]
 
 
 def crossings(links, places):

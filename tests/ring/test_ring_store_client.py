@@ -16,10 +16,12 @@ from ring_values import error_of
 from worlds import join_threads, run_threads, wait_until
 
 from cyxtrain.config import RingOptions
-from cyxtrain.errors import RendezvousError
+from cyxtrain.errors import PeerLostError, RendezvousError
 from cyxtrain.ring.monitoring import wait_graph
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous import record as entry_module
 from cyxtrain.ring.rendezvous import rendezvous
+from cyxtrain.ring.rendezvous.directory import Directory
 from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store_client import StoreClient
@@ -94,26 +96,23 @@ def test_of_an_error_that_is_not_ours_the_others_hear_the_name_only(monkeypatch)
     assert seconds < 1.0
 
 
-def test_a_rank_that_ends_when_all_have_met_is_not_missed(monkeypatch):
-    """It may have left in peace: whoever has not noticed yet that all have met looks once more."""
+def test_a_rank_that_leaves_while_others_still_compare_is_not_missed(monkeypatch):
+    """It has heard of all that they are connected, and they have what it sent."""
 
-    def all_connected(self):
-        found = really_all_connected(self)
-        if self._rank == 0 and not looked:
-            wait_until(lambda: really_all_connected(self))
-            return False
-        return found
+    def receive(self, *arguments):
+        if threading.current_thread().name == "rank 0":
+            assert left.wait(10)
+        return really_receive(self, *arguments)
 
-    def check(self):
-        if self._rank == 0 and really_all_connected(self):
-            looked.append("a process has ended")
-            raise RendezvousError("rank 1 died: its process ended during rendezvous", rank=1)
+    def rank_main(group):
+        if group.rank() == 1:
+            group.shutdown()
+            left.set()
+        return "joined"
 
-    looked, really_all_connected = [], Membership.all_connected
-    monkeypatch.setattr(Membership, "all_connected", all_connected)
-    monkeypatch.setattr(Membership, "check", check)
-    run_threads(2, lambda group: group.barrier())
-    assert looked
+    left, really_receive = threading.Event(), Directory._receive
+    monkeypatch.setattr(Directory, "_receive", receive)
+    assert run_threads(2, rank_main) == ["joined", "joined"]
 
 
 def test_forked_processes_are_told_apart(monkeypatch):
@@ -132,47 +131,62 @@ def test_a_proof_of_one_group_proves_nothing_in_another_one_of_the_same_ranks():
     assert other.store.forged == {"key"}
 
 
-def test_ranks_that_are_not_connected_with_all_others_are_named():
-    store = dist.HashStore()
-    rolls = [Membership(store, rank, [4, 7, 9], Deadline(5.0)) for rank in range(3)]
-    for roll in rolls:
-        roll.claim()
-    rolls[0].report_connected()
-    assert rolls[2].unconnected() == [7, 9]
-    assert not rolls[0].all_connected()
-    rolls[1].report_connected()
-    rolls[2].report_connected()
-    assert rolls[0].unconnected() == []
-    assert rolls[0].all_connected()
+def error_while_rank_1_sends_no_records(monkeypatch, seconds, registry=None):
+    """Return the error of rank 0, which is connected to rank 1."""
+
+    def compare(self, rank, *arguments):
+        if rank == 0:
+            return really_compare(self, rank, *arguments)
+        is_told.wait(10)
+        raise RendezvousError("its own deadline")
+
+    def run(rank):
+        found[rank] = error_of(lambda: meet(store, rank, 2, seconds, registry=None if rank else registry))
+        is_told.set()
+
+    is_told, really_compare, store, found = threading.Event(), Directory.compare, dist.HashStore(), {}
+    monkeypatch.setattr(Directory, "compare", compare)
+    join_threads([threading.Thread(target=run, args=(rank,)) for rank in range(2)], 10.0)
+    return found[0]
+
+
+def test_a_rank_that_sends_no_records_for_comparison_is_named_at_the_deadline(monkeypatch):
+    error = error_while_rank_1_sends_no_records(monkeypatch, 0.4)
+    assert isinstance(error, RendezvousError)
+    assert "did not send its records for comparison within 0.4 s" in str(error)
+    assert error.rank == 1
+
+
+def test_a_rank_that_another_group_loses_ends_the_comparison(monkeypatch):
+    class World:
+        def peer_failure(self, since):
+            return PeerLostError("rank 1 is lost: killed", rank=1) if comparing.is_set() else None
+
+    def receive(self, *arguments):
+        comparing.set()
+        return really_receive(self, *arguments)
+
+    comparing, really_receive, registry, world = threading.Event(), Directory._receive, GroupRegistry(), World()
+    registry.add(world)
+    monkeypatch.setattr(Directory, "_receive", receive)
+    error = error_while_rank_1_sends_no_records(monkeypatch, 20.0, registry)
+    assert isinstance(error, PeerLostError)
+    assert str(error) == "rank 1 is lost: killed"
 
 
 @pytest.mark.parametrize("lives", [1, 3])
-def test_who_fails_before_all_have_met_ends_it_for_all_and_who_fails_afterwards_for_nobody(lives):
-    def meet_again(store):
+def test_who_fails_first_ends_it_for_all_in_each_life_anew(lives):
+    store = dist.HashStore()
+    for life in range(lives):
         rolls = [Membership(store, rank, range(3), Deadline(5.0)) for rank in range(3)]
         for roll in rolls:
             roll.claim()
             roll.register(RankRecord(3))
-        return rolls
-
-    failure = RendezvousError("rank 7 died: its process ended during rendezvous", rank=7)
-    store = dist.HashStore()
-    for _ in range(lives):
-        rolls = meet_again(store)
-        for roll in rolls:
-            roll.report_connected()
-        assert all(roll.all_connected() for roll in rolls)
-        assert not rolls[2].report_failure(failure)
-        for roll in rolls:
             roll.check()
-    rolls = meet_again(store)
-    rolls[1].report_connected()
-    rolls[2].report_connected()
-    assert rolls[1].report_failure(failure)
-    rolls[0].report_connected()
-    for roll in rolls:
-        assert str(error_of(roll.all_connected)).startswith("rank 7 died")
-        assert str(error_of(roll.check)).startswith("rank 7 died")
+        rolls[1].report_failure(RendezvousError(f"rank {life} died", rank=life))
+        rolls[2].report_failure(RendezvousError("what came of it", rank=2))
+        for roll in rolls:
+            assert str(error_of(roll.check)) == f"rank {life} died (reported by rank 1)"
 
 
 def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch, caplog):

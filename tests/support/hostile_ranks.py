@@ -19,7 +19,7 @@ from torch import nn
 from worlds import wait_until
 
 import cyxtrain as cx
-from cyxtrain.ring.rendezvous import dial, rendezvous
+from cyxtrain.ring.rendezvous import dial, mesh, rendezvous
 from cyxtrain.ring.rendezvous.listen import listen
 from cyxtrain.ring.schedules.selector import SHORT_BYTES
 
@@ -119,14 +119,14 @@ def _tell_what_is_said(folder: Folder, rank: int) -> None:
 
 def _hold_back(folder: Folder) -> None:
     """The others open their doors and wait, for as long as strangers want."""
-    gather = rendezvous._Connector.connect_all
+    gather = mesh._Connector.connect_all
 
     def gather_when_allowed(*args: Any) -> None:
         folder.tell("all are here")
         folder.hear("gather")
         gather(*args)
 
-    mock.patch.object(rendezvous._Connector, "connect_all", gather_when_allowed).start()
+    mock.patch.object(mesh._Connector, "connect_all", gather_when_allowed).start()
 
 
 def _train(folder: Folder) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from worlds import wait_until
 
 import cyxtrain as cx
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.rendezvous import handshake, rendezvous
+from cyxtrain.ring.rendezvous import handshake, mesh
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.frames import Kind
 from cyxtrain.ring.wire.link import Deadline, Poller
@@ -181,7 +181,7 @@ def suffer_and_note(folder: str, suffer: Callable[[Any], None], what: Any) -> No
 
 def join_and_be_killed(folder: str, victim: int, step: int) -> Facts:
     """One rank is killed at a step of its handshakes: after the roll call, before its last connection is made."""
-    gather = rendezvous._Connector.connect_all
+    gather = mesh._Connector.connect_all
 
     def connect_and_be_killed(connector: Any) -> None:
         steps = itertools.count()
@@ -194,7 +194,7 @@ def join_and_be_killed(folder: str, victim: int, step: int) -> Facts:
         gather(connector)
 
     if int(os.environ["RANK"]) == victim:
-        mock.patch.object(rendezvous._Connector, "connect_all", connect_and_be_killed).start()
+        mock.patch.object(mesh._Connector, "connect_all", connect_and_be_killed).start()
     try:
         cx.init()
         cx.barrier()

@@ -25,7 +25,7 @@ from typing import Any
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts, reported
 from cyxtrain.ring.monitoring.heartbeat import Heartbeat, lost
 from cyxtrain.ring.monitoring.wait_graph import MESSAGES, NOBODY, WaitGraph
-from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
+from cyxtrain.ring.rendezvous.mesh import Mesh
 from cyxtrain.ring.wire.frames import (
     Control,
     DamagedError,
@@ -63,25 +63,24 @@ class PeerMonitor:
         rank: int,
         controls: dict[int, socket.socket],
         heartbeat: Heartbeat,
-        result: RendezvousResult,
+        mesh: Mesh,
         links: Sequence[Link],
         describe: Callable[[], str],
     ) -> None:
-        acceptor, selector, checksums = result.acceptor, result.selector, result.checksums
-        assert acceptor is not None
-        assert checksums is not None
-        shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in result.table)
+        assert mesh.listeners is not None
+        assert mesh.listeners.acceptor is not None
+        shortest_seconds = min(record.heartbeat_timeout_seconds for record in mesh.directory.records)
         self.rank = rank
         self.failed_at = 0.0  # in seconds of `time.monotonic`
         self.is_raised = False  # whether a call of this rank's program has raised the failure
         self._controls = controls
         self._heartbeat = heartbeat
-        self._acceptor = acceptor
-        self._selector = selector
+        self._acceptor = mesh.listeners.acceptor
+        self._selector = mesh.listeners.selector
         self._beat_seconds = min(_LONGEST_BEAT_SECONDS, shortest_seconds / _BEATS_PER_TIMEOUT)
         self._links = links
         self._describe = describe
-        self._checksums = checksums
+        self._checksums = mesh.checksums
         self._changed = threading.Condition()
         self._failure: CyxtrainError | None = None
         self._on_failure: Callable[[], None] | None = None
@@ -91,11 +90,11 @@ class PeerMonitor:
         self._unreachable: set[int] = set()
         self._leaving = False
         self._wake_reader, self._wake_writer = socket.socketpair()
-        selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
         for peer, sock in controls.items():
             sock.setblocking(False)
             watch_over(sock)
-            selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_data, peer))
+            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_data, peer))
         self._thread = threading.Thread(target=self._run, name="cyxtrain-monitor", daemon=True)
         self._thread.start()
 
@@ -182,8 +181,11 @@ class PeerMonitor:
         with self._changed:
             return self._waits.find_straggler(sequence, peer)
 
-    def leave(self, collectives: int) -> None:
-        """Send a goodbye to all, unless the group has failed, stop every link and end the thread."""
+    def leave(self, collectives: int) -> bool:
+        """Send a goodbye to all, unless the group has failed, stop every link and end the thread.
+
+        Return whether it has ended, so that another thread may use the selector.
+        """
         with self._changed:
             if self._failure is None:
                 self._send(Control.GOODBYE, {"collectives": collectives})
@@ -196,6 +198,9 @@ class PeerMonitor:
         self._wake_writer.send(b"!")  # closing it alone would not wake the thread while a forked child has it open
         self._thread.join(_LEAVE_SECONDS)
         self._wake_writer.close()
+        for sock in (self._wake_reader, *self._controls.values()):
+            with contextlib.suppress(KeyError):  # one that a peer has closed is not watched any more
+                self._selector.unregister(sock)
         for sock in self._controls.values():
             with contextlib.suppress(OSError):
                 while sock.recv(65536):  # close with unread data sends RST, which can discard what was sent last
@@ -204,6 +209,7 @@ class PeerMonitor:
                 sock.shutdown(socket.SHUT_WR)
             sock.close()
         self._wake_reader.close()
+        return not self._thread.is_alive()
 
     def abandon(self) -> None:
         """Close everything without a goodbye, in a forked child, which has no such thread and is not a rank."""

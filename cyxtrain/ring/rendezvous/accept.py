@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import selectors
 import socket
 import time
@@ -72,14 +73,16 @@ class _Stranger:
     handshake: HandshakeServer
     received: bytearray = field(default_factory=bytearray)
     count: int = 0
+    is_early: bool = False
+    """It is a member of a later generation, which waits for the verdict until that one begins."""
 
 
 class Acceptor:
     """Authenticates connections at listening sockets and hands over those of members.
 
     `name` is for the log: "rank 3". `authorize` gets the hello of a client that knows the secret, and returns why it is
-    refused, or ""; `accept` gets the hello and the socket of each member. The data of each socket in `selector` is the
-    function to call.
+    refused, "" if it is not, or None if it must wait for the next `judge_by`; `accept` gets the hello and the socket of
+    each member. The data of each socket in `selector` is the function to call.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         name: str,
         key: bytes,
-        authorize: Callable[[Hello], str],
+        authorize: Callable[[Hello], str | None],
         accept: Callable[[Hello, socket.socket], None],
         selector: selectors.BaseSelector,
     ) -> None:
@@ -105,6 +108,16 @@ class Acceptor:
         self.unauthenticated: Counter[int] = Counter()
         """By rank, how many clients claimed to be it without knowing the secret."""
         self._listen()
+
+    def judge_by(
+        self, authorize: Callable[[Hello], str | None], accept: Callable[[Hello, socket.socket], None]
+    ) -> None:
+        """Take other functions in place of the first ones, and judge the members that have waited for them."""
+        self._authorize = authorize
+        self._accept = accept
+        for sock, stranger in list(self._strangers.items()):
+            if stranger.is_early:
+                self._judge(sock, stranger)
 
     def remove(self, listener: socket.socket) -> None:
         """Stop accepting at a listening socket."""
@@ -128,9 +141,11 @@ class Acceptor:
         self._log.flush(now)
 
     def close(self) -> None:
-        """Close all unauthenticated connections."""
+        """Close all connections that were not accepted."""
         for sock in list(self._strangers):
-            self._forget(sock)
+            stranger = self._forget(sock)
+            if stranger.is_early:
+                _send(sock, stranger.handshake.verdict("it has left, and begins no next generation"))
             sock.close()
 
     def abandon(self) -> None:
@@ -225,15 +240,27 @@ class Acceptor:
                 f"it connected to {hello.to_place} and reached {place}: something relays the connection, or addresses "
                 "are translated on the way"
             )
+            _send(sock, stranger.handshake.verdict(refused))
+            self._reject(sock, refused)
         else:
-            refused = self._authorize(hello)
+            self._judge(sock, stranger)
+        return True
+
+    def _judge(self, sock: socket.socket, stranger: _Stranger) -> None:
+        """Accept or refuse a client that knows the secret, or let it wait."""
+        hello = stranger.handshake.hello
+        assert hello is not None
+        refused = self._authorize(hello)
+        stranger.is_early = refused is None
+        if refused is None:
+            stranger.expires_at = math.inf
+            return
         _send(sock, stranger.handshake.verdict(refused))
         if refused:
             self._reject(sock, refused)
-            return True
+            return
         self._forget(sock)
         self._accept(hello, sock)
-        return True
 
     def _reject(self, sock: socket.socket, reason: str) -> None:
         stranger = self._forget(sock)

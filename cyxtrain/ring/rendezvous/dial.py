@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cyxtrain.errors import RendezvousError, exhausted, reason_of
 from cyxtrain.ring.rendezvous.handshake import (
     MAX_BYTES,
     HandshakeClient,
@@ -20,14 +19,9 @@ from cyxtrain.ring.rendezvous.handshake import (
     place_of,
     take_message,
 )
-from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline, Poller
 
-_EXPLAIN_SECONDS = 0.1
-"""How long a rank that was rejected waits for the cause, which arrives at the store."""
-_PROOFS = 3
-"""Rejected proofs after which a rank reports that the secrets differ."""
 _NOTIFY_SECONDS = 1.0
 
 
@@ -37,52 +31,6 @@ class ClosedError(Exception):
     def __init__(self, proven: bool) -> None:
         super().__init__("it closed the connection")
         self.proven = proven
-
-
-def dial(
-    record: RankRecord, peer: int, who: str, hello: Hello, key: bytes, membership: Membership, *, unix: bool = False
-) -> socket.socket:
-    """Connect to a rank, first at its Unix socket if `unix`; `peer` and `who` are for errors.
-
-    Raises RendezvousError if it cannot be reached, or refuses us.
-    """
-    rejected = 0
-    while True:
-        where = f"rank {peer} at {record.unix if unix else f'{record.host}:{record.port}'}"
-        try:
-            return dial_once(socket_address(record, unix=unix), hello, key, membership.deadline, membership.check)
-        except RefusedError as refused:
-            raise RendezvousError(f"{where} refused {who}: {refused}.", rank=peer) from None
-        except ClosedError as closed:
-            _await_cause(membership)
-            # Closed before it had our proof, or when the proof was late: bad luck, try again.
-            rejected += closed.proven
-            if rejected == _PROOFS:
-                raise RendezvousError(
-                    f"{where} rejected the proof of {who}: the two were most likely started with different secrets. "
-                    f"Set CYXTRAIN_SECRET to the same value on every rank, or look at the output of rank {peer}.",
-                    rank=peer,
-                ) from None
-            if membership.deadline.passed():
-                raise RendezvousError(f"{where} closes every connection of {who}.", rank=peer) from None
-        except HandshakeError as error:
-            raise RendezvousError(
-                f"{where}: what answers there is not rank {peer} of this run ({error}). Does another program, or an "
-                "old process of this job, use that port?",
-                rank=peer,
-            ) from None
-        except OSError as error:
-            if exhausted(error):
-                raise
-            if unix and record.transport != "unix":
-                unix = False  # they share a kernel but not a network namespace: two containers, say
-                continue
-            _await_cause(membership)
-            raise RendezvousError(
-                f"{who} cannot reach {where} ({reason_of(error)}). Has rank {peer} ended? Across machines, firewalls "
-                "must allow TCP between all ranks.",
-                rank=peer,
-            ) from None
 
 
 def notify_duplicate(record: RankRecord, hello: Hello, key: bytes) -> None:
@@ -176,9 +124,3 @@ def _wait(sock: socket.socket, deadline: Deadline, poll: Callable[[], None], *, 
         poll()
         if deadline.passed():
             raise TimeoutError(errno.ETIMEDOUT, "timed out: no answer before the deadline")
-
-
-def _await_cause(membership: Membership) -> None:
-    """Give the rank that knows why the rendezvous fails a moment to report it."""
-    Deadline(min(_EXPLAIN_SECONDS, membership.deadline.left())).poll_until(membership.check)
-    membership.check_processes()

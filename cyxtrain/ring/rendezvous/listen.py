@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
+import selectors
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from torch.distributed import FileStore, Store, TCPStore
 
 from cyxtrain.errors import RendezvousError, exhausted, reason_of
-from cyxtrain.ring.rendezvous.handshake import place_of
+from cyxtrain.ring.rendezvous.accept import Acceptor
+from cyxtrain.ring.rendezvous.handshake import Hello, place_of
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.store_client import root_of
 
@@ -20,28 +22,64 @@ _DEFAULT_ROUTE = "192.0.2.1"
 """An address that nobody has (RFC 5737): the route to it is the default route."""
 
 
-@dataclass
 class Listeners:
-    """The listening sockets of a rank, non-blocking."""
+    """The listening sockets of a rank, non-blocking, and the acceptor that serves one generation after another there.
 
-    tcp: socket.socket
-    unix: socket.socket | None = None
+    The data of each socket in `selector` is the function to call.
+    """
+
+    def __init__(self, tcp: socket.socket, unix: socket.socket | None = None) -> None:
+        self.tcp = tcp
+        self.unix = unix
+        self.selector = selectors.DefaultSelector()
+        self.acceptor: Acceptor | None = None
 
     @property
     def unix_name(self) -> str:
         """The name of the abstract Unix socket as "@name"; empty if there is none."""
         return "" if self.unix is None else place_of(self.unix.getsockname())
 
+    def serve(
+        self,
+        name: str,
+        key: bytes,
+        authorize: Callable[[Hello], str | None],
+        accept: Callable[[Hello, socket.socket], None],
+    ) -> Acceptor:
+        """Accept connections from now on; the arguments are those of `Acceptor`."""
+        if self.acceptor is None:
+            sockets = [sock for sock in (self.tcp, self.unix) if sock is not None]
+            self.acceptor = Acceptor(sockets, name, key, authorize, accept, self.selector)
+        else:
+            self.acceptor.judge_by(authorize, accept)
+        return self.acceptor
+
     def close_unix(self) -> None:
         """Close the Unix socket, once all ranks have connected."""
         if self.unix is not None:
+            if self.acceptor is not None:
+                self.acceptor.remove(self.unix)
             self.unix.close()
             self.unix = None
 
     def close(self) -> None:
-        """Close both. Idempotent."""
-        self.close_unix()
-        self.tcp.close()
+        """Close everything. Idempotent."""
+        if self.acceptor is not None:
+            self.acceptor.close()
+            self.acceptor = None  # it refers to the connector, which refers to this: a reference cycle
+        self._close_files()
+
+    def abandon(self) -> None:
+        """Close everything in a forked child, without affecting the parent, which shares the sockets."""
+        if self.acceptor is not None:
+            self.acceptor.abandon()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for sock in (self.tcp, self.unix):
+            if sock is not None:
+                sock.close()
+        self.selector.close()
 
 
 def listen(rank: int, store: Store, transport: str) -> Listeners:

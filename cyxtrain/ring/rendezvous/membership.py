@@ -13,18 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
-from cyxtrain.environment.processes import State, state_of
-from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, exhausted, reported
-from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value, refuse_exited
+from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
+from cyxtrain.ring.rendezvous.record import RankRecord, cannot_join, foreign_value, refuse_ended, refuse_exited
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.wire.frames import FrameError, json_object
 from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline
 
 _READERS_SECONDS = 0.3
 """How long the end of a store waits for ranks to read or report the cause."""
-_EXAMINE_SECONDS = 0.5
+EXAMINE_SECONDS = 0.5
 """How often a waiting rank asks whether the others are alive, and whether what it has written is still there."""
-_ALL_CONNECTED = b"all have met"
 PeerFailure = Callable[[float], "CyxtrainError | None"]
 """Waits at most so many seconds, and returns the error if another group of this world has lost a rank."""
 
@@ -66,10 +64,10 @@ class Membership:
         self._options = options
         self._life = 0
         """How often this rank has claimed its place at this store; part of every key."""
-        self._has_reported = False
         self._own = RankRecord(len(global_ranks))
         self._records: dict[int, RankRecord] = {}
-        self._written: dict[str, str] = {}
+        self._is_registered = False
+        self._has_reported = False
         self._examine_deadline = Deadline(0.0)
 
     @contextlib.contextmanager
@@ -87,9 +85,7 @@ class Membership:
             self.report_failure(error)
             raise
         except BaseException as error:  # Ctrl-C, say: the others must not wait
-            # Only its name: the text of a foreign error may hold private data.
-            reason = f"rank {name} cannot join: {exhausted(error) or type(error).__name__}. Look at its output."
-            self.report_failure(RendezvousError(reason, rank=name))
+            self.report_failure(cannot_join(name, error))
             raise
 
     def claim(self) -> None:
@@ -117,7 +113,7 @@ class Membership:
             if self.store.replace(key, before, f"{last + 1} {token}"):
                 self._life = last + 1
         if self._life > 2:  # nobody reads what is older than the last life, and the store may exist for ever
-            for kind in ("entry", "met", "heard"):
+            for kind in ("entry", "heard"):
                 self.store.delete(f"{self._life - 2}/{kind}/{self._rank}")
             if self._rank == 0:
                 self.store.delete(f"{self._life - 2}/verdict")
@@ -125,7 +121,8 @@ class Membership:
     def register(self, record: RankRecord) -> None:
         """Write the record of this rank for the others to read."""
         self._own = record
-        self._write(self._key(f"entry/{self._rank}"), record.to_json())
+        self.store.set(self._key(f"entry/{self._rank}"), record.to_json())
+        self._is_registered = True
 
     def await_all(self) -> list[RankRecord]:
         """Wait until all ranks have registered; return their records, by rank.
@@ -157,63 +154,29 @@ class Membership:
             if refusal:
                 time.sleep(_READERS_SECONDS)  # others of that world are about to connect: they are told too
                 raise RendezvousError(refusal, rank=0)
+        self.check_groups()
+        if self._examine_deadline.passed():
+            self._rewrite()
+            self._examine_deadline = Deadline(EXAMINE_SECONDS)
+            refuse_ended(self._own, {self._global_ranks[rank]: record for rank, record in self._records.items()})
+
+    def check_groups(self) -> None:
+        """Raise the error of another group of this world that has lost a rank."""
         failure = self._peer_failure(0.0)
         if failure is not None:
             raise failure.again()
-        if self._examine_deadline.passed():
-            self._rewrite()
-            self.check_processes()
 
-    def check_processes(self) -> None:
-        """Raise the error for a rank whose process has ended. Cost: about 60 us for each rank on this machine."""
-        self._examine_deadline = Deadline(_EXAMINE_SECONDS)
-        for rank, record in self._records.items():
-            if state_of(record.process, self._own.process) is State.GONE:
-                raise ended(self._global_ranks[rank])
-
-    def report_failure(self, error: CyxtrainError) -> bool:
-        """Report why this rank cannot join; the first report counts.
-
-        Return whether joining has failed; False: all had connected before, and a rank may end.
-        """
-        if self._has_reported:
-            return True
-        self._has_reported = True
+    def report_failure(self, error: CyxtrainError) -> None:
+        """Report why this rank cannot join; the first report counts."""
         name = self._global_ranks[self._rank]
         facts = error.to_facts() | {"type": RendezvousError.__name__, "message": reported(error, name)}
-        if not self._life or self.store.lost:  # the others will notice by themselves
-            return True
+        if self._has_reported or not self._life or self.store.lost:  # then the others will notice by themselves
+            return
+        self._has_reported = True
         with contextlib.suppress(RendezvousError):
-            if self.store.set_first(self._key("verdict"), json.dumps(facts)) == _ALL_CONNECTED:
-                return False
+            self.store.set_first(self._key("verdict"), json.dumps(facts))
             if name == 0:
                 self._await_readers()
-        return True
-
-    def report_connected(self) -> None:
-        """Report that this rank is connected to all others."""
-        with self._store_of_rank_0():
-            self._write(self._key(f"met/{self._rank}"), "yes")
-
-    def all_connected(self) -> bool:
-        """Return whether all ranks are connected to all others: every rank gets the same answer in the end.
-
-        Raises RendezvousError if a rank has failed before.
-        """
-        with self._store_of_rank_0():
-            # A rank that has read it may have left, and cannot write again what another program deletes.
-            if self.store.get(self._key("verdict")) == _ALL_CONNECTED:
-                return True
-            if not self.store.has(*(self._key(f"met/{rank}") for rank in range(len(self._global_ranks)))):
-                return False
-            self._apply(self.store.set_first(self._key("verdict"), _ALL_CONNECTED.decode()))
-            return True
-
-    def unconnected(self) -> list[int]:
-        """Return which ranks, by name, have not reported that they are connected."""
-        with self._store_of_rank_0():
-            has_met = [self.store.has(self._key(f"met/{rank}")) for rank in range(len(self._global_ranks))]
-            return [rank for rank, met in zip(self._global_ranks, has_met, strict=True) if not met]
 
     def _await_readers(self) -> None:
         """Let the other ranks read the cause before the store ends with rank 0."""
@@ -224,8 +187,6 @@ class Membership:
         patience.poll_until(lambda: sum(self.store.has(self._key(f"heard/{rank}")) for rank in ranks) >= others)
 
     def _apply(self, verdict: bytes) -> None:
-        if verdict == _ALL_CONNECTED:
-            return
         self.store.set(self._key(f"heard/{self._rank}"), "yes")
         try:
             raise error_from_facts(json_object(verdict))
@@ -250,16 +211,12 @@ class Membership:
         text = self.store.get(self._key(f"entry/{rank}"))
         return None if text is None else RankRecord.from_json(text)
 
-    def _write(self, key: str, value: str) -> None:
-        self._written[key] = value
-        self.store.set(key, value)
-
     def _rewrite(self) -> None:
-        """Write again what another program has deleted or replaced: anybody can at a store of PyTorch."""
+        """Write the record again if another program has deleted or replaced it: anybody can at a store of PyTorch."""
         with self._store_of_rank_0():
-            for key, value in self._written.items():
-                if self.store.get(key) != value.encode():
-                    self.store.set(key, value)
+            key, text = self._key(f"entry/{self._rank}"), self._own.to_json()
+            if self._is_registered and self.store.get(key) != text.encode():
+                self.store.set(key, text)
 
     def _taken(self, life: int) -> RankTakenError:
         """Return the error for a rank that another process is; this process itself may claim it again."""
@@ -323,15 +280,6 @@ def await_all_ranks(store: Store, rank: int, world_size: int, deadline: Deadline
     with membership.joining():
         membership.register(RankRecord(world_size))
         membership.await_all()
-
-
-def ended(name: int) -> RendezvousError:
-    """Return the error for a rank whose process has ended during rendezvous."""
-    return RendezvousError(
-        f"rank {name} died: its process ended during rendezvous (killed, or out of memory?). "
-        f"Look at the output of rank {name}, and start all ranks again.",
-        rank=name,
-    )
 
 
 def _parse_claim(claim: bytes | None) -> tuple[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 import sys
 from collections.abc import Callable
@@ -33,15 +32,12 @@ class RankProbe:
         self._own = Hello("", 0, Role.COLLECTIVES, rank, world_size, checksums=False)
         self._key = b""
         self.accepted: dict[int, socket.socket] = {}  # the caller closes those that it takes out
-        self._selector = selectors.DefaultSelector()
         self._acceptor: Acceptor | None = None
 
     def start(self, run: str, key: bytes) -> None:
         """Accept connections of the ranks that know the name of the run and the key, whenever this rank serves."""
         self._own, self._key = replace(self._own, run=run), key
-        sockets = [sock for sock in (self._listeners.tcp, self._listeners.unix) if sock is not None]
-        name = f"rank {self._own.rank}"
-        self._acceptor = Acceptor(sockets, name, key, self._authorize, self._accept, self._selector)
+        self._acceptor = self._listeners.serve(f"rank {self._own.rank}", key, self._authorize, self._accept)
 
     def serve(self, seconds: float = 0.0) -> None:
         """Accept connections, for at most so long."""
@@ -80,11 +76,8 @@ class RankProbe:
 
     def close(self) -> None:
         """Close every socket."""
-        if self._acceptor is not None:
-            self._acceptor.close()
         for sock in self.accepted.values():
             sock.close()
-        self._selector.close()
         self._listeners.close()
 
     def _authorize(self, hello: Hello) -> str:

@@ -7,13 +7,13 @@ import ipaddress
 import json
 import os
 import secrets
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cyxtrain.environment import process_env
-from cyxtrain.environment.processes import Process
-from cyxtrain.errors import RendezvousError, printable
+from cyxtrain.environment.processes import Process, State, state_of
+from cyxtrain.errors import RendezvousError, exhausted, printable
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
 
 _Record = TypeVar("_Record")
@@ -166,6 +166,28 @@ def foreign_value(error: Exception) -> RendezvousError:
         f"the store at which the ranks meet holds what no rank has written ({error!r}). Does another program "
         "use it? Choose another MASTER_PORT, the same on every rank."
     )
+
+
+def ended(name: int) -> RendezvousError:
+    """Return the error for a rank whose process has ended during rendezvous."""
+    return RendezvousError(
+        f"rank {name} died: its process ended during rendezvous (killed, or out of memory?). "
+        f"Look at the output of rank {name}, and start all ranks again.",
+        rank=name,
+    )
+
+
+def cannot_join(name: int, error: BaseException) -> RendezvousError:
+    """Return what a rank tells the others of a foreign error: only its type, as its text may hold private data."""
+    reason = exhausted(error) or type(error).__name__
+    return RendezvousError(f"rank {name} cannot join: {reason}. Look at its output.", rank=name)
+
+
+def refuse_ended(own: RankRecord, others: Mapping[int, RankRecord]) -> None:
+    """Raise the error for a rank, by its name, whose process has ended. Cost: about 60 us for each on this machine."""
+    for name, record in others.items():
+        if state_of(record.process, own.process) is State.GONE:
+            raise ended(name)
 
 
 def refuse_exited(awaited: Container[int], world_size: int) -> None:

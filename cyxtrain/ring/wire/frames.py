@@ -24,7 +24,7 @@ from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrame
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 _MAGIC = b"CX"
 MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")

@@ -63,6 +63,7 @@ INSIDE = {
         "monitoring",
         "messages",
         "executor",
+        "connections",
         "group",
         "work sparse",
         "gradient_buffer",
