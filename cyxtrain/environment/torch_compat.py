@@ -440,6 +440,13 @@ def process_groups() -> list[Any]:
     return [dist.group.WORLD] if names is None else [*names]
 
 
+def renumber_ranks(group: dist.ProcessGroup, world_size: int) -> None:
+    """Let PyTorch know that the ranks of a group, if it is the default one, are 0 to `world_size` - 1 from now on."""
+    ranks = getattr(find("torch.distributed.distributed_c10d._world"), "pg_group_ranks", {})
+    if group in ranks:
+        ranks[group] = {rank: rank for rank in range(world_size)}
+
+
 def abort_process_groups() -> None:
     """Leave all process groups without waiting for pending operations, unlike `destroy_process_group`."""
     if _abort_process_group is not None:

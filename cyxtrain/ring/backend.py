@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment import accelerator, torch_compat
-from cyxtrain.errors import CyxtrainError
+from cyxtrain.errors import ConfigError, CyxtrainError
 from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.monitoring.group_registry import WORLD_GROUPS, GroupRegistry
@@ -33,7 +33,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class RingProcessGroup(RingOperations, PyTorchGroup):
-    """A torch.distributed process group whose ranks communicate directly, by its `group`.
+    """A torch.distributed process group whose ranks communicate directly, by its `group`, which can be replaced.
 
     Tensors of an accelerator are copied through pinned host memory. All ranks share the `store`, with its own keys for
     this group. `timeout` is that of every collective, and of joining without a `join_timeout`. Frames of another
@@ -58,12 +58,44 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
     ) -> None:
         PyTorchGroup.__init__(self, store, rank, world_size)
         self._store = store
-        self.group = self._group = Group.join(
-            store, rank, world_size, timeout, join_timeout or timeout, generation, global_ranks, options, registry
+        self._hold(
+            Group.join(
+                store, rank, world_size, timeout, join_timeout or timeout, generation, global_ranks, options, registry
+            )
         )
+
+    def _hold(self, group: Group) -> None:
+        self.group = self._group = group
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
-        self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
-        self.register_for(_devices(), self._group)
+        self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(group),), exitpriority=1)
+        self.register_for(_devices(), group)
+
+    def replace_group(self, group: Group) -> None:
+        """Continue over a `group` of a later generation (`Group.next_generation`); PyTorch and users keep this object.
+
+        The ranks and the size that PyTorch asks for are those of the new group, and the old one is left. What was made
+        of the old one keeps it, and raises its error: gradient buffers, messages on their way, and other groups of
+        PyTorch. PyTorch makes new groups at its store, which may have ended with rank 0. A device mesh, a DTensor and a
+        wrapper of PyTorch keep the ranks that they were made with: make them again.
+
+        Raises:
+            ConfigError: The group is not of a later generation, or PyTorch knows this object as another group than the
+                default one; nothing has changed.
+            CyxtrainError: A collective runs; nothing has changed.
+        """
+        old = self._group
+        if group.directory.generation <= old.directory.generation:
+            raise ConfigError(
+                f"a group of generation {group.directory.generation} cannot follow one of generation "
+                f"{old.directory.generation}: make it by next_generation of the group that it replaces."
+            )
+        if self is not dist.group.WORLD and self in torch_compat.process_groups():
+            raise ConfigError("only the default group can be replaced: make other groups again, with new_group.")
+        with old.paused():
+            self._at_exit.cancel()
+            self._hold(group)
+            torch_compat.renumber_ranks(self, group.world_size)
+        old.leave()
 
     def get_group_store(self) -> dist.Store:
         """Return the store that the group was made with."""
@@ -96,6 +128,11 @@ def fail(group: Any, reason: str | CyxtrainError) -> None:
     """End a group because of an error of this rank, and tell all ranks, if the backend can."""
     if isinstance(group, RingProcessGroup):
         group.fail(reason)
+
+
+def members_of(group: Any) -> tuple[int, ...]:
+    """Return the launcher's number of each rank of a group, by which errors name it."""
+    return group.group.directory.names if isinstance(group, RingProcessGroup) else tuple(range(dist.get_world_size()))
 
 
 def transport_of(group: Any) -> str:

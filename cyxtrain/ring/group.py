@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -148,6 +148,20 @@ class Group:
             mesh = connect(directory, rank, listeners, self._options, Deadline(timeout.total_seconds()))
             self._mesh.listeners = None
         return Group(mesh, self.timeout, self._options, self._registry)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let no collective run within; raise CyxtrainError if one runs, or waits in the collective thread."""
+        thread = self._collective_thread
+        if (thread is not None and thread.busy) or not self._lock.acquire(blocking=False):
+            raise CyxtrainError(
+                f"rank {self._global_ranks[self.rank]} cannot replace its group while a collective of it runs: "
+                f"{self._activity.describe()}."
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def exclusive(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which no other thread's collective runs."""

@@ -20,6 +20,10 @@ class RingBackend(RingOperations, torch_compat.Backend):
 
     def __init__(self, group: Group) -> None:
         torch_compat.Backend.__init__(self, group.rank, group.world_size)
+        self.follow(group)
+
+    def follow(self, group: Group) -> None:
+        """Take another group from now on."""
         # The process group owns it, and Python cannot collect a cycle through C++.
         self._group = weakref.proxy(group)
 
@@ -36,6 +40,7 @@ class RegisteredGroup(dist.ProcessGroup):
     """
 
     _group: Group
+    _backend: RingBackend | None = None
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         # Not the store itself: C++ would keep it, and with it the port of rank 0, as long as this group is referenced.
@@ -44,5 +49,8 @@ class RegisteredGroup(dist.ProcessGroup):
         super().__init__(dist.HashStore(), rank, world_size)
 
     def register_for(self, devices: Sequence[str], group: Group) -> None:
-        """Register the backend for device types."""
-        torch_compat.register_backend(self, RingBackend(group), devices)
+        """Register the backend for device types; with a later group, the backend only follows it."""
+        if self._backend is None:
+            self._backend = RingBackend(group)
+            torch_compat.register_backend(self, self._backend, devices)
+        self._backend.follow(group)

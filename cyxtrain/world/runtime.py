@@ -36,7 +36,7 @@ from cyxtrain.errors import (
     error_from_facts,
     speaks_if,
 )
-from cyxtrain.ring import fail, failure_of, is_ring, raised_failure_of
+from cyxtrain.ring import fail, failure_of, is_ring, members_of, raised_failure_of
 from cyxtrain.world import consensus, devices
 from cyxtrain.world.join import (
     Joined,
@@ -98,9 +98,11 @@ def current(function: str = "this call") -> JoinedWorld:
     global _current
     require_world(function)
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    members = members_of(group)
     side = _side_ring if _side_ring is not None and _side_ring.group is group else None
     agreements = group if side is None else side.ring
-    if _current is not None and _current.group is group and _current.cpu_group is agreements:
+    latest = None if _current is None else (_current.group, _current.cpu_group, _current.members)
+    if _current is not None and latest == (group, agreements, members):
         return _current
     _current = JoinedWorld(
         rank=rank,
@@ -109,7 +111,7 @@ def current(function: str = "this call") -> JoinedWorld:
         cpu_group=agreements,
         cpu_tensors=agreements if side is not None and side.carries_cpu else group,
         local_rank=get_local_rank(),
-        members=tuple(range(size)),
+        members=members,
         generation=_generation,
     )
     return _current

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -14,11 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from worlds import wait_until
 
-import cyxtrain  # noqa: F401 - it registers the backend "ring"
+import cyxtrain
+from cyxtrain.config import DistributedConfig, RingOptions, complete_config
 from cyxtrain.errors import CyxtrainError, RendezvousError
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.world.join import forget_store, open_world_store
 
 FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
 MIB = 2**20
@@ -278,3 +284,68 @@ def join_as_a_rank_that_may_be_taken(names: list[str]) -> str | dict[str, str | 
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
     return run_cases(names)
+
+
+# --- a world that goes on without rank 0 ----------------------------------------------------------------------------
+
+
+def power_sum(count: int) -> float:
+    """Return the sum over the ranks of 2 to the power of RANK, which tells who took part."""
+    tensor = torch.full((count,), 2.0 ** int(os.environ["RANK"]))
+    dist.all_reduce(tensor)
+    assert bool((tensor == tensor[0]).all())
+    return float(tensor[0])
+
+
+def descriptors_and_threads() -> list[int]:
+    return [len(os.listdir("/proc/self/fd")), threading.active_count()]
+
+
+def continue_without_rank_0() -> dict[str, Any]:
+    """Rank 0 leaves, and the store with it; the others hear of it in their next collective, and continue as two."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.ones(1).sum()
+    before = descriptors_and_threads()
+    config = complete_config(DistributedConfig(timeout_ms=30_000))
+    options = dataclasses.replace(RingOptions.from_environment(), keeps_listening=True)
+    store = open_world_store(config, options.secret_bytes, 30.0)
+    ring = RingProcessGroup(store, rank, size, SIXTY_SECONDS, options=options)
+    dist.init_process_group("ring", store=store, rank=rank, world_size=size, pg_options=ring)
+    found: dict[str, Any] = {"sum": power_sum(3)}
+    if rank == 0:
+        dist.destroy_process_group()
+        forget_store()
+        return found
+    three = descriptors_and_threads()
+    left = end_of_world(dist.barrier)
+    assert left is not None
+    forget_store()
+    del store
+    directory = ring.group.directory.without({left["rank"]})
+    ring.replace_group(ring.group.next_generation(directory, SIXTY_SECONDS))
+    world = cyxtrain.init()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, rank)
+    found |= {
+        "left": left["message"],
+        "rank": dist.get_rank(),
+        "size": dist.get_world_size(),
+        "world": [world.rank, world.size, list(world.members)],
+        "sums": [power_sum(3), power_sum(MIB)],
+        "gathered": gathered,
+    }
+    two = descriptors_and_threads()
+    total: Any = functional_all_reduce(torch.tensor([float(rank)]), "sum", ring)
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.full((1, 1), float(rank))).sum().backward()
+    assert model.weight.grad is not None
+    found |= {"functional": (total + 0).item(), "gradient": model.weight.grad.item()}
+    mismatch = end_of_world(lambda: dist.all_reduce(torch.zeros(rank)))
+    assert mismatch is not None
+    found |= {"mismatch": mismatch["message"], "descriptors": two[0], "descriptors of three": three[0]}
+    found |= {"threads": two[1], "threads of three": three[1]}
+    ring.shutdown()
+    dist.destroy_process_group()
+    after = descriptors_and_threads()
+    return found | {"left behind": [after[0] - before[0], after[1] - before[1]]}
