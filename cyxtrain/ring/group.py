@@ -124,7 +124,7 @@ class Group:
 
         All of these ranks call it; they need no store. This group is left, as by `leave`, but keeps its listeners: if
         it fails, it can be called again, with a directory of a later generation. Ranks that call it earlier wait for
-        those that are still in this generation, for at most `timeout`.
+        those that are still in this generation, or have failed and not called it again, for at most `timeout`.
 
         Raises:
             ConfigError: This rank is not in the directory; or the group was made without `RingOptions.keeps_listening`,

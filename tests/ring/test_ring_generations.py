@@ -16,7 +16,7 @@ from ring_values import error_of
 from worlds import run_threads, wait_until
 
 from cyxtrain.config import RingOptions
-from cyxtrain.errors import CollectiveMismatchError, ConfigError, CyxtrainError, RendezvousError
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, CyxtrainError, PeerLostError, RendezvousError
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.rendezvous.directory import Directory
 from cyxtrain.ring.rendezvous.record import RankRecord
@@ -83,6 +83,19 @@ def test_the_ranks_that_are_left_reduce_over_the_next_generation(lost, transport
     left = [after for _, after in found if after is not None]
     kind = "unix" if transport == "auto" else "tcp"
     assert left == [(0, 2, kind, 7.0 - 2.0**lost), (1, 2, kind, 7.0 - 2.0**lost)]
+
+
+def test_ranks_continue_after_an_error_that_has_ended_their_group():
+    def rank_main(group: RingProcessGroup) -> Any:
+        if group.rank() == 1:
+            group.fail("its program failed")
+            return None
+        error = error_of(lambda: group.barrier().wait())
+        follow(group, {error.rank})
+        return type(error), error.rank, reduced(group)
+
+    zero, _, two = run_threads(3, rank_main, options=KEEPING)
+    assert zero == two == (PeerLostError, 1, 5.0)
 
 
 def test_generations_follow_each_other_down_to_a_world_of_one():
@@ -181,6 +194,23 @@ def test_ranks_that_leave_out_different_ranks_are_all_told():
     for error in run_threads(4, rank_main, options=KEEPING)[:3]:
         assert isinstance(error, RendezvousError)
         assert "begin generation 1 of their group with different ranks: all must leave out the same." in str(error)
+
+
+def test_ranks_that_leave_out_more_or_fewer_ranks_are_both_told():
+    def rank_main(group: RingProcessGroup) -> Any:
+        rank = group.rank()
+        if rank > 1:
+            ended.wait(20)
+            return None
+        error = error_of(lambda: follow(group, {2, 3} if rank == 1 else {3}))
+        if both.wait(20) == 0:
+            ended.set()
+        return error
+
+    ended, both = threading.Event(), threading.Barrier(2)
+    for error in run_threads(4, rank_main, options=KEEPING)[:2]:
+        assert isinstance(error, RendezvousError)
+        assert "rank 0 and rank 1 begin generation 1 of their group with different ranks" in str(error)
 
 
 def test_a_group_that_keeps_no_listener_has_no_next_generation():

@@ -97,18 +97,20 @@ class Directory:
             for name, column in columns.items()
         }
 
+    def differs(self, rank: int, other: int) -> str:
+        """Return what to tell of two ranks, by their launcher's numbers, whose later generations differ."""
+        return (
+            f"rank {rank} and rank {other} begin generation {self.generation} of their group with different ranks: all "
+            "must leave out the same."
+        )
+
     def _difference(self, rank: int, peer: int, differing: list[str]) -> RendezvousError:
         own, other = self.names[rank], self.names[peer]
         text = (
             f"rank {own} and rank {other} have read different values at the store, of: {', '.join(differing)}. Another "
             "program writes there. Set CYXTRAIN_SECRET to the same value on every rank, or choose another MASTER_PORT."
         )
-        if self.generation:
-            text = (
-                f"rank {own} and rank {other} begin generation {self.generation} of their group with different ranks: "
-                "all must leave out the same."
-            )
-        return RendezvousError(text, rank=other)
+        return RendezvousError(self.differs(own, other) if self.generation else text, rank=other)
 
     def _receive(self, peer: int, sock: socket.socket, deadline: Deadline, explain: Callable[[bool], None]) -> bytes:
         """Return one message and its checksum; read not a byte more."""

@@ -252,6 +252,8 @@ class _Connector:
         peer_record = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
         caller = self._names[hello.rank] if hello.rank < len(self._names) else hello.rank
         reason = peer_record.why_incompatible(caller, RankRecord(own.world_size, checksums=own.checksums), name)
+        if reason and own.generation and hello.world_size != own.world_size:
+            reason = self._mesh.directory.differs(name, caller)
         if reason:
             self._failure = RendezvousError(reason, rank=caller)
             return reason
