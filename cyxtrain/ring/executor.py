@@ -35,7 +35,7 @@ from cyxtrain.ring.wire.frames import (
     mismatch,
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
-from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
+from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentOperation, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     CorruptData,
     DescriptorTransfer,
@@ -101,7 +101,7 @@ class Executor:
         except BaseException as error:
             raise self._fail_group(error, operation) from None
 
-    def run_persistent(self, operation: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
+    def run_persistent(self, operation: PersistentOperation, rounds: Rounds, timeout: timedelta) -> None:
         """Do this rank's part of a persistent operation; any error ends the group."""
         deadline, expected = None, b""
         try:
@@ -311,7 +311,7 @@ class SingleRankExecutor:
         for _ in stages:
             pass
 
-    def run_persistent(self, operation: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
+    def run_persistent(self, operation: PersistentOperation, rounds: Rounds, timeout: timedelta) -> None:
         """Raise: a world of one has no persistent operations."""
         raise NotImplementedError
 

@@ -48,7 +48,7 @@ from cyxtrain.ring.wire.payload import (
     overlap,
     write,
 )
-from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds, SmallReduction
+from cyxtrain.ring.wire.persistent import PersistentOperation, PersistentOps, Rounds, SmallReduction
 
 _LEAVE_SECONDS = 1.0
 """How long `leave` waits for another thread's collective."""
@@ -221,8 +221,8 @@ class Group:
         self.run_persistent(prepared.header, prepared.run(source, target), timeout)
         return True
 
-    def run_persistent(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
-        """Run a persistent operation. Cost: its exchanges, see `PersistentHeader`."""
+    def run_persistent(self, header: PersistentOperation, rounds: Rounds, timeout: timedelta | None = None) -> None:
+        """Run a persistent operation. Cost: its exchanges, see `PersistentOperation`."""
         with self._lock:
             header.sequence = self.sequence + 1
             self._begin(header)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
-from cyxtrain.ring.wire.persistent import Exchange, PersistentHeader, publish
+from cyxtrain.ring.wire.persistent import Exchange, PersistentOperation, publish
 
 
 class Meeting:
@@ -16,7 +16,7 @@ class Meeting:
     """
 
     def __init__(
-        self, header: PersistentHeader, selector: AlgorithmSelector, words: Sequence[memoryview], what: int = 0
+        self, header: PersistentOperation, selector: AlgorithmSelector, words: Sequence[memoryview], what: int = 0
     ) -> None:
         others = [peer for peer in range(selector.world_size) if peer != selector.rank]
         self.header = header

@@ -139,7 +139,7 @@ def _packed(generation: int, kind: Kind, reduction: Reduction, dtype: int, shape
 
 
 class Numbered(Protocol):
-    """A collective with its number: an `Operation` or a `PersistentHeader`."""
+    """A collective with its number: an `Operation` or a `PersistentOperation`."""
 
     @property
     def sequence(self) -> int:

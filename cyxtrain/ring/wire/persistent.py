@@ -80,13 +80,13 @@ class PersistentOps:
         payload_bytes: int,
         root: int = NO_ROOT,
         kind: Kind = Kind.ALL_REDUCE,
-    ) -> PersistentHeader:
+    ) -> PersistentOperation:
         """Return the header of a persistent operation with other ranks.
 
         `root` of an all_reduce is the number of the shared buffer that holds the elements.
         """
         operation = Operation(kind, 0, reduction, dtype_code(dtype), shape, root, self._generation)
-        return PersistentHeader(operation, self._links, self.selector, payload_bytes)
+        return PersistentOperation(operation, self._links, self.selector, payload_bytes)
 
 
 class Exchange(NamedTuple):
@@ -100,7 +100,7 @@ Rounds = Iterable[Exchange]
 """A rank's part of a persistent operation: it yields each exchange with other ranks."""
 
 
-class PersistentHeader:
+class PersistentOperation:
     """The frame of a persistent operation, and the exchanges that bring every rank's frame to all.
 
     Cost: each sends to all others, in one round; if ranks share cores each sends to rank 0, and rank 0 to all others.
@@ -163,7 +163,7 @@ class SmallReduction:
     """
 
     def __init__(
-        self, header: PersistentHeader, selector: AlgorithmSelector, dtype: torch.dtype, *, scatters: bool = False
+        self, header: PersistentOperation, selector: AlgorithmSelector, dtype: torch.dtype, *, scatters: bool = False
     ) -> None:
         self.header = header
         self._averages = header.reduction is Reduction.AVG
