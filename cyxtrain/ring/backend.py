@@ -75,8 +75,9 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
 
         The ranks and the size that PyTorch asks for are those of the new group, and the old one is left. What was made
         of the old one keeps it, and raises its error: gradient buffers, messages on their way, and other groups of
-        PyTorch. PyTorch makes new groups at its store, which may have ended with rank 0. A device mesh, a DTensor and a
-        wrapper of PyTorch keep the ranks that they were made with: make them again.
+        PyTorch. Destroy those first: each new group asks them whether a rank was lost. PyTorch makes new groups at its
+        store, which may have ended with rank 0. A device mesh, a DTensor and a wrapper of PyTorch keep the ranks that
+        they were made with: make them again.
 
         Raises:
             ConfigError: The group is not of a later generation, or PyTorch knows this object as another group than the

@@ -127,8 +127,8 @@ class Group:
         those that are still in this generation, or have failed and not called it again, for at most `timeout`.
 
         Raises:
-            ConfigError: This rank is not in the directory; or the group was made without `RingOptions.keeps_listening`,
-                or has been left.
+            ConfigError: This rank is not in the directory; the directory is not of a later generation; or the group was
+                made without `RingOptions.keeps_listening`, or has been left. Nothing has changed.
             CyxtrainError: The errors of `mesh.connect`.
         """
         name, listeners = self._global_ranks[self.rank], self._mesh.listeners
@@ -137,11 +137,17 @@ class Group:
                 f"rank {name} cannot begin generation {directory.generation} with ranks {directory.names}: it must be "
                 "one of them, and its group made with RingOptions(keeps_listening=True), and not followed by another."
             )
+        if directory.generation <= self._generation:
+            raise ConfigError(
+                f"a group of generation {directory.generation} cannot follow one of generation {self._generation}: "
+                "make its directory by Directory.without."
+            )
         rank = directory.names.index(name)
         self.leave(keeps_listening=True)
         if self._mesh.listeners is None:
             raise CyxtrainError(
-                f"rank {name} cannot begin generation {directory.generation}: its old one does not end."
+                f"rank {name} cannot begin generation {directory.generation}: its old one does not end. Start all "
+                "ranks again."
             )
         mesh = Mesh(directory, rank)
         if len(directory.names) > 1:
@@ -189,7 +195,10 @@ class Group:
         return "none" if self._connections is None else self._connections.transport
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
-        """Reduce in place, on all ranks. Cost: see the table in docs/ring.md."""
+        """Reduce in place, on all ranks. Cost: see the table in docs/ring.md.
+
+        If it raises, the elements are undefined: some may be partial sums.
+        """
         flat = tensor if has_plain_memory(tensor) else flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:

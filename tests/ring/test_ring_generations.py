@@ -196,21 +196,43 @@ def test_ranks_that_leave_out_different_ranks_are_all_told():
         assert "begin generation 1 of their group with different ranks: all must leave out the same." in str(error)
 
 
-def test_ranks_that_leave_out_more_or_fewer_ranks_are_both_told():
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        pytest.param({0: {3}, 1: {2, 3}}, id="fewer ranks"),
+        pytest.param({0: {1}, 3: {1, 2}}, id="the caller has the number of another rank"),
+        pytest.param({0: {1}, 2: {1}, 3: {0, 1}}, id="the caller reaches another rank than it wants"),
+    ],
+)
+def test_ranks_that_leave_out_more_or_fewer_ranks_are_all_told_at_once(left_out: dict[int, set[int]]) -> None:
+    """Nobody is blamed: the two number their ranks differently."""
+
     def rank_main(group: RingProcessGroup) -> Any:
         rank = group.rank()
-        if rank > 1:
+        if rank not in left_out:
             ended.wait(20)
             return None
-        error = error_of(lambda: follow(group, {2, 3} if rank == 1 else {3}))
-        if both.wait(20) == 0:
+        error = error_of(lambda: follow(group, left_out[rank]))
+        if together.wait(20) == 0:
             ended.set()
         return error
 
-    ended, both = threading.Event(), threading.Barrier(2)
-    for error in run_threads(4, rank_main, options=KEEPING)[:2]:
-        assert isinstance(error, RendezvousError)
-        assert "rank 0 and rank 1 begin generation 1 of their group with different ranks" in str(error)
+    ended, together = threading.Event(), threading.Barrier(len(left_out))
+    found = run_threads(4, rank_main, options=KEEPING)
+    for rank in left_out:
+        assert isinstance(found[rank], RendezvousError)
+        assert "and another rank begin generation 1 of their group with different ranks" in str(found[rank])
+
+
+def test_a_directory_of_the_same_generation_is_refused_before_anything_changes() -> None:
+    def rank_main(group: RingProcessGroup) -> Any:
+        same = group.group.directory
+        error = error_of(lambda: group.group.next_generation(same, TEN_SECONDS))
+        return str(error), reduced(group)
+
+    for text, total in run_threads(2, rank_main, options=KEEPING):
+        assert "a group of generation 0 cannot follow one of generation 0" in text
+        assert total == 3.0
 
 
 def test_a_group_that_keeps_no_listener_has_no_next_generation():

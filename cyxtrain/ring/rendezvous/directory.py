@@ -97,20 +97,25 @@ class Directory:
             for name, column in columns.items()
         }
 
-    def differs(self, rank: int, other: int) -> str:
-        """Return what to tell of two ranks, by their launcher's numbers, whose later generations differ."""
-        return (
-            f"rank {rank} and rank {other} begin generation {self.generation} of their group with different ranks: all "
-            "must leave out the same."
+    def other_ranks(self, rank: int) -> RendezvousError:
+        """Return the error where a rank and another one have different directories of a later generation.
+
+        It names no other rank: the two number their ranks differently.
+        """
+        return RendezvousError(
+            f"rank {self.names[rank]} and another rank begin generation {self.generation} of their group with "
+            "different ranks: all must leave out the same."
         )
 
     def _difference(self, rank: int, peer: int, differing: list[str]) -> RendezvousError:
+        if self.generation:
+            return self.other_ranks(rank)
         own, other = self.names[rank], self.names[peer]
-        text = (
+        return RendezvousError(
             f"rank {own} and rank {other} have read different values at the store, of: {', '.join(differing)}. Another "
-            "program writes there. Set CYXTRAIN_SECRET to the same value on every rank, or choose another MASTER_PORT."
+            "program writes there. Set CYXTRAIN_SECRET to the same value on every rank, or choose another MASTER_PORT.",
+            rank=other,
         )
-        return RendezvousError(self.differs(own, other) if self.generation else text, rank=other)
 
     def _receive(self, peer: int, sock: socket.socket, deadline: Deadline, explain: Callable[[bool], None]) -> bytes:
         """Return one message and its checksum; read not a byte more."""

@@ -245,6 +245,9 @@ class _Connector:
             return None
         if hello.run != own.run or hello.generation != own.generation:
             return f"it belongs to another run than rank {name}, or to an earlier incarnation of this run"
+        if own.generation and (hello.world_size, hello.to_rank) != (own.world_size, own.rank):
+            self._failure = self._mesh.directory.other_ranks(self._rank)
+            return str(self._failure)
         if not hello.to_place or hello.to_rank != own.rank:
             return f"it connected to rank {hello.to_rank} and reached rank {own.rank}"
         if hello.rank >= hello.world_size:
@@ -252,8 +255,6 @@ class _Connector:
         peer_record = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
         caller = self._names[hello.rank] if hello.rank < len(self._names) else hello.rank
         reason = peer_record.why_incompatible(caller, RankRecord(own.world_size, checksums=own.checksums), name)
-        if reason and own.generation and hello.world_size != own.world_size:
-            reason = self._mesh.directory.differs(name, caller)
         if reason:
             self._failure = RendezvousError(reason, rank=caller)
             return reason

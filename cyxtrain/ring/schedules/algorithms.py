@@ -221,7 +221,7 @@ def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) 
 def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ring: Sequence[int]) -> list[Step]:
     """Pass the buffer of `src` along the chain `ring`, in pieces of `segment` elements that follow each other.
 
-    Cost: as `agreed`; the buffer once in and once out, N - 1 hops of latency.
+    Cost: as `with_agreement`; the buffer once in and once out, N - 1 hops of latency.
     """
     if world_size == 1:
         return []
