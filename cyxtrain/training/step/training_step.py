@@ -1,9 +1,8 @@
 """One training step.
 
 The order of a training step: zero the gradients; accumulate the forward and backward of each micro-batch under no_sync,
-of which the last backward averages gradients over ranks; divide by the weight of all ranks, unless that was done before
-or with the exchange; unscale; check for NaN/Inf, and set the next loss scale; clip; step the optimizer, then its
-schedule; accumulate metrics of the epoch.
+of which the last backward averages gradients over ranks, or over the weight of all ranks; unscale; check for NaN/Inf,
+and set the next loss scale; clip; step the optimizer, then its schedule; accumulate metrics of the epoch.
 
 Parameters change only after every collective of the step has succeeded; over NCCL the host does not wait for that.
 """
