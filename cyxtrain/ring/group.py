@@ -199,15 +199,24 @@ class Group:
 
         If it raises, the elements are undefined: some may be partial sums.
         """
-        flat = tensor if has_plain_memory(tensor) else flat_view_of(check_target(tensor))
+        if has_plain_memory(tensor):  # a small one is done in less time than the preparation of others takes
+            with self._lock:
+                small = self.persistent.find(Kind.ALL_REDUCE, tensor, reduction)
+                if small is not None:
+                    address = tensor.data_ptr()
+                    self.run_persistent(small.header, small.run_at(address, address), timeout)
+                    return
+        flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
-            if not self._run_prepared(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
-                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat_view_of(flat), reduction)
+            is_prepared = self._run_prepared(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction)
+            if not is_prepared:
+                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
                 stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
                 self._executor.run(operation, stages, timeout or self.timeout)
             copy_back(flat, tensor)
-            self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
+            if not is_prepared:
+                self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
 
     def _run_prepared(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from cyxtrain.ring.wire.frames import (
     put_sequence,
 )
 from cyxtrain.ring.wire.link import Link
+from cyxtrain.ring.wire.payload import address_of
 from cyxtrain.ring.wire.transfers import CorruptData, check_header
 
 MAX_KEPT = 64
@@ -178,23 +180,28 @@ class SmallReduction:
             rows = {rank: how.view(tensors[rank], payloads[rank]) for rank in frames}
         order = binary_tree(self._world_size) if selector.is_summing else ()
         self._additions: list[tuple[Any, Any]] = [(rows[into], rows[source]) for into, source in order]
-        self._own = payloads[selector.rank]
         self._total = tensors[0]  # the sum is in rank 0's frame
-        self._taken = payloads[0]
+        self._own = address_of(payloads[selector.rank])
+        self._taken = address_of(payloads[0])
+        self._taken_bytes = header.payload_bytes
         if scatters:
-            size = header.payload_bytes // self._world_size
-            self._taken = payloads[0][selector.rank * size : (selector.rank + 1) * size]
+            self._taken_bytes //= self._world_size
+            self._taken += selector.rank * self._taken_bytes
 
     def run(self, source: memoryview, target: memoryview) -> Iterator[Exchange]:
         """Do it, from the bytes of `source` to those of `target`; yield each exchange with other ranks."""
-        self._own[:] = source
+        return self.run_at(address_of(source), address_of(target))
+
+    def run_at(self, source: int, target: int) -> Iterator[Exchange]:
+        """Do it, from the address `source` to the address `target`."""
+        ctypes.memmove(self._own, source, self.header.payload_bytes)
         yield self.header.collecting
         for into, other in self._additions:
             self._combine(into, other, out=into)
         yield self.header.spreading
         if self._averages:
             divide(self._total, self._world_size)
-        target[:] = self._taken
+        ctypes.memmove(target, self._taken, self._taken_bytes)
 
 
 class ExpectedFrame:
@@ -222,16 +229,13 @@ class ExpectedFrame:
         have = self._have = have + count
         if count and have >= HEADER_BYTES:  # after another header nothing more may come
             head = bytes(self.frame[:HEADER_BYTES])
-            check_header(self.link, head, self._expected)
+            checksums = self.link.checksums
+            if checksums is not None or not head.startswith(self._expected):
+                check_header(self.link, head, self._expected)
             self.done = have == len(self.frame)
-            if self.done:
-                self._check_payload(head)
+            if self.done and checksums is not None and checksums.of(self.frame[HEADER_BYTES:]) != payload_sum(head):
+                raise CorruptData(self.link.rank)
         return count > 0
-
-    def _check_payload(self, head: bytes) -> None:
-        checksums = self.link.checksums
-        if checksums is not None and checksums.of(self.frame[HEADER_BYTES:]) != payload_sum(head):
-            raise CorruptData(self.link.rank)
 
 
 class ProgressCounter:
