@@ -6,14 +6,13 @@ on one machine by way of shared memory; across machines, copies along a ring ent
 
 from __future__ import annotations
 
-import enum
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Step
-from cyxtrain.ring.schedules.summation import Spans, is_latency_bound
+from cyxtrain.ring.schedules.summation import Spans
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
 """Whether other cores see a core's writes in their order."""
@@ -23,14 +22,6 @@ SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 WINDOW_BYTES = 2 << 20
 """Bytes that a rank has in shared memory at once: with more they leave the cache, and two copies cost more."""
-
-
-class Path(enum.Enum):
-    """How elements that are not staged are reduced."""
-
-    SMALL = "small reduction"
-    DOUBLING = "recursive doubling"
-    RING = "ring"
 
 
 @dataclass(frozen=True)
@@ -47,14 +38,6 @@ class AlgorithmSelector:
     def is_staged(self, count: int, item_bytes: int) -> bool:
         """Return whether so many elements go by way of shared memory, if frames carry no checksums."""
         return self.shares_memory and count * item_bytes > SHORT_BYTES
-
-    def path(self, count: int, item_bytes: int) -> Path:
-        """Return how so many elements are reduced that are not staged; the table in docs/ring.md specifies it."""
-        if self.is_tiny(count, item_bytes):
-            return Path.SMALL
-        if is_latency_bound(self.world_size, count, item_bytes):
-            return Path.DOUBLING
-        return Path.RING
 
     def is_tiny(self, count: int, item_bytes: int) -> bool:
         """Return whether elements are so few that no send waits, and a round costs more than they do."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Multicast
 from cyxtrain.ring.schedules.kernels import Reduction, calculation_of, divide, lasting
-from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
+from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.schedules.summation import binary_tree
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -66,7 +66,7 @@ class PersistentOps:
         if kept is None:
             scatters = kind is Kind.REDUCE_SCATTER
             count = tensor.numel() * (self.selector.world_size if scatters else 1)
-            if count == 0 or self.selector.path(count, tensor.element_size()) is not Path.SMALL:
+            if count == 0 or not self.selector.is_tiny(count, tensor.element_size()):
                 return None
             size = count * tensor.element_size()
             opening = self.header(reduction, tensor.dtype, tuple(tensor.shape), size, root, kind)
