@@ -165,7 +165,8 @@ class _Connector:
         """
         if self._membership is not None:
             self._membership.check_groups()
-        if not has_ended:
+        self._acceptor.serve(0.0)  # a control connection that ends now is noticed by nobody else
+        if not has_ended and self._failure is None:
             return
         try:
             self._await_cause()
