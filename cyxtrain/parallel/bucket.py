@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cyxtrain.errors import DistributedTrainingError
 from cyxtrain.parallel.exchange import AllReduceExchange, CommHookExchange, GradientExchange, SharedMemoryExchange
 from cyxtrain.parallel.layout import BucketSpec
-from cyxtrain.ring import DIGITS, SharedGradientBuffer, digits_of, total_of_means
+from cyxtrain.ring import DIGITS, MeanWeight, SharedGradientBuffer
 
 _WEIGHT = slice(-1 - DIGITS, -1)
 """Its digits among the flags of the last bucket."""
@@ -45,29 +45,33 @@ class Bucket:
         self.received: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
         self.losses_are_finite = True  # in the last bucket: whether the losses of all ranks were
-        self._gradients_end = end = spec.flags_offset
+        self._gradients_end = spec.flags_offset
         self._group: Any = None
         self._index = index
         self._last = last
         self.exchange: GradientExchange
         if shared_buffer is None:
             self._lay_out(torch.zeros(spec.count, dtype=spec.dtype, device=spec.device))
-            self.exchange = AllReduceExchange(self.numbers, end)
+            self.exchange = AllReduceExchange(self.numbers, self._gradients_end)
         else:
             self._lay_out(shared_buffer.tensor)
-            self.exchange = SharedMemoryExchange(shared_buffer, end)
+            self.exchange = SharedMemoryExchange(shared_buffer, self._gradients_end)
         self.clear()
 
     def _lay_out(self, flat: Tensor) -> None:
         """Set the views of gradients, flags, signals and loss in a flat tensor."""
         spec = self._spec
-        self.numbers, self._flags = flat, flat[spec.flags_offset :]
+        self.numbers = flat
+        self._flags = flat[spec.flags_offset :]
+        # for each parameter the share of ranks that have not used it; that of absent ranks; signals; weight; loss
         self.flags = self._flags.real if self._flags.is_complex() else self._flags
-        """For each parameter the share of ranks that have not used it; that of absent ranks; signals; weight; loss."""
-        signals = self._flags[len(self._parameters) + 1 :]
-        self._signals = signals[: spec.num_signals] if spec.num_signals else None
         self._weight = self.flags[_WEIGHT]
-        self._loss = signals[-1] if spec.num_signals else None
+        self._signals: Tensor | None = None
+        self._loss: Tensor | None = None
+        if spec.num_signals:
+            first_signal = len(self._parameters) + 1
+            self._signals = self._flags[first_signal : first_signal + spec.num_signals]
+            self._loss = self._flags[-1]
         self._views = [
             _slot(flat, offset, parameter) for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
         ]
@@ -88,7 +92,8 @@ class Bucket:
 
     def take(self, slot: int) -> None:
         """Copy the gradient of a parameter."""
-        parameter, view = self._parameters[slot], self._views[slot]
+        parameter = self._parameters[slot]
+        view = self._views[slot]
         gradient = checked_gradient(self.names[slot], parameter)
         if gradient is not view:
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
@@ -124,7 +129,7 @@ class Bucket:
         absent: bool,
         signals: Sequence[float],
         loss: Tensor | None,
-        weight: tuple[Tensor | float, float] | None,
+        weight: MeanWeight | None,
         scale: float,
     ) -> None:
         """Begin the exchange; the unused parameters of a rank that is `absent` (no samples) do not count."""
@@ -144,15 +149,18 @@ class Bucket:
         if weight is not None:
             # In shared memory, each bucket is divided while it is summed; elsewhere, and for sparse gradients, when
             # the digits in the last bucket's flags have arrived.
-            self.exchange.divide_by(*weight)
+            self.exchange.divide_by(weight)
             if self._loss is not None:
-                self._weight.copy_(digits_of(*weight, self._weight.device), non_blocking=True)
+                self._weight.copy_(weight.digits(self._weight.device), non_blocking=True)
         self.exchange.launch(group, scale)
 
-    def total_weight(self, numbers: Sequence[float] | None, provisional_divisor: float) -> Tensor | float:
-        """Return the weight of all ranks; `numbers` are the `flags` on the host: without, it stays on the device."""
+    def factor_of(self, weight: MeanWeight, numbers: Sequence[float] | None) -> Tensor | float:
+        """Return what averages are multiplied by for a mean over the weights that have arrived.
+
+        `numbers` are the `flags` on the host; None: the factor stays on the device.
+        """
         digits = self._weight if numbers is None else numbers[_WEIGHT]
-        return total_of_means(digits, self._group.size(), provisional_divisor)
+        return weight.factor_of_means(digits, self._group.size())
 
     def read_flags(self, numbers: Sequence[float]) -> list[nn.Parameter]:
         """Store the received `flags`; return the parameters that some rank with samples has not used."""
@@ -167,7 +175,9 @@ class Bucket:
         `numbers` are the `flags`, on the host; without, this rank has all gradients, so each parameter was used.
         `is_finite` tells whether what was received, in all buckets, is finite; averages are multiplied by `factor`.
         """
-        unused = set() if self.complete or numbers is None else self._unused_on_all_ranks(numbers)
+        unused: set[int] = set()
+        if numbers is not None and not self.complete:
+            unused = self._unused_on_all_ranks(numbers)
         self.exchange.complete(is_finite=is_finite, unused=unused)
         if isinstance(factor, Tensor) or factor != 1:
             self.exchange.multiply(factor)
@@ -185,12 +195,10 @@ class Bucket:
     def _unused_on_all_ranks(self, numbers: Sequence[float]) -> set[int]:
         """Return the slots of the parameters that no rank with samples has used."""
         # In whole ranks: NCCL multiplies by 1/N before it adds, so N shares need not make 1.
-        world_size, absent = self._group.size(), numbers[len(self._parameters)]
-        return {
-            slot
-            for slot, ready in enumerate(self._ready)
-            if not ready and (numbers[slot] + absent) * world_size > world_size - 0.5
-        }
+        world_size = self._group.size()
+        absent = numbers[len(self._parameters)]
+        missing = [slot for slot, ready in enumerate(self._ready) if not ready]
+        return {slot for slot in missing if (numbers[slot] + absent) * world_size > world_size - 0.5}
 
     # PyTorch's GradBucket.
 

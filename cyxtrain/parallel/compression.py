@@ -59,7 +59,8 @@ def gathered_state(gradients: Mapping[str, LowRankGradient], world: World) -> di
         dist.all_gather(gathered, own, group=world.cpu_group)
         for rank in ranks:
             errors[rank][name] = gathered[rank]
-    return {"queries": {name: gradient.query.cpu().clone() for name, gradient in gradients.items()}, "errors": errors}
+    queries = {name: gradient.query.cpu().clone() for name, gradient in gradients.items()}
+    return {"queries": queries, "errors": errors}
 
 
 def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any], world: World) -> None:
@@ -68,7 +69,8 @@ def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any
     Gradients that are new, or have another shape now, keep their initial state.
     """
     try:
-        queries, errors = state["queries"], state["errors"]
+        queries = state["queries"]
+        errors = state["errors"]
         for name, gradient in gradients.items():
             if name in queries and queries[name].shape == gradient.query.shape:
                 gradient.query.copy_(queries[name])
@@ -90,11 +92,12 @@ class LowRankGradient:
         rows, columns = matrix.shape
         generator = torch.Generator("cpu").manual_seed(seed)
         numbers = torch.randn(columns, width, generator=generator, device="cpu")
+        # Q of the previous step, n x width: the same on every rank
         self.query = numbers.to(matrix.device, matrix.dtype)
-        """Q of the previous step, n x width: the same on every rank."""
+        # what this rank's approximations have left out so far, m x n, in units of the unscaled gradient
         self.error = self.query.new_zeros(rows, columns)
-        """What this rank's approximations have left out so far, m x n, in units of the unscaled gradient."""
-        self.left, self.own_right = self.query.new_empty(rows, width), self.query
+        self.left = self.query.new_empty(rows, width)
+        self.own_right = self.query
 
     def project(self, left: Tensor, scale: float) -> None:
         """Add the error, times `scale`, to the gradient; set `left`, m x width, to M Q."""
@@ -138,16 +141,20 @@ class LowRankExchange(GradientExchange):
             else:
                 self._whole.append(matrix.reshape(-1))
         low_rank = list(self.by_name.values())
-        shapes = [(each.matrix.shape[0], each.query.shape[1]) for each in low_rank]
-        self._first, parts = _joined([*((len(part), 1) for part in self._whole), *shapes], numbers)
-        self._whole_parts, self._lefts = parts[: len(self._whole)], parts[len(self._whole) :]
-        self._second, self._rights = _joined([tuple(each.query.shape) for each in low_rank], numbers)
+        shapes_of_whole = [(len(part), 1) for part in self._whole]
+        shapes_of_lefts = [(each.matrix.shape[0], each.query.shape[1]) for each in low_rank]
+        shapes_of_rights = [tuple(each.query.shape) for each in low_rank]
+        self._first, parts = _joined([*shapes_of_whole, *shapes_of_lefts], numbers)
+        self._whole_parts = parts[: len(self._whole)]
+        self._lefts = parts[len(self._whole) :]
+        self._second, self._rights = _joined(shapes_of_rights, numbers)
         self._group: Any = None
         self._scale = 1.0
 
     @override
     def launch(self, group: Any, scale: float) -> None:
-        self._group, self._scale = group, scale
+        self._group = group
+        self._scale = scale
         for part, whole in zip(self._whole_parts, self._whole, strict=True):
             part.view(-1).copy_(whole)
         for gradient, left in zip(self.by_name.values(), self._lefts, strict=True):
@@ -173,13 +180,15 @@ class LowRankExchange(GradientExchange):
     def complete(self, *, is_finite: bool, unused: Collection[int]) -> None:
         """Set the approximations; keep what they leave out, except of a step that cannot be taken."""
         for gradient, right in zip(self.by_name.values(), self._rights, strict=True):
-            gradient.complete(right, self._scale, keeps_error=is_finite and gradient.number not in unused)
+            keeps_error = is_finite and gradient.number not in unused
+            gradient.complete(right, self._scale, keeps_error=keeps_error)
 
 
 def columns_of(matrix: Tensor, width: int) -> int:
     """Return how many columns a gradient's thin matrices have; 0: they would save too little."""
-    columns = min(width, *matrix.shape) if matrix.numel() else 0
-    return columns if _LEAST_SAVING * columns * sum(matrix.shape) < matrix.numel() else 0
+    columns = min(width, *matrix.shape)
+    count_of_both = columns * sum(matrix.shape)
+    return columns if _LEAST_SAVING * count_of_both < matrix.numel() else 0
 
 
 def as_matrix(gradient: Tensor) -> Tensor:

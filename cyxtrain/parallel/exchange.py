@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from cyxtrain.ring import CallOptions, SharedGradientBuffer
+from cyxtrain.ring import CallOptions, MeanWeight, SharedGradientBuffer
 from cyxtrain.world.consensus import backends_of
 
 _ASYNCHRONOUS = CallOptions(asyncOp=True)
+_AVERAGING = ("ring", "nccl")  # backends with ReduceOp.AVG, which Gloo, for one, has not
 
 
 class MeanWork:
@@ -26,12 +27,14 @@ class MeanWork:
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
         backend: str = dist.get_backend(group)
-        if backend not in ("ring", "nccl"):  # "cpu:gloo,cuda:nccl", say, or unnamed
+        if backend not in _AVERAGING:  # "cpu:gloo,cuda:nccl", say, or unnamed
             backend = backends_of(group).get(tensor.device.type, backend)
-        averages = backend in ("ring", "nccl")  # Gloo, for one, has no AVG
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        op = dist.ReduceOp.AVG
+        self._divisor = 1
+        if backend not in _AVERAGING:
+            op = dist.ReduceOp.SUM
+            self._divisor = group.size()
         self._tensor = tensor
-        self._divisor = 1 if averages else group.size()
         self._work: Any = dist.all_reduce(tensor, op, group, async_op=True)
 
     def wait(self) -> None:
@@ -59,7 +62,8 @@ class GradientExchange(ABC):
 
     def __init__(self, numbers: Tensor, gradients_end: int) -> None:
         self._numbers = numbers
-        self._gradients, self._flags = numbers[:gradients_end], numbers[gradients_end:]
+        self._gradients = numbers[:gradients_end]
+        self._flags = numbers[gradients_end:]
         self._pending: Sequence[Any] = ()  # collectives in progress
 
     @abstractmethod
@@ -97,8 +101,8 @@ class GradientExchange(ABC):
     def complete(self, *, is_finite: bool, unused: Collection[int]) -> None:  # noqa: B027 - most exchanges keep nothing
         """Finish the gradients, and keep what the next step needs; `unused` are those that no rank has made."""
 
-    def divide_by(self, weight: Tensor | float, provisional_divisor: float) -> None:  # noqa: B027 - most multiply afterwards
-        """Give this rank's weight of the next numbers, and what they were divided by, before `launch`."""
+    def divide_by(self, weight: MeanWeight) -> None:  # noqa: B027 - most multiply afterwards
+        """Give this rank's weight of the next numbers, before `launch`."""
 
     def multiply(self, factor: Tensor | float) -> None:
         """Multiply the gradients, which are complete; a 0-dim tensor may be on another device."""
@@ -142,8 +146,8 @@ class SharedMemoryExchange(GradientExchange):
         return self._shared_buffer.is_known_finite
 
     @override
-    def divide_by(self, weight: Tensor | float, provisional_divisor: float) -> None:
-        self._shared_buffer.divide_by(float(weight), provisional_divisor, len(self._gradients))
+    def divide_by(self, weight: MeanWeight) -> None:
+        self._shared_buffer.divide_by(weight, len(self._gradients))
 
     @override
     def multiply(self, factor: Tensor | float) -> None:
@@ -189,7 +193,8 @@ class HalfPrecisionExchange(GradientExchange):
 
     @override
     def launch(self, group: Any, scale: float) -> None:
-        self._world_size, end = group.size(), len(self._gradients)
+        self._world_size = group.size()
+        end = len(self._gradients)
         torch.div(self._gradients, self._world_size, out=self._narrow[:end])
         self._narrow[end:] = self._flags  # a sum of ones is exact; a third is not
         self._pending = [dist.all_reduce(self._narrow, dist.ReduceOp.SUM, group, async_op=True)]

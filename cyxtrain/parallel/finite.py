@@ -20,21 +20,32 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     Cost: CPU tensors are summed, many small ones of a dtype joined by a copy. On an accelerator one operation reads all
     of a dtype, and the host waits once for each device.
     """
-    if len(tensors) <= _FEW and all(tensor.is_cpu for tensor in tensors):
-        return all(map(is_finite, tensors))
-    small: dict[torch.dtype, list[Tensor]] = {}
+    on_cpu: list[Tensor] = []
     elsewhere: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        if not tensor.is_cpu:
+        if tensor.is_cpu:
+            on_cpu.append(tensor)
+        else:
             elsewhere.setdefault(tensor.device, []).append(tensor)
-        elif tensor.dtype.is_complex or tensor.numel() >= _LARGE:
+    return _all_finite_on_cpu(on_cpu) and all(map(_all_finite_on_accelerator, elsewhere.values()))
+
+
+def _all_finite_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    if len(tensors) <= _FEW:
+        return all(map(is_finite, tensors))
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.dtype.is_complex or tensor.numel() >= _LARGE:
             if not is_finite(tensor):
                 return False
         else:
             small.setdefault(tensor.dtype, []).append(tensor)
-    return all(is_finite(torch_compat.flatten(kind)) for kind in small.values()) and all(
-        bool(torch.cat(found).isfinite().all()) for each in elsewhere.values() if (found := magnitudes(each)[1])
-    )
+    return all(is_finite(torch_compat.flatten(alike)) for alike in small.values())
+
+
+def _all_finite_on_accelerator(tensors: Sequence[Tensor]) -> bool:
+    _, vectors = magnitudes(tensors)
+    return not vectors or bool(torch.cat(vectors).isfinite().all())
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
@@ -46,8 +57,13 @@ def magnitudes(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             kinds.setdefault(tensor.dtype, []).append(number)
-    vectors = [torch.stack(torch_compat.max_norms([tensors[number] for number in kind])) for kind in kinds.values()]
-    return [number for kind in kinds.values() for number in kind], vectors
+    numbers: list[int] = []
+    vectors: list[Tensor] = []
+    for alike in kinds.values():
+        numbers += alike
+        norms = torch_compat.max_norms([tensors[number] for number in alike])
+        vectors.append(torch.stack(norms))
+    return numbers, vectors
 
 
 def values_of(gradient: Tensor) -> Tensor:

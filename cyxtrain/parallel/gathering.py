@@ -82,17 +82,23 @@ def all_gather_with_grad(tensor: Tensor) -> Tensor:
         _Recording.calls.append(GatherCall(tuple(tensor.shape[1:]), tensor.dtype))
         return tensor
     world = runtime.current()
-    return tensor if world.size == 1 else _gathered(tensor, _layout_of(world, tensor), world)
+    if world.size == 1:
+        return tensor
+    return _gathered(tensor, _layout_of(world, tensor), world)
 
 
 @contextlib.contextmanager
 def _recording(*, is_local: bool) -> Iterator[list[GatherCall]]:
-    before, calls = (_Recording.calls, _Recording.is_local), list[GatherCall]()
-    _Recording.calls, _Recording.is_local = calls, is_local
+    calls_before = _Recording.calls
+    was_local = _Recording.is_local
+    calls: list[GatherCall] = []
+    _Recording.calls = calls
+    _Recording.is_local = is_local
     try:
         yield calls
     finally:
-        _Recording.calls, _Recording.is_local = before
+        _Recording.calls = calls_before
+        _Recording.is_local = was_local
 
 
 gathering_alone = functools.partial(_recording, is_local=True)
@@ -120,25 +126,32 @@ def backward_alike(world: World, loss: Tensor | None, kept: Sequence[GatherCall]
         loss = None
     own = _depends_on(loss, kept)
     anyone = world.reduce(torch.tensor(own, dtype=torch.uint8, device="cpu"), dist.ReduceOp.MAX)
-    found = zip(kept, own, anyone.tolist(), strict=True)
-    others = [call.rows for call, here, there in found if there and not here and call.rows is not None]
-    if loss is not None or others:
-        torch.autograd.backward(
-            [*([] if loss is None else [loss]), *others],
-            [*([] if loss is None else [None]), *map(torch.zeros_like, others)],
-        )
+    roots: list[Tensor] = []
+    gradients: list[Tensor | None] = []
+    if loss is not None:
+        roots.append(loss)
+        gradients.append(None)
+    for call, is_needed_here, is_needed in zip(kept, own, anyone.tolist(), strict=True):
+        if is_needed and not is_needed_here and call.rows is not None:
+            roots.append(call.rows)
+            gradients.append(torch.zeros_like(call.rows))
+    if roots:
+        torch.autograd.backward(roots, gradients)
 
 
 def depending_on(loss: Tensor, kept: Sequence[GatherCall]) -> Tensor:
     """Return a constant loss as one whose backward runs those of all gathers, for which other ranks wait."""
     for call in kept:
         if call.rows is not None and call.node is not None:
-            loss = loss + (call.rows * 0.0).sum()  # the sum of the rows may be too large for 16 bits
+            # Times 0 before the sum, which may be too large for 16 bits.
+            loss = loss + (call.rows * 0.0).sum()
     return loss
 
 
 def _depends_on(loss: Tensor | None, kept: Sequence[GatherCall]) -> list[bool]:
-    found, waiting = set(), [] if loss is None else [loss.grad_fn]
+    """Return for each gather whether the graph of a loss has it."""
+    found = set()
+    waiting = [] if loss is None else [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
@@ -157,7 +170,8 @@ def _gathered(tensor: Tensor, layout: _Layout, world: World) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: _Layout, world: World) -> Tensor:
-        ctx.rows, ctx.world = layout.rows, world
+        ctx.rows = layout.rows
+        ctx.world = world
         own = tensor.detach().to(layout.dtype).reshape(len(tensor), *layout.row_shape)
         return gathered_rows(own, layout.rows, world.group_for(own.device))
 
@@ -183,7 +197,9 @@ def gathered_rows(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
 
 def _padded(rows: Tensor, count: int) -> Tensor:
     missing = count - len(rows)
-    return rows.contiguous() if missing == 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+    if missing == 0:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
 def _layout_of(world: World, tensor: Tensor) -> _Layout:

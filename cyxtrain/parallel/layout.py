@@ -44,7 +44,10 @@ class BucketSpec:
     @property
     def count(self) -> int:
         """Elements of the flat tensor, flags and signals included."""
-        return self.flags_offset + len(self.parameters) + 1 + (self.num_signals + DIGITS + 1 if self.num_signals else 0)
+        gradients_and_flags = self.flags_offset + len(self.parameters) + 1
+        if not self.num_signals:
+            return gradients_and_flags
+        return gradients_and_flags + self.num_signals + DIGITS + 1
 
 
 def bucket_layout(
@@ -67,12 +70,15 @@ def bucket_layout(
         open_bytes[kind] = open_bytes.get(kind, 0) + spec.count * spec.dtype.itemsize
         if open_bytes[kind] >= limits.get(kind, min(bucket_bytes, _FIRST_BUCKET_BYTES)):
             finished.append((index, open_buckets.pop(kind)))
-            open_bytes[kind], limits[kind] = 0, bucket_bytes
+            open_bytes[kind] = 0
+            limits[kind] = bucket_bytes
     finished += [(bucket[-1], bucket) for bucket in open_buckets.values()]
     # By the parameter that is ready last: the order in which buckets fill.
     finished.sort(key=lambda item: -item[0])
-    buckets = [_bucket([*bucket], parameters) for _, bucket in finished]
-    return [*buckets[:-1], *(replace(bucket, num_signals=num_signals) for bucket in buckets[-1:])]
+    buckets = [_bucket(indices, parameters) for _, indices in finished]
+    if buckets:
+        buckets[-1] = replace(buckets[-1], num_signals=num_signals)
+    return buckets
 
 
 def _bucket(indices: list[int], parameters: Sequence[ParameterSpec]) -> BucketSpec:

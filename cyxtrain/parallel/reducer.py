@@ -29,7 +29,7 @@ from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.ring import SharedGradientBuffer, gradient_buffers_of, is_ring
+from cyxtrain.ring import MeanWeight, SharedGradientBuffer, gradient_buffers_of, is_ring
 from cyxtrain.world import runtime
 from cyxtrain.world.world import World
 
@@ -63,20 +63,20 @@ class Reducer:
         self._world = world
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
-        self._absent = self._refuses_unused = False
+        self._absent = False
+        self._refuses_unused = False
         self._unread: accelerator.HostCopy | None = None
         self.held = False  # whether backward accumulates locally
         self.signals = [0.0] * num_signals  # this rank's signals in each synchronisation
         self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
-        self.weight: tuple[Tensor | float, float] | None = None
-        """Of this rank's loss in the next synchronisation, and what that was divided by; None: it is not counted."""
+        self.weight: MeanWeight | None = None  # of this rank's loss in the next synchronisation; None: not counted
         self.factor: Tensor | float = 1.0  # by which the latest averages were multiplied
+        # whether flags stay on the accelerator, and unused parameters are not refused, until a `report` is read
         self.reports = False
-        """Whether flags stay on the accelerator, and unused parameters are not refused, until a `report` is read."""
         self.scale = 1.0  # what the gradients of the next synchronisations are multiplied by
         self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
-        self.unsynced = self.is_prepared = False
-        """Whether there are gradients that were not averaged; whether buffers were shared for this step."""
+        self.unsynced = False  # whether there are gradients that were not averaged
+        self.is_prepared = False  # whether buffers were shared for this step
         self._add_hooks([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
@@ -106,15 +106,20 @@ class Reducer:
         """Close an `earlier` reducer of the same module, and continue from its state."""
         earlier.close()
         earlier.read_flags()
-        self.unsynced, self.seconds, self.is_prepared = earlier.unsynced, earlier.seconds, earlier.is_prepared
-        self._device_waits = earlier._device_waits
-        self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
+        self.unsynced = earlier.unsynced
+        self.is_prepared = earlier.is_prepared
+        self.signals = earlier.signals
+        self.loss = earlier.loss
         self.weight = earlier.weight
+        self.scale = earlier.scale
         self.reports = earlier.reports
+        self.seconds = earlier.seconds
+        self._device_waits = earlier._device_waits
         if earlier._hook is not None:
             self.exchange_by_hook(*earlier._hook)
         for name in self.low_rank.keys() & earlier.low_rank.keys():
-            now, before = self.low_rank[name], earlier.low_rank[name]
+            now = self.low_rank[name]
+            before = earlier.low_rank[name]
             if (now.query.shape, now.error.shape) == (before.query.shape, before.error.shape):
                 now.query.copy_(before.query)
                 now.error.copy_(before.error)
@@ -183,7 +188,9 @@ class Reducer:
 
     def report(self, losses: Sequence[Tensor]) -> Report:
         """Return the report of the latest synchronisation, with the losses of this rank's micro-batches."""
-        unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets] if self._refuses_unused else []
+        unused: list[Tensor] = []
+        if self._refuses_unused:
+            unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets]
         merge = functools.partial(self._merge_flags, refuses=self._refuses_unused)
         return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, merge)
 
@@ -291,7 +298,10 @@ class Reducer:
                 raise
             raise cause from error
         finally:
-            self._backward = self.loss = self.weight = self._versions = None
+            self._backward = None
+            self._versions = None
+            self.loss = None
+            self.weight = None
             self.is_prepared = False
         self.unsynced = False
         self._refuses_unused = check
@@ -307,30 +317,24 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.exchange.wait()
         self.seconds += time.perf_counter() - began
-        received = [each for bucket in self._buckets for each in bucket.exchange.received] if self.low_rank else []
-        is_finite = all_finite(received)
+        is_finite = True
+        if self.low_rank:  # the only exchange that asks
+            is_finite = all_finite([each for bucket in self._buckets for each in bucket.exchange.received])
         unused: list[nn.Parameter] = []
         found = self._flags_as_needed()
-        self.factor = self._factor(found[-1])
+        self.factor = 1.0
+        if self.weight is not None:
+            self.factor = self._buckets[-1].factor_of(self.weight, found[-1])
         for bucket, numbers in zip(self._buckets, found, strict=True):
             bucket.finish(numbers, is_finite=is_finite, factor=self.factor)
-            # Otherwise all ranks read them at one later point, and refuse there together.
-            if not self.reports and self._unread is None and numbers is not None:
+            # Where flags come late, all ranks read them at one later point, and refuse there together.
+            is_read_later = self.reports or self._unread is not None
+            if numbers is not None and not is_read_later:
                 unused += bucket.read_flags(numbers)
         began = time.perf_counter()
         unused += self._sparse.average(self._world, absent=self._absent, factor=self.factor)
         self.seconds += time.perf_counter() - began
         return unused
-
-    def _factor(self, flags: Sequence[float] | None) -> Tensor | float:
-        """Return what makes of the averages the gradients of a mean, by the weights that came with them."""
-        if self.weight is None:
-            return 1.0
-        _, divisor = self.weight
-        total = self._buckets[-1].total_weight(flags, divisor)
-        if isinstance(total, Tensor):
-            return torch.where(total == 0, 0.0, divisor / total)
-        return divisor / total if total else 0.0
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
         """Return what measures how long an accelerator waits for its backend; with the ring, the host waits."""
@@ -343,8 +347,11 @@ class Reducer:
 
     def take_seconds(self, *, waits: bool) -> float:
         """Return how long this rank has communicated since the last call; `waits` for the accelerator."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds + (0.0 if self._device_waits is None else self._device_waits.take(waits=waits))
+        seconds = self.seconds
+        self.seconds = 0.0
+        if self._device_waits is not None:
+            seconds += self._device_waits.take(waits=waits)
+        return seconds
 
     def _flags_as_needed(self) -> Sequence[Sequence[float] | None]:
         """Return the flags of each bucket, or None if the host need not know them now.
@@ -361,7 +368,9 @@ class Reducer:
         copy = accelerator.HostCopy(torch.cat(flags))
         if not self.reports:
             self._unread = copy
-        return [None] * len(flags) if may_wait else self._split(copy)
+        if may_wait:
+            return [None] * len(flags)
+        return self._split(copy)
 
     def _split(self, copy: accelerator.HostCopy) -> list[list[float]]:
         numbers = copy.read()
@@ -370,13 +379,16 @@ class Reducer:
 
     def read_flags(self) -> None:
         """Wait for the flags of the latest synchronisation, and merge them, unless they were read already."""
-        copy, self._unread = self._unread, None
+        copy = self._unread
+        self._unread = None
         if copy is not None:
             self._merge_flags(self._split(copy), self._refuses_unused)
 
     def _merge_flags(self, flags: Sequence[Sequence[float]], refuses: bool) -> list[float]:
         """Store the flags of each bucket; return the ranks' signals."""
-        unused = [p for bucket, own in zip(self._buckets, flags, strict=True) for p in bucket.read_flags(own)]
+        unused: list[nn.Parameter] = []
+        for bucket, own in zip(self._buckets, flags, strict=True):
+            unused += bucket.read_flags(own)
         if refuses and unused:
             self._refuse_unused(unused)
         return self.received
@@ -395,7 +407,8 @@ class Reducer:
             return
         versions = torch_compat.versions_of(self._trained)
         if versions != self._versions:
-            changed = [p for p, now, then in zip(self._trained, versions, self._versions, strict=True) if now != then]
+            found = zip(self._trained, versions, self._versions, strict=True)
+            changed = [parameter for parameter, now, before in found if now != before]
             names = shortened(self._names[parameter] for parameter in changed)
             raise DistributedTrainingError(
                 f"a hook changed {names} in backward, before the gradients were averaged over ranks. {STEP_LATER}"

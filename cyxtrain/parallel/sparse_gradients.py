@@ -15,8 +15,10 @@ from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.gathering import gathered_rows
 from cyxtrain.world.world import World
 
-_ABSENT, _NONE, _DENSE = -1, -2, -3
-"""What a rank has instead of a number of rows: no samples; no gradient; a dense gradient, as of tied weights."""
+# What a rank has instead of a number of rows:
+_ABSENT = -1  # no samples
+_NONE = -2  # no gradient
+_DENSE = -3  # a dense gradient, as tied weights make one
 
 
 def makes_sparse_gradients(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -56,19 +58,12 @@ class SparseGradients:
         """
         if not self.parameters:
             return []
-        group = world.group_for(self.parameters[0][1].device)
+        group = world.group_for(self._device)
         nothing = _ABSENT if absent else _NONE
-        for name, parameter in self.parameters:
-            if parameter.grad is not None:
-                gradient = checked_gradient(name, parameter)
-                parameter.grad = gradient.coalesce() if gradient.is_sparse else gradient
-        own = [nothing if p.grad is None else _rows(p.grad) for _, p in self.parameters]
-        mine = torch.tensor(own, device=self.parameters[0][1].device)
-        gathered = [torch.empty_like(mine) for _ in range(world.size)]
-        dist.all_gather(gathered, mine, group)
+        own = [_own_rows(name, parameter, nothing) for name, parameter in self.parameters]
+        counts_by_rank = self._gathered(own, world)
         unused = []
-        counts = zip(*(each.tolist() for each in gathered), strict=True)
-        for (_, parameter), rows in zip(self.parameters, counts, strict=True):
+        for (_, parameter), rows in zip(self.parameters, zip(*counts_by_rank, strict=True), strict=True):
             if _NONE in rows:
                 unused.append(parameter)
             if _DENSE in rows:
@@ -79,10 +74,27 @@ class SparseGradients:
                 multiply(values_of(parameter.grad), factor)
         return unused
 
+    @property
+    def _device(self) -> torch.device:
+        return self.parameters[0][1].device
 
-def _rows(gradient: Tensor) -> int:
-    is_plain = gradient.is_sparse and gradient.sparse_dim() == 1
-    return gradient.indices().shape[1] if is_plain else _DENSE
+    def _gathered(self, own: Sequence[int], world: World) -> list[list[int]]:
+        mine = torch.tensor(own, device=self._device)
+        gathered = [torch.empty_like(mine) for _ in range(world.size)]
+        dist.all_gather(gathered, mine, world.group_for(self._device))
+        return [each.tolist() for each in gathered]
+
+
+def _own_rows(name: str, parameter: nn.Parameter, nothing: int) -> int:
+    """Coalesce a parameter's gradient; return its number of rows, or what stands for a gradient without rows."""
+    if parameter.grad is None:
+        return nothing
+    gradient = checked_gradient(name, parameter)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+    parameter.grad = gradient
+    is_by_rows = gradient.is_sparse and gradient.sparse_dim() == 1
+    return gradient.indices().shape[1] if is_by_rows else _DENSE
 
 
 def _average_dense(parameter: nn.Parameter, group: Any) -> None:
@@ -97,8 +109,10 @@ def _average_rows(parameter: nn.Parameter, counts: Sequence[int], group: Any) ->
     rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
     values = parameter.detach().new_empty((0, *parameter.shape[1:]))
     if gradient is not None:
-        rows, values = gradient.indices()[0], gradient.values()
-    rows, values = (gathered_rows(own, counts, group) for own in (rows, values))
+        rows = gradient.indices()[0]
+        values = gradient.values()
+    rows = gathered_rows(rows, counts, group)
+    values = gathered_rows(values, counts, group)
     # check_invariants: PyTorch warns unless it is set; the rows come from sparse gradients of the same shape.
     total = torch.sparse_coo_tensor(
         rows[None], values / len(counts), parameter.shape, device=values.device, check_invariants=False

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.step_report import Report
+from cyxtrain.ring import MeanWeight
 from cyxtrain.world import runtime
 from cyxtrain.world.world import World
 
@@ -102,7 +103,8 @@ class DistributedDataParallel(nn.Module):
         if averages and self._reducer is not None:
             self._reducer.record_forward()
         given = _first_tensor(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
-        self._latest.input, self._latest.output = _reference(given), _reference(output)
+        self._latest.input = _reference(given)
+        self._latest.output = _reference(output)
         if self._reducer is not None and self.training:
             self._count_rows(given)
         return output
@@ -112,10 +114,12 @@ class DistributedDataParallel(nn.Module):
         self._latest.expected_rows = rows
 
     def _count_rows(self, given: Tensor | None) -> None:
-        expected, self._latest.expected_rows = self._latest.expected_rows, None
-        if expected is None:
-            expected = len(given) if given is not None and given.dim() else 1
-        self._latest.rows += expected
+        rows = self._latest.expected_rows
+        self._latest.expected_rows = None
+        if rows is None:
+            has_rows = given is not None and given.dim() > 0
+            rows = len(given) if given is not None and has_rows else 1
+        self._latest.rows += rows
 
     @property
     def buffer_rows(self) -> int:
@@ -200,7 +204,8 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is None:
             yield
             return
-        before, self._reducer.held = self._reducer.held, True
+        before = self._reducer.held
+        self._reducer.held = True
         try:
             yield
         finally:
@@ -209,7 +214,8 @@ class DistributedDataParallel(nn.Module):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Leave the module to another wrapper within, which averages its gradients."""
-        before, self._latest.is_suspended = self._latest.is_suspended, True
+        before = self._latest.is_suspended
+        self._latest.is_suspended = True
         try:
             with self.no_sync():
                 yield
@@ -238,7 +244,8 @@ class DistributedDataParallel(nn.Module):
 
     def received(self) -> list[float]:
         """Return, for each signal, a number above 0 if a report read since the last call has it."""
-        received, self._latest.received = self._latest.received, [0.0] * NUM_SIGNALS
+        received = self._latest.received
+        self._latest.received = [0.0] * NUM_SIGNALS
         return received
 
     def expect_scale(self, scale: float) -> None:
@@ -262,7 +269,7 @@ class DistributedDataParallel(nn.Module):
             provisional_divisor: A power of two near the sum of weights, the same on every rank: nothing is rounded.
         """
         if self._reducer is not None:
-            self._reducer.weight = weight, provisional_divisor
+            self._reducer.weight = MeanWeight(weight, provisional_divisor)
 
     @property
     def factor(self) -> Tensor | float:
@@ -272,8 +279,9 @@ class DistributedDataParallel(nn.Module):
     def watch(self, loss: Tensor) -> None:
         """Include this rank's `loss`, 0-dim, in the next synchronisation: `is_finite` checks it too."""
         # With accumulation, the losses of several backwards are summed: what is not finite stays so.
-        watched, own = self._latest.watched, loss.detach()
-        self._latest.watched = own if watched is None else watched + own
+        own = loss.detach()
+        earlier = self._latest.watched
+        self._latest.watched = own if earlier is None else earlier + own
         if self._reducer is not None:
             self._reducer.loss = self._latest.watched
 
@@ -281,8 +289,10 @@ class DistributedDataParallel(nn.Module):
         """Discard what was accumulated and watched since the latest synchronisation: the step is skipped."""
         self._latest.watched = None
         if self._reducer is not None:
-            self._reducer.loss, self._reducer.unsynced, self._reducer.is_prepared = None, False, False
+            self._reducer.loss = None
             self._reducer.weight = None
+            self._reducer.unsynced = False
+            self._reducer.is_prepared = False
 
     def use_reports(self) -> None:
         """Leave flags on the accelerator until `read_report`: backward does not wait.
@@ -300,8 +310,7 @@ class DistributedDataParallel(nn.Module):
         Args:
             losses: Of this rank's micro-batches, for `Report.losses`.
         """
-        loss, self._latest.watched = self._latest.watched, None
-        self._latest.checked = loss
+        loss = self._take_watched()
         if self._reducer is not None:
             return self._reducer.report(losses)
         parameters = tensors_of(self.module)[0]
@@ -325,12 +334,19 @@ class DistributedDataParallel(nn.Module):
         """
         if self._latest.has_reports:
             return self.read_report(self.report([]))
-        loss, self._latest.watched = self._latest.watched, None
-        self._latest.checked = loss
+        loss = self._take_watched()
         if self._reducer is not None:
             return self._reducer.is_finite()
-        gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
-        return all_finite(gradients if loss is None else [*gradients, loss])
+        numbers = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
+        if loss is not None:
+            numbers.append(loss)
+        return all_finite(numbers)
+
+    def _take_watched(self) -> Tensor | None:
+        """Return the sum of the losses that were watched since the last check, which are checked now."""
+        self._latest.checked = self._latest.watched
+        self._latest.watched = None
+        return self._latest.checked
 
     @property
     def checked_loss(self) -> Tensor | None:
@@ -386,7 +402,8 @@ class DistributedDataParallel(nn.Module):
             self._share_buffers(tensors_of(self.module)[1])
 
     def _share_buffers(self, buffers: Sequence[Tensor], *, before_step: bool = False) -> None:
-        rows, self._latest.rows = self._latest.rows, 0
+        rows = self._latest.rows
+        self._latest.rows = 0
         share = self._sharing.share_before_step if before_step else self._sharing.share
         share(self.world, buffers, lambda: [name for name, _ in self.module.named_buffers()], rows)
 
@@ -517,8 +534,16 @@ def _merged(config: DDPConfig | None, fields: dict[str, Any]) -> DDPConfig:
 def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for found in map(_first_tensor, parts) if found is not None), None)
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    for part in parts:
+        found = _first_tensor(part)
+        if found is not None:
+            return found
+    return None
 
 
 def _reference(value: Any) -> Callable[[], Tensor | None]:

@@ -18,6 +18,7 @@ from cyxtrain.ring.backend import (
     transport_of,
 )
 from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
+from cyxtrain.ring.mean_weight import DIGITS, MeanWeight
 from cyxtrain.ring.monitoring.group_registry import WORLD_GROUPS
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.membership import await_all_ranks
@@ -26,7 +27,6 @@ from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store import reach_store, reach_tcp_store, serve_store, share_tcp_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.schedules.kernels import memory_of
-from cyxtrain.ring.weight_digits import DIGITS, digits_of, total_of_means
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.work import CallOptions
@@ -37,6 +37,7 @@ __all__ = [
     "CallOptions",
     "Deadline",
     "KeyValueStore",
+    "MeanWeight",
     "RankProbe",
     "RankRecord",
     "RingProcessGroup",
@@ -44,7 +45,6 @@ __all__ = [
     "StoreClient",
     "StoreLostError",
     "await_all_ranks",
-    "digits_of",
     "fail",
     "failure_of",
     "gradient_buffers_of",
@@ -58,7 +58,6 @@ __all__ = [
     "register",
     "serve_store",
     "share_tcp_store",
-    "total_of_means",
     "transport_of",
     "try_transports",
 ]

@@ -9,6 +9,7 @@ import torch
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.mean_weight import MeanWeight
 from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting
 from cyxtrain.ring.shared_memory.meeting import Meeting
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
@@ -41,9 +42,9 @@ class SharedGradientBuffer:
         """
         return self._reduction.is_finite and torch_compat.version_of(self.tensor) == self._version
 
-    def divide_by(self, weight: float, provisional_divisor: float, count: int) -> None:
-        """Make the next average of the first `count` elements one over weights, as `SharedMemoryReduce.divide_by`."""
-        self._reduction.divide_by(weight, provisional_divisor, count)
+    def divide_by(self, weight: MeanWeight, count: int) -> None:
+        """Make the first `count` elements of the next average a mean over weights, not over ranks."""
+        self._reduction.divide_by(weight, count)
 
     @collective("all_reduce", tensors=0, inputs=lambda self: [self.tensor])
     def all_reduce(self, opts: CallOptions) -> Any:

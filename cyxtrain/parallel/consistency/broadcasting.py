@@ -6,6 +6,7 @@ Ranks compare hashes first, and send only what differs: constant buffers, such a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,17 +45,18 @@ def share_tensors(
     """
     if not tensors:
         return {}
-    sizes = [tensor.numel() for tensor in tensors]
-    own = torch.tensor([rows or 0, *fingerprints(tensors), *sizes], device="cpu")
-    gathered = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(gathered, own, world.cpu_group)
-    found = torch.stack(gathered)
-    unequal = (found != found[0]).any(0)[1:].view(2, -1)
-    differing, resized = unequal.any(0).nonzero().flatten().tolist(), unequal[1].tolist()
-    total = 0 if rows is None else int(found[:, 0].sum())
-    plain = [tensors[number] for number in differing if is_plain(tensors[number]) and not resized[number]]
-    _share(world, plain, (rows or 0) / total if total else None, kinds or {})
-    others = [number for number in differing if not is_plain(tensors[number]) or resized[number]]
+    found = _compared(world, tensors, rows or 0)
+    plain: list[Tensor] = []
+    others: list[int] = []
+    for number in found.differing:
+        if is_plain(tensors[number]) and not found.are_resized[number]:
+            plain.append(tensors[number])
+        else:
+            others.append(number)
+    share = None
+    if rows is not None and found.total_rows:
+        share = rows / found.total_rows
+    _share(world, plain, share, kinds or {})
     for number in others:
         if parts_of(tensors[number]) is None:
             error = ConfigError(
@@ -64,7 +66,27 @@ def share_tensors(
             raise on_all_ranks(error)
     if others:
         _broadcast_parts(world, [tensors[number] for number in others])
-    return {number: not resized[number] for number in differing}
+    return {number: not found.are_resized[number] for number in found.differing}
+
+
+class _Comparison(NamedTuple):
+    """How the tensors of all ranks compare; the same on every rank."""
+
+    differing: list[int]  # numbers of the tensors that are not equal everywhere
+    are_resized: list[bool]  # for each tensor, whether its number of elements differs
+    total_rows: int  # of all ranks
+
+
+def _compared(world: World, tensors: Sequence[Tensor], rows: int) -> _Comparison:
+    sizes = [tensor.numel() for tensor in tensors]
+    own = torch.tensor([rows, *fingerprints(tensors), *sizes], device="cpu")
+    gathered = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(gathered, own, world.cpu_group)
+    found = torch.stack(gathered)
+    # One row for the fingerprints, one for the sizes.
+    unequal = (found != found[0]).any(0)[1:].view(2, -1)
+    differing = unequal.any(0).nonzero().flatten()
+    return _Comparison(differing.tolist(), unequal[1].tolist(), int(found[:, 0].sum()))
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -75,33 +97,31 @@ def _share(world: World, tensors: Sequence[Tensor], share: Tensor | float | None
     """Reduce floating-point tensors as in `kinds`, means weighted by `share` (None: none); others become rank 0's."""
     alike: dict[dist.ReduceOp.RedOpType | None, list[Tensor]] = {}
     for tensor in tensors:
-        is_reduced = share is not None and _is_float(tensor)
-        alike.setdefault(kinds.get(id(tensor), MEAN) if is_reduced else None, []).append(tensor)
+        operation = None
+        if share is not None and _is_float(tensor):
+            operation = kinds.get(id(tensor), MEAN)
+        alike.setdefault(operation, []).append(tensor)
     if share is not None:
         for batch in _batches(alike.pop(MEAN, []), lambda tensor: tensor.device):
             _average(world, batch, share)
     for batch in _batches(alike.pop(None, []), lambda tensor: (tensor.dtype, tensor.device)):
         _broadcast(world, batch)
-    for operation, found in alike.items():
+    for other, found in alike.items():
         for tensor in found:
             reduced = tensor.detach().clone()
-            dist.all_reduce(reduced, operation, group=world.group_for(tensor.device))
+            dist.all_reduce(reduced, other, group=world.group_for(tensor.device))
             write(tensor, reduced)
 
 
 def _average(world: World, tensors: Sequence[Tensor], share: Tensor | float) -> None:
     """Set tensors to their weighted mean over ranks; the weights `share` of all ranks sum to 1."""
     parts = [_real(tensor).reshape(-1) for tensor in tensors]
-    are_alike = all(part.dtype is parts[0].dtype for part in parts)
-    flat = torch.cat(parts).double() if are_alike else torch.cat([part.double() for part in parts])
-    if isinstance(share, Tensor):
-        total = (flat * share).masked_fill_(share == 0, 0.0)
-    else:
-        total = flat * share if share else torch.zeros_like(flat)  # 0 times infinity is NaN
+    total = _weighted(_flat_in_double(parts), share)
     dist.all_reduce(total, group=world.group_for(total.device))
     means = total.split([part.numel() for part in parts])
-    if not total.is_cpu and all(tensor.is_contiguous() and not tensor.is_complex() for tensor in tensors):
-        # data, as in `write`.
+    are_simple = all(tensor.is_contiguous() and not tensor.is_complex() for tensor in tensors)
+    if are_simple and not total.is_cpu:
+        # In one operation on an accelerator; `data`, as in `write`.
         torch_compat.copy_all(
             [tensor.data for tensor in tensors],
             [mean.view(tensor.shape) for tensor, mean in zip(tensors, means, strict=True)],
@@ -109,11 +129,30 @@ def _average(world: World, tensors: Sequence[Tensor], share: Tensor | float) -> 
         return
     for tensor, part in zip(tensors, means, strict=True):
         mean = part.view(_real(tensor).shape)
-        write(tensor, (torch.view_as_complex(mean.clone()) if tensor.is_complex() else mean).to(tensor.dtype))
+        if tensor.is_complex():
+            mean = torch.view_as_complex(mean.clone())
+        write(tensor, mean.to(tensor.dtype))
+
+
+def _flat_in_double(parts: Sequence[Tensor]) -> Tensor:
+    """Return all elements as one vector of float64."""
+    are_alike = all(part.dtype is parts[0].dtype for part in parts)
+    if are_alike:
+        # One conversion of all takes less time than one for each.
+        return torch.cat(parts).double()
+    return torch.cat([part.double() for part in parts])
+
+
+def _weighted(flat: Tensor, share: Tensor | float) -> Tensor:
+    """Return a vector times a share; zeros if that is 0, as 0 times infinity is NaN."""
+    if isinstance(share, Tensor):
+        return (flat * share).masked_fill_(share == 0, 0.0)
+    return flat * share if share else torch.zeros_like(flat)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    own = tensor.detach()
+    return torch.view_as_real(own.resolve_conj()) if tensor.is_complex() else own
 
 
 def _broadcast(world: World, tensors: Sequence[Tensor]) -> None:
@@ -137,7 +176,8 @@ def _broadcast_parts(world: World, tensors: Sequence[Tensor]) -> None:
         for part in parts:
             dist.broadcast(bytes_of(part), 0, group=world.group_for(part.device))
         if not world.is_first:
-            write(tensor, parts[0] if is_plain(tensor) else rebuilt(tensor.layout, tensor.shape, parts))
+            received = parts[0] if is_plain(tensor) else rebuilt(tensor.layout, tensor.shape, parts)
+            write(tensor, received)
 
 
 def _batches(tensors: Sequence[Tensor], kind: Callable[[Tensor], object]) -> Iterator[list[Tensor]]:
@@ -174,18 +214,23 @@ class SharedBuffers:
         self._compares |= not all(self._is_statistic(buffers[number]) for number in differing)
         unknown = [number for number in differing if id(buffers[number]) not in self._kinds]
         averaged = [number for number in unknown if differing[number] and _is_float(buffers[number])]
-        if averaged and rows and not self._has_warned and world.is_first:
-            self._has_warned = True
-            first, *others = [names()[number] for number in averaged]
-            shape = tuple(buffers[averaged[0]].shape)
-            too = f", as did {shortened(others)}" * bool(others)
-            warn(
-                f"the buffer {first}, of shape {shape}, differs between ranks and became their mean{too}. If "
-                "it is a mean over samples, name it in its module's attribute averaged_buffers, a tuple; with "
-                "averaged_buffers = (), ranks take rank 0's values. If it has one row per sample, such as a carried "
-                "hidden state, keep it in a plain attribute. If it keeps samples, such as a memory bank, write those "
-                "of all ranks to it: cx.all_gather_with_grad."
-            )
+        if averaged and rows and world.is_first:
+            self._warn_of_means([names()[number] for number in averaged], buffers[averaged[0]].shape)
+
+    def _warn_of_means(self, averaged: Sequence[str], shape: Sequence[int]) -> None:
+        """Warn once of buffers that nobody has declared as means; `shape`: of the first one."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        first, *others = averaged
+        too = f", as did {shortened(others)}" if others else ""
+        warn(
+            f"the buffer {first}, of shape {tuple(shape)}, differs between ranks and became their mean{too}. If "
+            "it is a mean over samples, name it in its module's attribute averaged_buffers, a tuple; with "
+            "averaged_buffers = (), ranks take rank 0's values. If it has one row per sample, such as a carried "
+            "hidden state, keep it in a plain attribute. If it keeps samples, such as a memory bank, write those "
+            "of all ranks to it: cx.all_gather_with_grad."
+        )
 
     def share_before_step(
         self, world: World, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int
@@ -195,7 +240,7 @@ class SharedBuffers:
         if self._changes is not None:
             self._compares |= self._changes.read()[1].item() > 0
         if device.type == "cpu" or self._steps_to_compare or self._compares:
-            self._steps_to_compare -= self._steps_to_compare > 0
+            self._steps_to_compare = max(self._steps_to_compare - 1, 0)
             self.share(world, buffers, names, rows)
             return
         before = self._noted
@@ -204,17 +249,22 @@ class SharedBuffers:
         joined = own.clone()
         dist.all_reduce(joined, group=world.group)
         self._changes = HostCopy(joined)
-        share = torch.where(joined[0] > 0, own[0] / joined[0], 1.0 if world.is_first else 0.0)
+        # Without a row on any rank, rank 0's statistics count alone.
+        share_without_rows = 1.0 if world.is_first else 0.0
+        share = torch.where(joined[0] > 0, own[0] / joined[0], share_without_rows)
         _share(world, [*filter(self._is_statistic, buffers)], share, self._kinds)
 
     def _is_statistic(self, buffer: Tensor) -> bool:
         return self._kinds.get(id(buffer)) == MEAN
 
     def _note(self, buffers: Sequence[Tensor]) -> None:
-        """Note the kinds of buffers, and the versions of those that are no running statistics."""
+        """Note the kinds of buffers, and the versions of all but running statistics, which each forward changes."""
         if [id(buffer) for buffer in buffers] != [number for number, _ in self._noted]:
             self._kinds = kinds_of_buffers(self._module)
-        self._noted = [(id(each), 0 if self._is_statistic(each) else torch_compat.version_of(each)) for each in buffers]
+        self._noted = [(id(each), self._noted_version(each)) for each in buffers]
+
+    def _noted_version(self, buffer: Tensor) -> float:
+        return 0 if self._is_statistic(buffer) else torch_compat.version_of(buffer)
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:

@@ -23,26 +23,35 @@ def check_replicas(named: Sequence[tuple[str, Tensor]], world: World) -> None:
     """Compare named tensors over ranks; raise ReplicasDifferError if one differs. All ranks call it."""
     if world.size == 1:
         return
-    names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+    tensors = [tensor for _, tensor in named]
     hashes = fingerprints(tensors)
     devices = "+".join(sorted({tensor.device.type for tensor in tensors}))
     everywhere = world.gather(f"{devices} {xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())}")
     if len(set(everywhere)) == 1:
         return
-    if len({text.split()[0] for text in everywhere}) > 1:  # hashes differ between types of devices
+    kinds_of_devices = {each.split()[0] for each in everywhere}
+    if len(kinds_of_devices) > 1:
+        # An accelerator hashes tensors where they are, in a way of its own; `fingerprint` is the same on every device.
         hashes = [fingerprint(tensor) for tensor in tensors]
-    gathered = world.gather_json(hashes)
-    outliers = {
-        name: ranks
-        for name, values in zip(names, zip(*gathered, strict=True), strict=True)
-        if (ranks := _outliers(values))
-    }
-    if not outliers:
+    differing, ranks = _differing(named, world.gather_json(hashes))
+    if not differing:
         return
-    ranks = sorted({rank for ranks in outliers.values() for rank in ranks})
     cpus = consensus.differing_types(world.gather(consensus.own_arithmetic()))
-    text = _explanation(shortened(outliers), ranks, len(gathered), cpus)
-    raise on_all_ranks(ReplicasDifferError(text, rank=ranks[0] if len(ranks) == 1 else None))
+    message = _explanation(shortened(differing), ranks, world.size, cpus)
+    blamed = ranks[0] if len(ranks) == 1 else None
+    raise on_all_ranks(ReplicasDifferError(message, rank=blamed))
+
+
+def _differing(named: Sequence[tuple[str, Tensor]], by_rank: Sequence[Sequence[int]]) -> tuple[list[str], list[int]]:
+    """Return the names whose hashes differ between ranks, and the ranks that differ from most, in order."""
+    names: list[str] = []
+    ranks: set[int] = set()
+    for (name, _), hashes in zip(named, zip(*by_rank, strict=True), strict=True):
+        outliers = _outliers(hashes)
+        if outliers:
+            names.append(name)
+            ranks.update(outliers)
+    return names, sorted(ranks)
 
 
 def _outliers(values: Sequence[int]) -> list[int]:
@@ -76,8 +85,10 @@ def check_same_module(model: nn.Module, world: World) -> None:
         if [*facts] != [*facts_by_rank[0]]:
             raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
     cpus = [facts["_cpu"] for facts in facts_by_rank]
-    differ = len({text[-8:] for text in cpus}) > 1
-    if differ and any(parameter.is_cpu for parameter in model.parameters()) and world.is_first:
+    # The last eight characters are a hash of how the CPU computes.
+    compute_differently = len({cpu[-8:] for cpu in cpus}) > 1
+    is_on_cpu = any(parameter.is_cpu for parameter in model.parameters())
+    if compute_differently and is_on_cpu and world.is_first:
         warn(
             f"the ranks' CPUs compute differently ({consensus.differing_types(cpus)}): parameters will differ between "
             f"ranks after some steps, and ReplicasDifferError ends the fit. {_SAME_CPUS}"
@@ -88,7 +99,8 @@ def module_facts(module: nn.Module) -> dict[str, str]:
     """Return the kinds of parameters and buffers by their names in messages."""
     facts = {}
     for name, parameter in module.named_parameters():
-        facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
+        frozen = "" if parameter.requires_grad else ", frozen"
+        facts[f"the parameter {name}"] = _kind(parameter) + frozen
     for name, buffer in module.named_buffers():
         facts[f"the buffer {name}"] = _kind(buffer)
     return facts

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from cyxtrain.ring.mean_weight import MeanWeight
 from cyxtrain.ring.schedules.kernels import Reduction, lasting, silent_numpy
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.schedules.summation import Addition, Span, chunks, is_latency_bound, summation_order
 from cyxtrain.ring.shared_memory.meeting import Meeting
-from cyxtrain.ring.weight_digits import total_of, whole_of
 from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.wire.persistent import FINITE, WEIGHT, Exchange
 
@@ -61,8 +61,8 @@ class SharedMemoryReduce:
         self._cut_at(0)
         self._own_words = words[rank]
         self._weights = [each.cast("B").cast("d") for each in words]  # the same memory, as numbers
-        self.weight: tuple[float, float] | None = None
-        """Of this rank in the next reduction, and what the terms were divided by; None: elements become their mean."""
+        # this rank's in the next reduction; None: elements become their mean over ranks
+        self.weight: MeanWeight | None = None
         self.is_finite = True  # whether the latest result is, if ranks check it; the same on all
 
     def _cut_at(self, num_weighted: int) -> None:
@@ -76,14 +76,11 @@ class SharedMemoryReduce:
         with lasting():
             self._totals = [torch.from_numpy(piece.total) for piece in self._pieces] if self._checks else []
 
-    def divide_by(self, weight: float, provisional_divisor: float, count: int) -> None:
-        """Make the first `count` elements of the next result a mean over weights, not over ranks.
-
-        It is the mean over ranks, times `provisional_divisor`, the same on all of them, over the sum of all weights.
-        """
+    def divide_by(self, weight: MeanWeight, count: int) -> None:
+        """Make the first `count` elements of the next result a mean over weights, not over ranks."""
         if count != self._num_weighted:
             self._cut_at(count)
-        self.weight = weight, provisional_divisor
+        self.weight = weight
 
     def in_place(self) -> Iterator[Exchange]:
         """Reduce this rank's part of every row, in an operation of its own; yield each exchange with other ranks."""
@@ -92,11 +89,15 @@ class SharedMemoryReduce:
 
     def reduce(self) -> Iterator[Exchange]:
         """Reduce this rank's part of every row; yield each exchange with other ranks."""
-        weight, self.weight = self.weight, None
+        weight = self.weight
+        self.weight = None
         if weight is not None:
-            self._weights[self._rank][WEIGHT] = weight[0]
+            self._weights[self._rank][WEIGHT] = float(weight.value)
         yield from self.meeting.all_here()
-        factor = None if weight is None else self._factor(weight[1])
+        factor = None
+        if weight is not None:
+            of_all_ranks = [words[WEIGHT] for words in self._weights]
+            factor = self.own.dtype.type(weight.factor_of_weights(of_all_ranks))
         with silent_numpy():
             for number, piece in enumerate(self._pieces):
                 total = piece.total
@@ -113,11 +114,6 @@ class SharedMemoryReduce:
         yield from self.meeting.all_here()
         if self._checks:
             self.is_finite = all(words[FINITE] for words in self._words)
-
-    def _factor(self, provisional_divisor: float) -> Any:
-        """Return what the mean over ranks is multiplied by, from the weights of all ranks: they are here."""
-        total = total_of([whole_of(words[WEIGHT], provisional_divisor) for words in self._weights], provisional_divisor)
-        return self.own.dtype.type(provisional_divisor / total if total else 0.0)
 
 
 def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:

@@ -1,18 +1,31 @@
-"""By what the loss of a step is divided, on all ranks alike, and how they learn it."""
+"""What the loss of a step is divided by, the same on every rank, and how the ranks learn it.
+
+A loss is a sum of terms over a weight, and each rank knows its own terms and weight only. Gradients of N ranks are
+averaged, so that backward begins from N x the rank's terms / the divisor. The divisor is learned in one of these ways:
+
+- `DivisionByRows`: a mean over samples is divided by the rows of the step, which every rank knows; a sum by 1.
+- `DivisionAfterExchange`: one weighted loss. Its weight travels with the gradients.
+- `DivisionBeforeBackward`: several weighted losses, or one with gradients of 16 bits: the ranks add the weights up.
+- `DivisionBeforeForward`: the same with several micro-batches: a forward without gradients counts first.
+- `DivisionByItems`: a model that divides by num_items itself: the ranks add up what it counts.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.metrics.logged import LoggedNumbers
+from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import multiply_gradients
 from cyxtrain.optim.precision import Number, as_double, quotient, times
@@ -22,82 +35,40 @@ from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.step.transaction import StepTransaction
 from cyxtrain.world.world import World
 
-Divisors = Sequence[Number] | None
 
+class LossDivision(ABC):
+    """One of the ways above; `latest` are the divisors of the latest micro-batch, one for each loss."""
 
-class LossDivision:
-    """Divides the loss of each step by the weight of all ranks and micro-batches.
-
-    What decides, and when the loss is divided:
-
-    - a mean over samples: before backward, by the rows of the step, which every rank knows;
-    - a sum: never;
-    - one weighted loss: before backward by a provisional divisor, a power of two near the weight; after the exchange by
-      the weight that has travelled with the gradients (`_divides_after`);
-    - one weighted loss with gradients of 16 bits: the ranks add up its weight before backward
-      (`_asks_before_backward`); with several micro-batches after the exchange, as their weight is known only then;
-    - several weighted losses: before backward, each by its own weight, which the ranks add up; with several
-      micro-batches, a forward counts first (`_counts_before_forward`);
-    - one that the model divides by num_items: before forward, by what the ranks add up.
-    """
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        setup: ModelSetup,
-        logged: LoggedNumbers,
-        transaction: StepTransaction,
-        clock: StepTimer,
-    ) -> None:
-        self._ddp, self._setup, self._logged, self._transaction, self._clock = ddp, setup, logged, transaction, clock
-        self._world, self._loss, self._device = ddp.world, setup.loss, setup.placement.device
+    def __init__(self, ddp: DistributedDataParallel, setup: ModelSetup, clock: StepTimer) -> None:
+        self._ddp = ddp
+        self._setup = setup
+        self._clock = clock
+        self._loss = setup.loss
+        self._world = ddp.world
+        self._device = setup.placement.device
         self._device_of_sums = self._world.device_of_sums(self._device)
+        self.kinds = kinds_of(setup.loss)
         self.latest: Sequence[Number] = ()
-        """The divisors of the latest micro-batch."""
-        self.choose()
-        self.begin()
 
-    def choose(self) -> None:
-        """Choose the way, when it is known what the loss is."""
-        loss, micro_batches = self._loss, self._setup.num_micro_batches
-        self.kinds = [kind for _, kind, _ in loss.components(loss.without_rows())]
-        if micro_batches is None:  # of a loop of the user's own: nobody knows yet how many rows a step has
-            self._counts_before_forward = False
-            self._divides_after = Weighting.NOTHING not in self.kinds
-        else:
-            is_one = not loss.weightings and not loss.uses_num_items
-            self._counts_before_forward = micro_batches > 1 and loss.has_weights and bool(loss.weightings)
-            known_late = micro_batches > 1 or self._ddp.carries_weights
-            self._divides_after = loss.has_weights and is_one and known_late
-        self._asks_before_backward = loss.has_weights and not self._divides_after
-
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - only one keeps something during a step
         """Begin a step."""
-        self._weight: Number = 0.0  # of this rank's losses so far
-        self._correction: Number = 1.0  # by which gradients were multiplied after backward
 
-    def before_forward(self, share: Share, max_micro_batches: int = 0) -> tuple[Tensor | int | None, Divisors]:
-        """Return what the model counts as `num_items`, and divisors, if the first forward of a step needs them.
+    def before_forward(self, share: Share, max_micro_batches: int = 0) -> Tensor | int | None:
+        """Learn what must be known before the first forward of a step. All ranks call it.
 
+        Return what the model counts in the step, over all ranks, for its argument `num_items`; None: it counts nothing.
         `max_micro_batches`: of any rank, where all must run equally many.
         """
-        if self._loss.items is not None:
-            count = sum(map(self._loss.items.count, share))
-            (total,) = self._sum_over_ranks([count], self._clock.forward)
-            items = total.long().clamp_(min=1) if isinstance(total, Tensor) else max(int(total), 1)
-            return items, [total] if self._loss.uses_num_items else None
-        if self._counts_before_forward:
-            return None, self._divisors(self._count(share, max_micro_batches), share)
-        return None, None
+        return None if self._loss.items is None else _at_least_one(self._count_items(share))
 
-    def of_loss(self, loss: BatchLoss, share: Share, known: Divisors) -> Sequence[Number]:
-        """Count a micro-batch; return the divisor of each loss, the same on every rank, in its backward."""
-        self._weight += self._in_double(loss.weight)
-        if known is None:
-            components = self._loss.components(loss) if self._asks_before_backward else ()
-            known = self._divisors([each.weight for _, _, each in components], share)
-        self.latest = known
-        return known
+    def of_loss(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+        """Return the divisor of each loss for the backward of a micro-batch. All ranks call it."""
+        self.latest = self._divisors_of(loss, share)
+        return self.latest
+
+    @abstractmethod
+    def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+        """Return the divisor of each loss, the same on every rank."""
 
     def divided(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
         """Return the sum of the terms of each loss over its divisor, times the number of ranks."""
@@ -110,70 +81,25 @@ class LossDivision:
         return value
 
     def watched(self, value: Tensor, loss: BatchLoss) -> Tensor:
-        """Return a divided loss, NaN if its weight is not finite: gradients are, when they are divided by that."""
-        if not self._divides_after:
-            return value.detach()
-        nothing = self._in_double(loss.weight) * 0.0
-        return value.detach() + (nothing.to(value.dtype) if isinstance(nothing, Tensor) else nothing)
+        """Return what must be finite of a divided loss for its gradients to be."""
+        return value.detach()
 
-    def send(self, share: Share) -> None:
-        """Send this rank's weight with the next gradients, which are divided by that of all ranks."""
-        if self._divides_after and self._ddp.carries_weights:
-            self._ddp.divide_by(self._weight, self._provisional_divisor(share))
+    def send(self, share: Share) -> None:  # noqa: B027 - only one sends something
+        """Send this rank's weight with the next gradients."""
 
-    def complete(self, share: Share, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of parameters, unless that was done before or when they were exchanged."""
-        if not self._divides_after:
-            return
-        if self._ddp.carries_weights:
-            self._correction = self._ddp.factor
-            return
-        with self._clock.backward:
-            (total,) = self._sum_over_ranks([self._weight], self._clock.backward)
-        self._correction = quotient(self._provisional_divisor(share), total)
-        multiply_gradients(parameters, self._correction)
+    def complete(self, share: Share, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - most are complete
+        """Divide the averaged gradients of parameters, unless that is done."""
 
     def mean_of_ranks(self, own: Number) -> Tensor:
         """Return the loss of a complete step over all ranks, 0-dim, float64; `own`: divided, of this rank."""
         (total,) = self._sum_over_ranks([own], self._clock.backward)
-        total = torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums)
-        return total * self._correction / self._world.size
+        return torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums) / self._world.size
 
-    def _provisional_divisor(self, share: Share) -> float:
-        """Return what a loss is divided by before backward if its weight is known only then: a power of two near it.
-
-        All ranks know it without a message, and nothing is rounded; it keeps the gradients of 16 bits in range.
-        """
-        return 2.0 ** round(math.log2(share.global_rows * self._loss.weight_per_row))
-
-    def _divisors(self, weights: Sequence[Number], share: Share) -> list[Number]:
-        """Return the divisor of each loss; `weights`: this rank's, if the ranks add them up now."""
-        if self._divides_after:
-            return [self._provisional_divisor(share)] * len(self.kinds)
-        divisors: list[Number] = [1.0 if kind is Weighting.NOTHING else share.global_rows for kind in self.kinds]
-        if self._asks_before_backward:
-            places = [place for place, kind in enumerate(self.kinds) if kind is Weighting.WEIGHTS]
-            totals = self._sum_over_ranks([weights[place] for place in places], self._clock.backward)
-            for place, weight in zip(places, totals, strict=True):
-                divisors[place] = weight
-        return divisors
-
-    def _count(self, share: Share, max_micro_batches: int) -> list[Number]:
-        """Return this rank's weight of each loss in a share, by a forward of each micro-batch without gradients.
-
-        Every rank runs `max_micro_batches` forwards, on no rows if it has fewer micro-batches.
-        """
-        weights: list[Number] = [0.0] * len(self.kinds)
-        with torch.no_grad(), generators_kept(self._device), gathering_alone(), self._logged.repeating():
-            for batch in share:
-                loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
-                for number, (_, _, each) in enumerate(self._loss.components(loss)):
-                    weights[number] += self._in_double(each.weight)
-            for _ in range(max_micro_batches - len(share)):
-                if self._setup.without_rows is not None:
-                    self._setup.without_rows.forward(self._ddp.forward)
-        self._transaction.put_back_buffers()
-        return weights
+    def _count_items(self, share: Share) -> Number:
+        assert self._loss.items is not None
+        own = sum(map(self._loss.items.count, share))
+        (total,) = self._sum_over_ranks([own], self._clock.forward)
+        return total
 
     def _in_double(self, weight: Number) -> Number:
         """Return a weight in float64: a count plus a Python number would have PyTorch's default type, of few digits."""
@@ -189,6 +115,170 @@ class LossDivision:
         return totals
 
 
+class DivisionByRows(LossDivision):
+    """Divides means over samples by the rows of the step, and sums by 1."""
+
+    @override
+    def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+        return _known_divisors(self.kinds, share)
+
+
+class DivisionAfterExchange(LossDivision):
+    """Divides by a power of two before backward, and by the weight that has travelled with the gradients after it."""
+
+    @override
+    def begin(self) -> None:
+        self._weight: Number = 0.0  # of this rank's losses so far
+        self._correction: Number = 1.0  # by which gradients were multiplied after backward
+
+    @override
+    def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+        self._weight += self._in_double(loss.weight)
+        return [self._provisional_divisor(share)] * len(self.kinds)
+
+    @override
+    def watched(self, value: Tensor, loss: BatchLoss) -> Tensor:
+        # A weight that is not finite makes the gradients NaN when they are divided by it.
+        nothing = self._in_double(loss.weight) * 0.0
+        return value.detach() + (nothing.to(value.dtype) if isinstance(nothing, Tensor) else nothing)
+
+    @override
+    def send(self, share: Share) -> None:
+        if self._ddp.carries_weights:
+            self._ddp.divide_by(self._weight, self._provisional_divisor(share))
+
+    @override
+    def complete(self, share: Share, parameters: Sequence[nn.Parameter]) -> None:
+        if self._ddp.carries_weights:
+            self._correction = self._ddp.factor
+            return
+        with self._clock.backward:
+            (total,) = self._sum_over_ranks([self._weight], self._clock.backward)
+        self._correction = quotient(self._provisional_divisor(share), total)
+        multiply_gradients(parameters, self._correction)
+
+    @override
+    def mean_of_ranks(self, own: Number) -> Tensor:
+        (total,) = self._sum_over_ranks([own], self._clock.backward)
+        total = torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums)
+        return total * self._correction / self._world.size
+
+    def _provisional_divisor(self, share: Share) -> float:
+        """Return what a loss is divided by before backward: a power of two near the weight of all ranks.
+
+        All ranks know it without a message, and nothing is rounded; it keeps the gradients of 16 bits in range.
+        """
+        return 2.0 ** round(math.log2(share.global_rows * self._loss.weight_per_row))
+
+
+class DivisionBeforeBackward(LossDivision):
+    """Divides each weighted loss by its own weight, which the ranks add up before each backward."""
+
+    @override
+    def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+        return self._divisors([each.weight for _, _, each in self._loss.components(loss)], share)
+
+    def _divisors(self, weights: Sequence[Number], share: Share) -> Sequence[Number]:
+        """Return the divisor of each loss; `weights`: this rank's."""
+        divisors = _known_divisors(self.kinds, share)
+        weighted = [number for number, kind in enumerate(self.kinds) if kind is Weighting.WEIGHTS]
+        totals = self._sum_over_ranks([weights[number] for number in weighted], self._clock.backward)
+        for number, total in zip(weighted, totals, strict=True):
+            divisors[number] = total
+        return divisors
+
+
+class DivisionBeforeForward(DivisionBeforeBackward):
+    """Divides each weighted loss by its weight in all micro-batches, which a forward without gradients counts first."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        setup: ModelSetup,
+        clock: StepTimer,
+        logged: LoggedNumbers,
+        transaction: StepTransaction,
+    ) -> None:
+        super().__init__(ddp, setup, clock)
+        self._logged = logged
+        self._transaction = transaction
+        self._of_step: Sequence[Number] = ()
+
+    @override
+    def before_forward(self, share: Share, max_micro_batches: int = 0) -> Tensor | int | None:
+        items = super().before_forward(share, max_micro_batches)
+        self._of_step = self._divisors(self._count(share, items, max_micro_batches), share)
+        return items
+
+    @override
+    def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+        return self._of_step
+
+    def _count(self, share: Share, items: Tensor | int | None, max_micro_batches: int) -> list[Number]:
+        """Return this rank's weight of each loss in a share.
+
+        Every rank runs `max_micro_batches` forwards, on no rows if it has fewer micro-batches.
+        """
+        weights: list[Number] = [0.0] * len(self.kinds)
+        with torch.no_grad(), generators_kept(self._device), gathering_alone(), self._logged.repeating():
+            for batch in share:
+                batch.items = items
+                loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
+                for number, (_, _, each) in enumerate(self._loss.components(loss)):
+                    weights[number] += self._in_double(each.weight)
+            for _ in range(max_micro_batches - len(share)):
+                if self._setup.without_rows is not None:
+                    self._setup.without_rows.forward(self._ddp.forward)
+        self._transaction.put_back_buffers()
+        return weights
+
+
+class DivisionByItems(LossDivision):
+    """Divides by the items that the model counts, which the ranks add up before forward."""
+
+    @override
+    def before_forward(self, share: Share, max_micro_batches: int = 0) -> Tensor | int | None:
+        self._total = self._count_items(share)
+        return _at_least_one(self._total)
+
+    @override
+    def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+        return [self._total]
+
+
+def choose_division(
+    ddp: DistributedDataParallel,
+    setup: ModelSetup,
+    clock: StepTimer,
+    logged: LoggedNumbers,
+    transaction: StepTransaction,
+) -> LossDivision:
+    """Return how the loss of steps is divided. In a loop of the user's own, that is known after a forward only."""
+    loss = setup.loss
+    micro_batches = setup.num_micro_batches
+    if micro_batches is None:
+        # Nobody knows yet how many rows a step has: a mean over samples is weighted too.
+        is_sum = Weighting.NOTHING in kinds_of(loss)
+        return DivisionByRows(ddp, setup, clock) if is_sum else DivisionAfterExchange(ddp, setup, clock)
+    if loss.uses_num_items:
+        return DivisionByItems(ddp, setup, clock)
+    if not loss.has_weights:
+        return DivisionByRows(ddp, setup, clock)
+    is_accumulated = micro_batches > 1
+    if loss.weightings:
+        if is_accumulated:
+            return DivisionBeforeForward(ddp, setup, clock, logged, transaction)
+        return DivisionBeforeBackward(ddp, setup, clock)
+    if is_accumulated or ddp.carries_weights:
+        return DivisionAfterExchange(ddp, setup, clock)
+    return DivisionBeforeBackward(ddp, setup, clock)
+
+
+def kinds_of(loss: Loss) -> list[Weighting]:
+    """Return how each loss is weighted."""
+    return [kind for _, kind, _ in loss.components(loss.without_rows())]
+
+
 def sum_over_ranks(world: World, numbers: Sequence[Number], device: torch.device) -> list[Number]:
     """Return sums over ranks in float64, on the `World.device_of_sums`; the host does not wait for an accelerator."""
     if device.type == "cpu":
@@ -197,3 +287,12 @@ def sum_over_ranks(world: World, numbers: Sequence[Number], device: torch.device
     if world.size == 1 and not any(isinstance(each, Tensor) for each in numbers):
         return list(numbers)
     return [*world.reduce(torch.cat([as_double(each, device) for each in numbers])).unbind()]
+
+
+def _known_divisors(kinds: Sequence[Weighting], share: Share) -> list[Number]:
+    """Return what every rank knows to divide losses by, in the place of a weight too."""
+    return [1.0 if kind is Weighting.NOTHING else share.global_rows for kind in kinds]
+
+
+def _at_least_one(items: Number) -> Tensor | int:
+    return items.long().clamp_(min=1) if isinstance(items, Tensor) else max(int(items), 1)

@@ -40,7 +40,8 @@ class Session:
         may_defer: bool = False,
         is_fit: bool = True,
     ) -> None:
-        self._ddp, self._logged = ddp, logged
+        self._ddp = ddp
+        self._logged = logged
         if may_defer:
             ddp.use_reports()
         self.updates: Updates | None = make_updates(state, setup, ddp, logged, ends_fit=ends_fit)

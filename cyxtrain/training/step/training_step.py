@@ -10,7 +10,7 @@ Parameters change only after every collective of the step has succeeded; over NC
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,11 +37,12 @@ from cyxtrain.parallel import (
     gathering_alone,
     gathers_kept,
 )
+from cyxtrain.parallel.step_report import Report
 from cyxtrain.progress.step_timer import StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.snapshot import StepBuffers
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step.loss_division import Divisors, LossDivision
+from cyxtrain.training.step.loss_division import LossDivision, choose_division
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.step.transaction import Participant, StepTransaction
 from cyxtrain.training.step.updates import Updates
@@ -77,13 +78,14 @@ class TrainingStep:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
-        self._own_updates = updates
+        self._updates = _NoUpdates() if updates is None else updates
         self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
         self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
         self._rates = [*state.rates.values()]
         self._clip = make_clip(state.config, state.optimizers)
         self._logged = logged
-        self._scale, self._multiplier = state.loss_scale, 1.0
+        self._scale = state.loss_scale
+        self._multiplier = 1.0  # of losses before backward: the loss scale
         self._before_update = state.callbacks.before_optimizer_step
         self._world = ddp.world
         self._device = setup.placement.device
@@ -98,16 +100,17 @@ class TrainingStep:
         )
         self.totals = MetricSums(1, setup.loss, setup.metrics)
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
-        self._division = LossDivision(ddp, setup, logged, self._transaction, self.clock)
+        self._division = self._choose_division()
 
     def __call__(self, share: Share) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
         self.begin()
-        if self._own_updates is not None:
-            self._own_updates.begin(share, self.guard, self._transaction, self._multiplier)
+        self._updates.begin(share, self.guard, self._transaction, self._multiplier)
         results = self._accumulate(share)
-        if self.finish(share, results) is Verdict.SKIPPED:
-            self._zero()  # they are this rank's own, of the search for the cause
+        verdict = self.finish(share, results)
+        if verdict is Verdict.SKIPPED:
+            # The search for the cause has left this rank's own gradients.
+            self._zero()
             return
         for result in results:
             self.totals.add(0, result.loss, result.correct)
@@ -123,92 +126,89 @@ class TrainingStep:
             self._multiplier = self._scale.of_each(self._world.size)
             self._ddp.expect_scale(self._multiplier)
 
-    def accumulate_micro_batch(self, batch: Batch, share: Share, divisors: Divisors = None, *, is_last: bool) -> Result:
-        """Accumulate the gradients of a micro-batch; the last one of a step averages the sum over ranks.
-
-        `divisors`: what the sum of all ranks' terms of each loss is divided by; None: computed from this micro-batch.
-        """
+    def accumulate_micro_batch(self, batch: Batch, share: Share, *, is_last: bool) -> Result:
+        """Accumulate the gradients of a micro-batch; the last one of a step averages the sum over ranks."""
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
             with self.clock.forward, gathers_kept() as gathers:
-                if self._own_updates is None:
-                    result = self._forward(batch)
-                else:
-                    result = self._own_updates.run(partial(self._forward, batch), batch.rows, is_last=is_last)
-            if self._has_updated:
+                result = self._updates.run(partial(self._forward, batch), batch.rows, is_last=is_last)
+            if self._updates.has_updated:
                 return result
             with self.clock.backward:
-                known = self._division.of_loss(result.loss, share, divisors)
+                divisors = self._division.of_loss(result.loss, share)
                 if is_last:
                     self._division.send(share)
-                self._backward(result.loss, known, gathers, is_last=is_last)
+                self._backward(result.loss, divisors, gathers, is_last=is_last)
         return result
 
-    def join_without_rows(self, share: Share, divisors: Divisors = None) -> None:
+    def join_without_rows(self, share: Share) -> None:
         """Take part in averaging a step's gradients without a row on this rank."""
         with self.clock.backward:
             self._ddp.forward_without_batch()
-            if self._own_updates is not None:
-                self._own_updates.follow()
-            if self._has_updated:
+            self._updates.follow()
+            if self._updates.has_updated:
                 return
-            self._division.of_loss(self._loss.without_rows(), share, divisors)
+            self._division.of_loss(self._loss.without_rows(), share)
             self._division.send(share)
             self._ddp.backward_without_batch()
-
-    @property
-    def _has_updated(self) -> bool:
-        """Whether a step of the user's own has updated parameters itself."""
-        return self._own_updates is not None and self._own_updates.has_updated
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
         """Unscale; check that gradients are finite, update the loss scale; clip; step the optimizer and the schedule.
 
         On accelerators the verdict on a step may come with the next one, which raises (`FiniteGuard.defers_verdicts`).
         """
-        if self._own_updates is not None and self._own_updates.has_updated:
-            self.clock.communicated(self.clock.forward, self._own_updates.seconds_communicated())
-            for norms in self._own_updates.norms:
-                self._logged.add_norms(norms, may_be_skipped=False)
-            return self._own_updates.finish()
+        if self._updates.has_updated:
+            return self._finish_updates()
         self._division.complete(share, self._parameters)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
             fill_gradients(self._parameters, self._ddp.module)
-            verdict, steps = self._decide(share, results)
-            if steps:
-                if self._before_update is not None:
-                    self._before_update(share.number)
-                if self._clip is not None:
-                    norms = self._clip(self._parameters)
-                    self._logged.add_norms(norms, may_be_skipped=self.guard.defers_verdicts)
-                for step in steps:
-                    step()
-                for rates in self._rates:
-                    rates.step()
+            losses = [each.value for result in results for _, _, each in self._loss.components(result.loss)]
+            recompute = partial(self._recompute_locally, share)
+            if self.guard.defers_verdicts:
+                report = self.guard.report(share, losses, recompute)
+                self._update_unless_bad(share, report)
+                return Verdict.TAKEN
+            verdict = self.guard.verdict(share, losses, recompute)
+            if verdict is Verdict.TAKEN:
+                self._update(share, self._optimizer_steps(share))
         return verdict
 
-    def _decide(self, share: Share, results: Sequence[Result]) -> tuple[Verdict, Sequence[Callable[[], object]]]:
-        """Return the verdict, and the functions that step the optimizers, if they are to step."""
-        losses = [each.value for result in results for _, _, each in self._loss.components(result.loss)]
-        recompute = partial(self._recompute_locally, share)
-        if not self.guard.defers_verdicts:
-            verdict = self.guard.verdict(share, losses, recompute)
-            return verdict, self._optimizer_steps(share) if verdict is Verdict.TAKEN else ()
-        report = self.guard.report(share, losses, recompute)
-        late = [step.unless(report.bad) for step in self._steps]
-        on_device = [step for step in late if step is not None]
-        if self._before_update is None and len(on_device) == len(late):
-            return Verdict.TAKEN, on_device
-        return Verdict.TAKEN, self._optimizer_steps(share) if report.is_good() else ()  # this call blocks
+    def _update(self, share: Share, steps: Sequence[Callable[[], object]]) -> None:
+        """Clip; step the optimizers by `steps`, then their schedules."""
+        if self._before_update is not None:
+            self._before_update(share.number)
+        if self._clip is not None:
+            norms = self._clip(self._parameters)
+            self._logged.add_norms(norms, may_be_skipped=self.guard.defers_verdicts)
+        for step in steps:
+            step()
+        for rates in self._rates:
+            rates.step()
+
+    def _update_unless_bad(self, share: Share, report: Report) -> None:
+        """Let the device skip the update if its report is bad; where it cannot, wait for the report."""
+        on_device = [step.unless(report.bad) for step in self._steps]
+        steps = [step for step in on_device if step is not None]
+        if self._before_update is None and len(steps) == len(on_device):
+            self._update(share, steps)
+        elif report.is_good():
+            self._update(share, self._optimizer_steps(share))
 
     def _optimizer_steps(self, share: Share) -> Sequence[Callable[[], object]]:
         """Return what steps the optimizers once the host knows that the gradients are finite."""
         if not self._with_closure:
             return self._steps
         (optimizer,) = self._with_closure
-        loss = self._averaged_loss()
-        return [partial(optimizer.step, Closure(optimizer, partial(self._evaluate, share), loss))]
+        closure = Closure(optimizer, partial(self._evaluate, share), self._averaged_loss())
+        return [partial(optimizer.step, closure)]
+
+    def _finish_updates(self) -> Verdict:
+        """End a step of the user's own that has updated parameters itself."""
+        self.clock.communicated(self.clock.forward, self._updates.seconds_communicated())
+        for norms in self._updates.norms:
+            self._logged.add_norms(norms, may_be_skipped=False)
+        return self._updates.finish()
 
     def _evaluate(self, share: Share) -> Tensor:
         """Return the loss of a share over all ranks, and set the gradients, once more."""
@@ -226,65 +226,83 @@ class TrainingStep:
 
     def _zero(self) -> None:
         self._division.begin()
-        for parameter in self._parameters:  # also those that the optimizer does not have, or they would add up
+        # Also those that the optimizer does not have, or they would add up.
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _accumulate(self, share: Share) -> list[Result]:
         """Compute the averaged gradients of the global batch; return the result of each micro-batch of this rank."""
+        uneven = self._uneven_micro_batches(share)
+        if uneven is not None:
+            return self._accumulate_unevenly(share, uneven)
         results: list[Result] = []
-        if self._loss.gathers or self._setup.without_rows is not None:
-            counts = torch.tensor([len(share), -len(share)], device="cpu")
-            self._world.reduce(counts, dist.ReduceOp.MAX)
-            most, least = int(counts[0]), -int(counts[1])
-            require(
-                most == least or not self._setup.call.optimizes,
-                f"step {share.number + 1} has no rows for some rank, and its train_step needs those of all ranks at "
-                "once (SyncBatchNorm or gathered rows) and calls optimize: set drop_last=True.",
-            )
-            if most != least:
-                return self._accumulate_unevenly(share, most)
-        items, divisors = self._division.before_forward(share)
+        items = self._division.before_forward(share)
         if share.rows == 0:
-            self.join_without_rows(share, divisors)
+            self.join_without_rows(share)
         for batch in self.clock.data.each(share):
             batch.items = items
-            results.append(self.accumulate_micro_batch(batch, share, divisors, is_last=len(results) == len(share) - 1))
+            is_last = len(results) == len(share) - 1
+            results.append(self.accumulate_micro_batch(batch, share, is_last=is_last))
             share.prefetch_next(self.clock.data)
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
 
-    def _accumulate_unevenly(self, share: Share, max_micro_batches: int) -> list[Result]:
-        """As `_accumulate`, if ranks have different numbers of micro-batches and all must run equally many.
+    def _uneven_micro_batches(self, share: Share) -> int | None:
+        """Return the most micro-batches of any rank if ranks have different numbers and all must run equally many.
 
-        The loss gathers rows, or a layer such as SyncBatchNorm needs all ranks in each forward and backward. Gradients
-        are averaged when all backwards are complete.
+        They must if the loss gathers rows, or a layer such as SyncBatchNorm needs all ranks in each forward and
+        backward; only then do the ranks ask each other.
         """
+        if not self._loss.gathers and self._setup.without_rows is None:
+            return None
+        counts = torch.tensor([len(share), -len(share)], device="cpu")
+        self._world.reduce(counts, dist.ReduceOp.MAX)
+        most = int(counts[0])
+        least = -int(counts[1])
+        if most == least:
+            return None
+        require(
+            not self._setup.call.optimizes,
+            f"step {share.number + 1} has no rows for some rank, and its train_step needs those of all ranks at "
+            "once (SyncBatchNorm or gathered rows) and calls optimize: set drop_last=True.",
+        )
+        return most
+
+    def _accumulate_unevenly(self, share: Share, max_micro_batches: int) -> list[Result]:
+        """As `_accumulate`, in as many forwards and backwards on every rank; gradients are averaged at the end."""
         results: list[Result] = []
-        items, divisors = self._division.before_forward(share, max_micro_batches)
+        items = self._division.before_forward(share, max_micro_batches)
         self._ddp.forward_without_batch()
         with self._ddp.no_sync():
             batches = iter(share)
             for _ in range(max_micro_batches):
                 batch = next(batches, None)
-                value: Tensor | None = None
                 with gathers_kept() as gathers:
-                    if batch is not None:
+                    if batch is None:
+                        loss = self._loss.without_rows()
+                        value = self._forward_without_rows()
+                    else:
                         batch.items = items
                         results.append(self._forward(batch))
-                    elif self._setup.without_rows is not None:
-                        self._ddp.expect_rows(0)
-                        with self._logged.repeating():
-                            value = self._setup.without_rows(self._ddp.forward)
-                    else:
-                        gather_no_rows(self._world, self._loss.gathers, self._device)
-                loss = self._loss.without_rows() if batch is None else results[-1].loss
-                known = self._division.of_loss(loss, share, divisors)
-                backward_alike(self._world, value if batch is None else self._scaled_loss(loss, known), gathers)
+                        loss = results[-1].loss
+                divisors = self._division.of_loss(loss, share)
+                if batch is not None:
+                    value = self._scaled_loss(loss, divisors)
+                backward_alike(self._world, value, gathers)
                 share.prefetch_next(self.clock.data)
         self._division.send(share)
         self._ddp.backward_without_batch()
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
+
+    def _forward_without_rows(self) -> Tensor | None:
+        """Join a forward that needs all ranks, on no rows; return what its backward begins from, if anything."""
+        if self._setup.without_rows is None:
+            gather_no_rows(self._world, self._loss.gathers, self._device)
+            return None
+        self._ddp.expect_rows(0)
+        with self._logged.repeating():
+            return self._setup.without_rows(self._ddp.forward)
 
     def _recompute_locally(self, share: Share) -> list[Tensor]:
         """Compute this rank's gradients of a share without averaging them; return its losses."""
@@ -310,16 +328,32 @@ class TrainingStep:
             self._loss.check_shapes(output, batch.targets)  # there was no dry run
         loss = self._loss(output, batch)
         if self._setup.num_micro_batches is None:
-            self._division.choose()
-            require(
-                len({*self._division.kinds}) == 1 and not (self._loss.weightings and self._loss.has_weights),
-                "DistributedAMPTrainer does not know what several losses count before a step is complete, unless all "
-                "are means over samples, or sums: use fit, or return one loss as (sum, weight).",
-            )
+            self._follow_loss()
         # Detached: several micro-batches together would keep their graphs.
-        output, measures = self._loss.measured_part(output), bool(self.totals.metrics)
-        measured = (map_tree(Tensor.detach, output), batch.labels, batch.rows) if measures else (None, None, 0)
+        output = self._loss.measured_part(output)
+        measured: tuple[Any, Any, int] = (None, None, 0)
+        if self.totals.metrics:
+            measured = map_tree(Tensor.detach, output), batch.labels, batch.rows
         return Result(loss, correct_of(output, batch.labels, self._loss), measured)
+
+    def _choose_division(self) -> LossDivision:
+        return choose_division(self._ddp, self._setup, self.clock, self._logged, self._transaction)
+
+    def _follow_loss(self) -> None:
+        """Divide as the forward of a loop of the user's own has shown that the loss is weighted."""
+        division = self._choose_division()
+        if type(division) is type(self._division):
+            self._division.kinds = division.kinds
+        else:
+            self._division = division
+            self._division.begin()
+        is_of_one_kind = len({*division.kinds}) == 1
+        has_several_weights = self._loss.weightings and self._loss.has_weights
+        require(
+            is_of_one_kind and not has_several_weights,
+            "DistributedAMPTrainer does not know what several losses count before a step is complete, unless all "
+            "are means over samples, or sums: use fit, or return one loss as (sum, weight).",
+        )
 
     def _backward(
         self, loss: BatchLoss, divisors: Sequence[Number], gathers: Sequence[GatherCall], *, is_last: bool
@@ -327,13 +361,14 @@ class TrainingStep:
         value = self._scaled_loss(loss, divisors)
         if gathers and all(each.value.is_leaf for _, _, each in self._loss.components(loss)):
             value = depending_on(value, gathers)
-        has_parts = self._own_updates is not None and bool(self._own_updates.parts)
         if value.requires_grad:
-            with self._own_updates.suspended() if self._own_updates is not None else contextlib.nullcontext():
+            with self._updates.suspended():
                 value.backward()
         if not is_last:
             self._ddp.skip_backward()
-        elif has_parts or self._ddp.awaits_backward:  # the loss is a constant, such as 0 if there is no pair of rows
+        elif self._updates.parts or self._ddp.awaits_backward:
+            # The loss is a constant, such as 0 if there is no pair of rows; or the wrappers of the optimizers were
+            # suspended, and backward has only accumulated.
             self._ddp.backward_without_batch()
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
@@ -344,3 +379,29 @@ class TrainingStep:
 
     def _times_loss_scale(self, loss: Tensor) -> Tensor:
         return loss if self._multiplier == 1 else loss * self._multiplier
+
+
+class _NoUpdates:
+    """In place of `Updates` where a step returns its loss: the step itself makes the one update."""
+
+    has_updated = False
+    parts: Mapping[str, Any] = {}
+    norms: Sequence[Mapping[str, Tensor]] = ()
+
+    def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, multiplier: float) -> None:
+        pass
+
+    def run(self, forward: Callable[[], Result], rows: int, *, is_last: bool) -> Result:
+        return forward()
+
+    def follow(self) -> None:
+        pass
+
+    def suspended(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def seconds_communicated(self) -> float:
+        return 0.0
+
+    def finish(self) -> Verdict:
+        return Verdict.TAKEN

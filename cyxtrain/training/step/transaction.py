@@ -27,9 +27,10 @@ class StepTransaction:
     """
 
     def __init__(self, buffers: Participant | None = None, others: Sequence[Participant] = ()) -> None:
-        self._buffers, self._others = buffers, others
+        self._buffers = buffers
+        self._others = others
+        # puts back the buffers alone: the numbers of a step are right, or it continues
         self.put_back_buffers: Undo = _nothing
-        """Puts back the buffers alone: the numbers of a step are right, or it continues."""
         self._undo_others: list[Undo] = []
 
     def begin(self) -> None:

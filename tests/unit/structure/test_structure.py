@@ -56,7 +56,7 @@ LAYERS = [
 
 INSIDE = {
     "ring": [
-        "schedules collective_thread weight_digits",
+        "schedules collective_thread mean_weight",
         "wire",
         "shared_memory",
         "rendezvous",
