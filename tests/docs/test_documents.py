@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -86,9 +87,13 @@ def test_workflow_on_github_runs_the_commands_of_readme():
     assert commands == {
         "linux": [".ci/run"],
         "others": [tests],
+        "coverage": ["pip install '.[dev]'", *commands["coverage"][1:]],
         "nightly": ["pip install '.[nightly]' && python -m tests.night"],
         "versions": [f"{tests} -m nightly {by_version} -k ${{{{ matrix.torch }}}}"],
     }
+    measured = " && ".join(commands["coverage"][1:])
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert measured.startswith(re.search(r"`(coverage run .+) && coverage report`", contributing)[1])
     assert all("timeout-minutes" in job for job in jobs.values())
     assert {"windows-latest", "macos-latest"} == set(jobs["others"]["strategy"]["matrix"]["os"])
     used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
@@ -101,10 +106,31 @@ def test_workflow_of_a_release_builds_checks_and_imports_and_has_no_secrets():
     assert workflow[True]["push"] == {"tags": ["v*"]}
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets." not in text
-    [job] = workflow["jobs"].values()
-    commands = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    jobs = workflow["jobs"]
+    commands = "\n".join(step["run"] for step in jobs["build"]["steps"] if "run" in step)
     for command in ("python -m build", "twine check --strict", "import cyxtrain"):
         assert command in commands
+    # PyPI trusts the workflow, which publishes what was built and checked, and only of a tag.
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["announce"]["needs"] == "publish"
+    assert jobs["publish"]["if"] == jobs["announce"]["if"] == "github.ref_type == 'tag'"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the step is for bash")
+@pytest.mark.parametrize(
+    ("tag", "notes"), [("v0.2.0", "- Newer.\n"), ("v0.1.0", "- First.\n"), ("v0.3.0", None), ("v0.1", None)]
+)
+def test_release_needs_a_section_of_the_changelog(tag, notes, tmp_path):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    [step] = [each for each in workflow["jobs"]["build"]["steps"] if "changelog" in each.get("name", "")]
+    changelog = "# Changelog\n\n## [0.2.0] - 2027-01-01\n- Newer.\n## [0.1.0] - 2026-01-01\n- First.\n"
+    (tmp_path / "CHANGELOG.md").write_text(changelog, encoding="utf-8")
+    command = ["bash", "-eo", "pipefail", "-c", step["run"]]
+    found = subprocess.run(command, cwd=tmp_path, env={**os.environ, "GITHUB_REF_NAME": tag}, check=False)
+    assert (found.returncode == 0) == (notes is not None)
+    if notes is not None:
+        assert (tmp_path / "notes.md").read_text(encoding="utf-8") == notes
 
 
 def test_checks_before_a_commit_are_those_of_continuous_integration():
