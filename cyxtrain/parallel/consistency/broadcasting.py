@@ -134,7 +134,7 @@ def _average(world: World, tensors: Sequence[Tensor], share: Tensor | float) -> 
         write(tensor, mean.to(tensor.dtype))
 
 
-def _flat_in_double(parts: Sequence[Tensor]) -> Tensor:
+def _flat_in_double(parts: list[Tensor]) -> Tensor:
     """Return all elements as one vector of float64."""
     are_alike = all(part.dtype is parts[0].dtype for part in parts)
     if are_alike:
