@@ -133,7 +133,7 @@ def test_a_rank_that_leaves_for_good_refuses_the_callers_that_wait():
 
     refused = run_threads(3, rank_main, options=KEEPING)[2]
     assert refused.startswith("rank 1 at @cyxtrain-")
-    assert refused.endswith("refused rank 2: it has left, and begins no next generation.")
+    assert refused.endswith("refused rank 2: it has left and does not begin the next generation.")
 
 
 def test_errors_of_a_later_generation_name_the_launchers_ranks():
