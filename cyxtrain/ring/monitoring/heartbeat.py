@@ -81,9 +81,7 @@ class Heartbeat:
         seconds = now - self._state_since[peer]
         if state is State.GONE:
             # The end of its connection is noticed sooner, and a goodbye may have arrived that is not read yet.
-            if seconds < GONE_SECONDS:
-                return None
-            return lost(peer)
+            return None if seconds < GONE_SECONDS else lost(peer)
         if seconds < STOPPED_SECONDS:
             return None
         return PeerSilentError(

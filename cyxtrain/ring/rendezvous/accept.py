@@ -154,7 +154,7 @@ class Acceptor:
             sock.close()
 
     def abandon(self) -> None:
-        """Do the same in a forked child, without touching the selector, which the parent shares."""
+        """Close them in a forked child, without touching the selector, which it shares with the parent."""
         for sock in self._strangers:
             sock.close()
 
@@ -182,9 +182,7 @@ class Acceptor:
         if len(self._strangers) >= _MAX_STRANGERS:
             self._reject(self._oldest(), "too many others connected")
         sock.setblocking(False)
-        source = "this machine"  # a Unix socket has no address
-        if address:
-            source = str(address[0])
+        source = str(address[0]) if address else "this machine"  # a Unix socket has no address
         expires_at = time.monotonic() + _HANDSHAKE_SECONDS
         self._strangers[sock] = _Stranger(source, expires_at, HandshakeServer(self._key))
         self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_data, sock))
@@ -236,48 +234,37 @@ class Acceptor:
             self._reject(sock, _TOO_SLOW)
 
     def _read_messages(self, sock: socket.socket, stranger: _Stranger) -> bool:
-        """Process the messages that have arrived completely; return whether the handshake is complete or failed."""
+        """Process all complete messages; return whether the handshake is complete or has failed."""
         try:
             while (body := take_message(stranger.received)) is not None:
                 if self._advance(sock, stranger, body):
                     return True
         except HandshakeError as error:
-            if isinstance(error, NoProofError):
-                self._count_unauthenticated(stranger.handshake.hello)
+            hello = stranger.handshake.hello
+            if isinstance(error, NoProofError) and hello is not None:
+                self._count_unauthenticated(hello)
             self._reject(sock, str(error))
             return True
         return False
 
-    def _count_unauthenticated(self, hello: Hello | None) -> None:
-        if hello is None:
-            return
+    def _count_unauthenticated(self, hello: Hello) -> None:
         if hello.rank in self.unauthenticated or len(self.unauthenticated) < _MAX_COUNTED:
             self.unauthenticated[hello.rank] += 1
 
     def _advance(self, sock: socket.socket, stranger: _Stranger, body: bytes) -> bool:
         """Take the next step of a handshake; return whether it is complete."""
-        hello = stranger.handshake.hello
-        if hello is None:
+        if stranger.handshake.hello is None:
             _send(sock, stranger.handshake.answer(body))
             return False
         stranger.handshake.check(body)
-        place = place_of(sock.getsockname())
-        if hello.to_place and hello.to_place != place:
-            refused = (
-                f"it connected to {hello.to_place} and reached {place}: something relays the connection, or addresses "
-                "are translated on the way"
-            )
-            _send(sock, stranger.handshake.verdict(refused))
-            self._reject(sock, refused)
-        else:
-            self._judge(sock, stranger)
+        self._judge(sock, stranger)
         return True
 
     def _judge(self, sock: socket.socket, stranger: _Stranger) -> None:
         """Accept or refuse a client that knows the secret, or let it wait."""
         hello = stranger.handshake.hello
         assert hello is not None
-        refused = self._authorize(hello)
+        refused = _why_relayed(hello, place_of(sock.getsockname())) or self._authorize(hello)
         stranger.is_early = refused is None
         if refused is None:
             stranger.expires_at = math.inf
@@ -297,6 +284,16 @@ class Acceptor:
     def _forget(self, sock: socket.socket) -> _Stranger:
         self._selector.unregister(sock)
         return self._strangers.pop(sock)
+
+
+def _why_relayed(hello: Hello, place: str) -> str:
+    """Return why a client has not reached the address that it connected to; "" if it has."""
+    if hello.to_place in ("", place):
+        return ""
+    return (
+        f"it connected to {hello.to_place} and reached {place}: something relays the connection, or addresses are "
+        "translated on the way"
+    )
 
 
 def _send(sock: socket.socket, data: bytes) -> None:

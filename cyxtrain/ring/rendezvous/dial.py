@@ -48,9 +48,7 @@ def socket_address(record: RankRecord, *, unix: bool) -> tuple[int, Any]:
 
 def family_of(host: str) -> socket.AddressFamily:
     """Return the family of an IP address."""
-    if ":" in host:
-        return socket.AF_INET6
-    return socket.AF_INET
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def unix_address(name: str) -> str:
@@ -61,7 +59,7 @@ def unix_address(name: str) -> str:
 def dial_once(
     address: tuple[int, Any], hello: Hello, key: bytes, deadline: Deadline, poll: Callable[[], None]
 ) -> socket.socket:
-    """Connect and authenticate, in one try, at an address of `socket_address`; `poll` is called while this waits.
+    """Connect and authenticate at an address of `socket_address`; call `poll` while waiting.
 
     Raises:
         RefusedError: The other side knows the secret and refuses us.

@@ -139,14 +139,19 @@ class Directory:
             if not poller.wait([sock], [], deadline, POLL_SECONDS):
                 explain(deadline.passed())
                 if deadline.passed():
-                    raise self._silent(peer, deadline)
+                    raise self._unheard(
+                        peer,
+                        f"did not send its records for comparison within {deadline.seconds:.3g} s: it is not connected "
+                        "to all others, or large packets get lost. Look at its output, and at the MTU of the network "
+                        "between.",
+                    )
                 continue
             try:
                 part = sock.recv(count - len(received))
             except BlockingIOError:
                 continue
             except TimeoutError:  # from the kernel, as the socket does not block
-                raise self._cut_off(peer) from None
+                raise self._unheard(peer, f"cannot be reached: {LOST_PACKETS}.") from None
             except OSError:
                 part = b""
             if not part:
@@ -155,23 +160,10 @@ class Directory:
             received += part
         return bytes(received)
 
-    def _silent(self, peer: int, deadline: Deadline) -> RendezvousError:
+    def _unheard(self, peer: int, problem: str) -> RendezvousError:
+        record = self.records[peer]
         global_rank = self.names[peer]
-        return RendezvousError(
-            f"rank {global_rank} at {self._place(peer)} did not send its records for comparison within "
-            f"{deadline.seconds:.3g} s: it is not connected to all others, or large packets get lost. Look at its "
-            "output, and at the MTU of the network between.",
-            rank=global_rank,
-        )
-
-    def _cut_off(self, peer: int) -> RendezvousError:
-        global_rank = self.names[peer]
-        return RendezvousError(
-            f"rank {global_rank} at {self._place(peer)} cannot be reached: {LOST_PACKETS}.", rank=global_rank
-        )
-
-    def _place(self, peer: int) -> str:
-        return f"{self.records[peer].host}:{self.records[peer].port}"
+        return RendezvousError(f"rank {global_rank} at {record.host}:{record.port} {problem}", rank=global_rank)
 
 
 def _is_unix(sock: socket.socket) -> bool:

@@ -74,9 +74,7 @@ class KeyValues:
 
     def _get(self, key: str) -> str | None:
         value = self._values.get(key)
-        if value is None:
-            return None
-        return _text(value)
+        return None if value is None else _text(value)
 
     def _add(self, key: str, number: int) -> int:
         total = int(self._values.get(key) or b"0") + number

@@ -38,9 +38,7 @@ class Listeners:
     @property
     def unix_name(self) -> str:
         """The name of the abstract Unix socket as "@name"; empty without one."""
-        if self.unix is None:
-            return ""
-        return place_of(self.unix.getsockname())
+        return "" if self.unix is None else place_of(self.unix.getsockname())
 
     def serve(
         self,
@@ -83,9 +81,7 @@ class Listeners:
         self.selector.close()
 
     def _sockets(self) -> list[socket.socket]:
-        if self.unix is None:
-            return [self.tcp]
-        return [self.tcp, self.unix]
+        return [self.tcp] if self.unix is None else [self.tcp, self.unix]
 
 
 def listen(rank: int, store: Store, transport: str) -> Listeners:
@@ -108,7 +104,7 @@ def listen(rank: int, store: Store, transport: str) -> Listeners:
 
 
 def listen_unix(transport: str) -> socket.socket | None:
-    """Listen at a Unix socket for the ranks of this machine; return None if it is unavailable or not needed."""
+    """Listen at a Unix socket for the ranks of this machine; return None if unavailable or not needed."""
     if transport == "tcp" or sys.platform != "linux":  # elsewhere, such sockets leave files and have small buffers
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

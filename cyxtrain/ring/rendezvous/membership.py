@@ -228,9 +228,7 @@ class Membership:
 
     def _record_of(self, rank: int, life: int) -> RankRecord | None:
         text = self.store.get(f"{life}/entry/{rank}")
-        if text is None:
-            return None
-        return RankRecord.from_json(text)
+        return None if text is None else RankRecord.from_json(text)
 
     def _rewrite(self) -> None:
         """Write the record again if another program has deleted or replaced it at a store of PyTorch."""
@@ -303,7 +301,7 @@ class Membership:
 
 
 def await_all_ranks(store: Store, rank: int, world_size: int, deadline: Deadline, options: RingOptions) -> None:
-    """Wait until all ranks of a world have joined, for backends whose own errors do not name missing ranks.
+    """Wait until all ranks of a world have joined, for backends whose errors do not name missing ranks.
 
     Raises RendezvousError with the ranks that are missing at the deadline.
     """

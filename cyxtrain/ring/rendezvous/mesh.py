@@ -151,18 +151,13 @@ class _Connector:
 
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks why this one fails, then close the connections."""
-        failure = self._failure_to_report(error)
+        failure = error if isinstance(error, CyxtrainError) else cannot_join(self._global_ranks[self._rank], error)
         if self._membership is not None:
             self._membership.report_failure(failure)
         else:
             self._send_abort(failure)
         self._unwatch_controls()
         self._mesh.disconnect()
-
-    def _failure_to_report(self, error: BaseException) -> CyxtrainError:
-        if isinstance(error, CyxtrainError):
-            return error
-        return cannot_join(self._global_ranks[self._rank], error)
 
     def _send_abort(self, failure: CyxtrainError) -> None:
         frame = control_frame(Control.ABORT, failure.to_facts(), self._mesh.checksums)

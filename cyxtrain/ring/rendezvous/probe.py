@@ -1,4 +1,4 @@
-"""Checks of what the ring needs from a machine and its network, without joining: for `cyxtrain doctor`."""
+"""Checks of what the ring needs from a machine and its network, for `cyxtrain doctor`; nothing joins."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ class RankProbe:
         self._listeners.close()
 
     def _authorize(self, hello: Hello) -> str:
-        if hello.run != self._own.run:
-            return "it belongs to another run"
-        return ""
+        return "" if hello.run == self._own.run else "it belongs to another run"
 
     def _accept(self, hello: Hello, sock: socket.socket) -> None:
         if hello.rank in self.accepted:
@@ -102,11 +100,9 @@ def try_transports() -> dict[str, str]:
 
 def _why_no_unix() -> str:
     listener = listen_unix("auto")
-    if listener is not None:
-        return _why_unreachable(listener)
-    if sys.platform != "linux":
-        return "Linux only"
-    return "not available on this system"
+    if listener is None:
+        return "Linux only" if sys.platform != "linux" else "not available on this system"
+    return _why_unreachable(listener)
 
 
 def _why_unreachable(listener: socket.socket) -> str:

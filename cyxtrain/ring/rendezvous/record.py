@@ -148,7 +148,7 @@ def _check_range(name: str, value: object) -> None:
 
 
 def parse_record(kind: type[_Record], text: bytes) -> _Record:
-    """Read a dataclass with fields of plain types that a rank has written as JSON; strings become printable.
+    """Read a dataclass with fields of plain types from a rank's JSON; its strings become printable.
 
     Raises RendezvousError if `text` is anything else.
     """

@@ -102,9 +102,7 @@ def _warn_about(options: RingOptions) -> None:
 
 def _secret(options: RingOptions, first: RankRecord) -> bytes:
     """Return the secret of the run: CYXTRAIN_SECRET, or the secret that rank 0 has created."""
-    if options.secret_bytes is None:
-        return bytes.fromhex(first.key)
-    return options.secret_bytes
+    return bytes.fromhex(first.key) if options.secret_bytes is None else options.secret_bytes
 
 
 def own_record(rank: int, world_size: int, listeners: Listeners, options: RingOptions) -> RankRecord:

@@ -1,4 +1,4 @@
-"""The store of a run: rank 0 opens it, the others connect; errors have the true cause, within the deadline.
+"""The store of a run, opened by rank 0; errors name the true cause, within the deadline.
 
 PyTorch's TCPStore is for backends that need one (NCCL, Gloo) and for torchrun, whose agent keeps it. Its client hides
 why it cannot connect, and waits for ever if another program answers on the port. Its server trusts everybody, so it is
@@ -314,8 +314,6 @@ def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout
         if isinstance(opened, TCPStore):
             return opened
         if deadline.left() <= _RETRY_SECONDS:
-            detail = ""
-            if not isinstance(opened, TimeoutError):
-                detail = reason_of(opened)
+            detail = "" if isinstance(opened, TimeoutError) else reason_of(opened)
             raise _foreign_service(rank, f"{address}:{port}", detail)
         time.sleep(_RETRY_SECONDS)  # the previous store may be closing

@@ -219,9 +219,7 @@ def attempt_in_thread(call: Callable[[], _Answer], seconds: float) -> _Answer | 
     thread = threading.Thread(target=lambda: results.append(_attempt(call)), name="cyxtrain-store", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not results:
-        return TimeoutError()
-    return results[0]
+    return results[0] if results else TimeoutError()
 
 
 def root_of(store: Store) -> Store:
