@@ -44,7 +44,7 @@ class Heartbeat:
         """Discount a time for which this process itself was suspended."""
         for clock in (self._last_data, self._state_since):
             for peer, since in clock.items():
-                clock[peer] = min(since + seconds, now)
+                clock[peer] = min(since + seconds, now)  # not ahead: data may have arrived since the pause began
 
     def examine(self, now: float) -> CyxtrainError | None:
         """Return why the group must end, or None. Cost: two files of /proc for each rank here, twice a second."""

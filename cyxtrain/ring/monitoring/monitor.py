@@ -178,6 +178,7 @@ class PeerMonitor:
         finally:
             with self._changed:
                 self._waits.end(thread)
+                # A report about a collective expires with its sequence number; messages have none.
                 if self._failure is None and operation.sequence == MESSAGES:
                     self._send(Control.WAITING, {"sequence": MESSAGES, "peer": NOBODY})
 
@@ -217,7 +218,7 @@ class PeerMonitor:
 
     def abandon(self) -> None:
         """Close everything without a goodbye, in a forked child, which is not a rank and lacks the thread."""
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # another thread of the parent may have held the old one
         self._failure = CyxtrainError(
             f"this process was forked from rank {self.rank} and is not a rank: only its parent can communicate."
         )

@@ -126,7 +126,7 @@ class Acceptor:
     def remove(self, listener: socket.socket) -> None:
         """Stop accepting at a listening socket."""
         self._listeners.remove(listener)
-        if self._reopens_at is None:
+        if self._reopens_at is None:  # `_pause` has unregistered all listeners otherwise
             self._selector.unregister(listener)
 
     def serve(self, seconds: float) -> None:

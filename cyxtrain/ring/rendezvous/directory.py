@@ -77,7 +77,7 @@ class Directory:
         body = json.dumps({"all_unix": all_unix, "padding": padding, **own}).encode()
         message = len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body)
         for sock in sockets.values():
-            watch_over(sock)
+            watch_over(sock)  # until ranks have joined: a `Link` gives data sockets longer timeouts
             with contextlib.suppress(OSError):  # receiving, below, reports a lost connection
                 sock.sendall(message)
         for peer, sock in sorted(sockets.items()):

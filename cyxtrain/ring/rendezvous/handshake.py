@@ -215,5 +215,6 @@ def _proof(key: bytes, side: str, transcript: bytes, refused: str = "") -> str:
 
 def _check(facts: dict[str, Any], expected: str) -> None:
     proof: str = _field(facts, "proof", str)
+    # In constant time: how long it takes must not tell how much of a guess is right.
     if not hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode()):
         raise NoProofError("it does not know the secret")

@@ -167,6 +167,7 @@ class KeyValueServer:
     def _serve(self) -> None:
         while not self._is_closed:
             self._acceptor.serve(_TICK_SECONDS)
+        # Before the connections end: a member that notices their end looks for the next store at this port.
         self._listener.close()
         self._acceptor.close()
 
@@ -192,7 +193,7 @@ class KeyValueServer:
                 "two processes were started as rank 0. Give every machine its own --node-rank, or every process its "
                 "own RANK"
             )
-        if not hello.rank < hello.world_size == self._world_size:
+        if hello.world_size != self._world_size or hello.rank >= hello.world_size:
             return (
                 f"it was started for a world of {hello.world_size}, rank 0 for a world of {self._world_size}. Start "
                 "all ranks with the same WORLD_SIZE (cyxtrain launch: the same --nnodes and -n on every machine)"
@@ -201,7 +202,8 @@ class KeyValueServer:
 
     def refusal(self) -> str:
         """Return why a process was refused, or "" if none was or all ranks are connected."""
-        joined = {member.rank for member in list(self._members.values())}
+        members = list(self._members.values())  # a copy: the server's thread changes it
+        joined = {member.rank for member in members}
         if joined.issuperset(range(1, self._world_size)):
             self._refusal = ""
         elif self._acceptor.failure is not None:
@@ -297,7 +299,7 @@ class Connection:
         if not self._lock.acquire(timeout=seconds):
             raise dist.DistNetworkError("the store of rank 0: no answer to another thread") from TimeoutError()
         try:
-            self._socket.settimeout(max(seconds, 0.001))
+            self._socket.settimeout(max(seconds, 0.001))  # 0 would make the socket non-blocking
             self._socket.sendall(_frame(request))
             received = bytearray()
             while (body := take_message(received, b"", _MAX_FRAME_BYTES)) is None:

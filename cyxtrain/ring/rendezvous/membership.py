@@ -169,7 +169,7 @@ class Membership:
                 time.sleep(_READERS_SECONDS)  # for others of the refused world, which are about to connect
                 raise RendezvousError(refusal, rank=0)
         self.check_groups()
-        if self._examine_deadline.passed():
+        if self._examine_deadline.passed():  # not at each poll: asking about every other process takes time
             self._rewrite()
             self._examine_deadline = Deadline(EXAMINE_SECONDS)
             refuse_ended(self._own, {self._global_ranks[rank]: record for rank, record in self._records.items()})

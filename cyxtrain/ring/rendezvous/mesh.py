@@ -143,6 +143,7 @@ class _Connector:
             self._watch_control(peer)
         while self._awaited:
             self._wait(POLL_SECONDS)
+        # This rank is connected to all others; the comparison tells it that they are, too.
         sockets = mesh.sockets[Role.COLLECTIVES]
         mesh.all_unix = mesh.directory.compare(self._rank, sockets, mesh.checksums, self._deadline, self._explain)
         if not self._options.keeps_listening:

@@ -64,6 +64,7 @@ def rendezvous(
     listeners: Listeners | None = None
     try:
         with membership.joining():
+            # Before registering: the others connect as soon as they have read this rank's record.
             listeners = listen(global_ranks[rank], store, options.transport)
             membership.register(own_record(rank, len(global_ranks), listeners, options))
             records = membership.await_all()

@@ -281,7 +281,7 @@ def host_store(host: str, timeout_seconds: float) -> tuple[TCPStore, socket.sock
     listener = socket.create_server((host, 0), family=family_of(host), backlog=1024)
     port = int(listener.getsockname()[1])
     timeout = timedelta(seconds=timeout_seconds)
-    own = listener.dup()
+    own = listener.dup()  # TCPStore takes over the other descriptor; `close_to_newcomers` needs one, too
     store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, own
 
@@ -308,6 +308,7 @@ def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout
         failure = await_listener(address, port, deadline.left())
         if failure is not None:
             raise _not_reached(rank, address, port, timeout_seconds, failure)
+        # Something listens there now: a store, or a program that never answers PyTorch's client.
         left = timedelta(seconds=max(deadline.left(), 0.1))
         connect = functools.partial(TCPStore, address, port, world_size, False, left, wait_for_workers=False)
         opened = attempt_in_thread(connect, left.total_seconds() + 0.2)
