@@ -50,6 +50,4 @@ def test_a_thread_that_has_ended_is_said_to_have():
     thread = threading.Thread(target=lambda: found.append(CurrentActivity()))
     thread.start()
     thread.join()
-    assert found[0].describe() == (
-        "the thread that used the group has ended; the last collective it called is no collective yet"
-    )
+    assert found[0].describe() == "the thread that used the group has ended; it has called no collective yet"

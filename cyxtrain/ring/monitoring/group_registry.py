@@ -1,4 +1,4 @@
-"""The groups of one world in this process: a rank that one of them has lost is lost for all."""
+"""The groups of one world in this process: if one of them has lost a rank, all have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cyxtrain.ring.wire.link import Deadline
 
 
 class RegisteredMember(Protocol):
-    """A group."""
+    """A group that can be registered."""
 
     def peer_failure(self, since: float) -> CyxtrainError | None:
         """Return the error of a group that lost a rank, if it is still open or failed after `since`."""
@@ -35,11 +35,14 @@ class GroupRegistry:
 
     def peer_failure(self, since: float) -> CyxtrainError | None:
         """Return the error of a group that has lost a rank, or None; ignore groups left before `since`."""
-        failures = (group.peer_failure(since) for group in list(self._groups))
-        return next((failure for failure in failures if failure is not None), None)
+        for group in list(self._groups):  # a copy: another thread may add a group meanwhile
+            failure = group.peer_failure(since)
+            if failure is not None:
+                return failure
+        return None
 
     def await_peer_failure(self, seconds: float) -> CyxtrainError | None:
-        """Return `peer_failure` from now on; wait for it if there are groups that may notice one."""
+        """Wait up to `seconds` until a group loses a rank, and return its error; None if no group does."""
         since = time.monotonic()
         Deadline(seconds).poll_until(lambda: self.peer_failure(since) or not self._groups)
         return self.peer_failure(since)
@@ -56,5 +59,5 @@ def _abandon_all() -> None:
 
 
 if sys.platform != "win32":
-    # A child (a DataLoader's worker, say) that kept the links open would hide the death of its parent.
+    # A forked child (such as a DataLoader worker) that kept the links open would hide the death of its parent.
     os.register_at_fork(after_in_child=_abandon_all)

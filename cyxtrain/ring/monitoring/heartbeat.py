@@ -1,4 +1,4 @@
-"""Decides which ranks are alive: by the operating system if both run on one machine, by heartbeats otherwise.
+"""Which ranks are alive: the operating system decides on one machine, heartbeats between machines.
 
 No sockets and no threads: its methods are called with what happened, and when.
 """
@@ -18,7 +18,7 @@ GONE_SECONDS = 0.5
 class Heartbeat:
     """The last signs of life of all other ranks; `now` is in seconds of `time.monotonic`.
 
-    A rank on another machine may be silent for `timeout_seconds`.
+    A rank on another machine may be silent for `timeout_seconds`. Ranks are global: the launcher's numbers.
     """
 
     def __init__(self, own: Process, others: dict[int, Process], timeout_seconds: float, now: float) -> None:
@@ -26,10 +26,10 @@ class Heartbeat:
         self._others = dict(others)
         self._timeout_seconds = timeout_seconds
         self._last_data = dict.fromkeys(others, now)
-        self._since: dict[int, float] = {}
         self._states: dict[int, State] = {}
-        self._answers: dict[int, State | None] = {}
-        self._next_question = now
+        self._state_since: dict[int, float] = {}
+        self._system_states: dict[int, State | None] = {}  # as the operating system told them last; None: it cannot
+        self._ask_system_at = now
 
     def received(self, peer: int, now: float) -> None:
         """Note that data arrived from a rank."""
@@ -42,23 +42,26 @@ class Heartbeat:
 
     def discount_pause(self, seconds: float, now: float) -> None:
         """Discount a time for which this process itself was suspended."""
-        for clock in (self._last_data, self._since):
+        for clock in (self._last_data, self._state_since):
             for peer, since in clock.items():
-                clock[peer] = min(since + seconds, now)
+                clock[peer] = min(since + seconds, now)  # not ahead: data may have arrived since the pause began
 
     def examine(self, now: float) -> CyxtrainError | None:
         """Return why the group must end, or None. Cost: two files of /proc for each rank here, twice a second."""
-        if now >= self._next_question:
-            self._next_question = now + GONE_SECONDS
-            self._answers = {peer: state_of(process, self._own) for peer, process in self._others.items()}
+        if now >= self._ask_system_at:
+            self._ask_system_at = now + GONE_SECONDS
+            self._system_states = {peer: state_of(process, self._own) for peer, process in self._others.items()}
         for peer, process in self._others.items():
-            state = self._answers[peer]
-            error = self._silence(peer, now) if state is None else self._stop(peer, process, state, now)
+            state = self._system_states[peer]
+            if state is None:
+                error = self._examine_silence(peer, now)
+            else:  # silence does not count here: a busy process may hold the GIL, and send no heartbeats
+                error = self._examine_process(peer, process, state, now)
             if error is not None:
                 return error
         return None
 
-    def _silence(self, peer: int, now: float) -> CyxtrainError | None:
+    def _examine_silence(self, peer: int, now: float) -> CyxtrainError | None:
         seconds = now - self._last_data[peer]
         if seconds < self._timeout_seconds:
             return None
@@ -69,14 +72,15 @@ class Heartbeat:
             rank=peer,
         )
 
-    def _stop(self, peer: int, process: Process, state: State, now: float) -> CyxtrainError | None:
+    def _examine_process(self, peer: int, process: Process, state: State, now: float) -> CyxtrainError | None:
         if state is not self._states.get(peer, State.ALIVE):
-            self._states[peer], self._since[peer] = state, now
+            self._states[peer] = state
+            self._state_since[peer] = now
         if state is State.ALIVE:
             return None
-        seconds = now - self._since[peer]
+        seconds = now - self._state_since[peer]
         if state is State.GONE:
-            # The end of its connection is noticed sooner; and a goodbye may have arrived that is not read yet.
+            # The end of its connection is noticed sooner, and a goodbye may have arrived that is not read yet.
             return None if seconds < GONE_SECONDS else lost(peer)
         if seconds < STOPPED_SECONDS:
             return None

@@ -1,12 +1,12 @@
-"""Control connections of a group: heartbeats, aborts with their cause, goodbyes, and who waits for whom.
+"""Control connections of a group: heartbeats, aborts, goodbyes, and reports of which rank waits.
 
-One thread per group reads them all. The first error of a group is final: it is sent to all other ranks, then every link
-is stopped, so that every waiting thread wakes and finds the cause here.
+One thread per group reads them all. The first error of a group is final: the monitor sends it to all other ranks, then
+stops every link, so that every waiting thread wakes and finds the cause here.
 
 If a rank dies, the kernel closes its control connections: `_on_data` sees the end without a goodbye, and `fail` records
-`lost`, tells the others, and stops the links. A thread in a collective then finds its link broken
-(`executor.py`), and asks `explain` for the error that its program gets. It may find the link of the dead rank, or that
-of a neighbour who has failed, broken before: `explain` waits for the cause.
+the loss, tells the others, and stops the links. A thread in a collective then finds its link broken (`executor.py`),
+and asks `explain` for the error to raise. A link may also break before the monitor knows why, because its peer died or
+has failed: `explain` waits for the cause.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _LATE_SECONDS = 0.5
 """If the thread wakes this late, its whole process was suspended."""
 _LEAVE_SECONDS = 2.0
 """How long `leave` waits for the thread, which may block writing to a full log pipe."""
+_READ_BYTES = 1 << 16
 _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 """By number: Python raises some of them as TimeoutError, like its own timeouts."""
 
@@ -54,8 +55,9 @@ _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 class PeerMonitor:
     """Detects, records and broadcasts the first failure of a group; owns its control connections, by rank.
 
-    It stops the `links` of the group when that ends, which wakes all threads that wait there. `describe` returns what
-    this rank is doing, for a waiting peer. It must not be in a reference cycle: what a group held is freed with it.
+    It stops the `links` of the group when the group ends, which wakes all threads that wait there. `describe` returns
+    what this rank is doing, for a waiting peer. Ranks are global: the launcher's numbers, as errors name them. The
+    monitor must not be in a reference cycle, because whatever a group held is freed with it.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class PeerMonitor:
     ) -> None:
         assert mesh.listeners is not None
         assert mesh.listeners.acceptor is not None
-        shortest_seconds = min(record.heartbeat_timeout_seconds for record in mesh.directory.records)
+        # All ranks beat as often as the most impatient one needs.
+        shortest_timeout_seconds = min(record.heartbeat_timeout_seconds for record in mesh.directory.records)
         self.rank = rank
         self.failed_at = 0.0  # in seconds of `time.monotonic`
         self.is_raised = False  # whether a call of this rank's program has raised the failure
@@ -77,14 +80,14 @@ class PeerMonitor:
         self._heartbeat = heartbeat
         self._acceptor = mesh.listeners.acceptor
         self._selector = mesh.listeners.selector
-        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, shortest_seconds / _BEATS_PER_TIMEOUT)
+        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, shortest_timeout_seconds / _BEATS_PER_TIMEOUT)
         self._links = links
         self._describe = describe
         self._checksums = mesh.checksums
         self._changed = threading.Condition()
         self._failure: CyxtrainError | None = None
         self._on_failure: Callable[[], None] | None = None
-        self._departed: dict[int, int] = {}
+        self._departed: dict[int, int] = {}  # by rank that has left, how many collectives it had completed
         self._waits = WaitGraph(rank)
         self._received = {peer: bytearray() for peer in controls}
         self._unreachable: set[int] = set()
@@ -100,7 +103,7 @@ class PeerMonitor:
 
     @property
     def failure(self) -> CyxtrainError | None:
-        """Why the group has ended: its first error, or that this rank has left it; None: it has not."""
+        """Why the group has ended: its first error, or that this rank has left it; None while it is open."""
         return self._failure
 
     def is_closed(self, peer: int) -> bool:
@@ -112,7 +115,8 @@ class PeerMonitor:
         with self._changed:
             if self._failure is not None:
                 return self._failure
-            self._failure, self.failed_at = error, time.monotonic()
+            self._failure = error
+            self.failed_at = time.monotonic()
             try:
                 # Before the links stop: a neighbour whose link ends would blame this rank.
                 self._send(Control.ABORT, error.to_facts())
@@ -125,14 +129,15 @@ class PeerMonitor:
         return error
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
-        """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""
+        """Call a function once, in any thread, when the group fails; now, if it has failed already."""
         with self._changed:
-            self._on_failure, failure = function, self._failure
-        if failure is not None:
+            self._on_failure = function
+            has_failed = self._failure is not None
+        if has_failed:
             function()
 
     def await_failure(self, seconds: float) -> CyxtrainError | None:
-        """Wait up to `seconds` for the group's error; None: there is none."""
+        """Wait up to `seconds` for the group's error; return None if it has not failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, seconds)
             return self._failure
@@ -155,7 +160,7 @@ class PeerMonitor:
         )
 
     def await_goodbye(self, peer: int) -> bool:
-        """Wait up to a second for a goodbye of `peer`, whose link has ended; return whether it came."""
+        """Wait up to a second for a goodbye of `peer`, whose link has ended; return whether it arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_WAIT_SECONDS)
             return self._failure is None and peer in self._departed
@@ -173,6 +178,7 @@ class PeerMonitor:
         finally:
             with self._changed:
                 self._waits.end(thread)
+                # A report about a collective expires with its sequence number; messages have none.
                 if self._failure is None and operation.sequence == MESSAGES:
                     self._send(Control.WAITING, {"sequence": MESSAGES, "peer": NOBODY})
 
@@ -184,7 +190,7 @@ class PeerMonitor:
     def leave(self, collectives: int) -> bool:
         """Send a goodbye to all, unless the group has failed, stop every link and end the thread.
 
-        Return whether it has ended, so that another thread may use the selector.
+        Return whether the thread has ended, so that another thread may use the selector.
         """
         with self._changed:
             if self._failure is None:
@@ -195,25 +201,24 @@ class PeerMonitor:
                 )
                 self._stop_links()
                 self._changed.notify_all()
-        self._wake_writer.send(b"!")  # closing it alone would not wake the thread while a forked child has it open
-        self._thread.join(_LEAVE_SECONDS)
-        self._wake_writer.close()
+        self._end_thread()
         for sock in (self._wake_reader, *self._controls.values()):
-            with contextlib.suppress(KeyError):  # one that a peer has closed is not watched any more
+            with contextlib.suppress(KeyError):  # a socket that its peer has closed is no longer registered
                 self._selector.unregister(sock)
         for sock in self._controls.values():
-            with contextlib.suppress(OSError):
-                while sock.recv(65536):  # close with unread data sends RST, which can discard what was sent last
-                    pass
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)
-            sock.close()
+            _close_after_reading(sock)
         self._wake_reader.close()
         return not self._thread.is_alive()
 
+    def _end_thread(self) -> None:
+        # A byte, as closing alone would not wake the thread while a forked child has the socket open.
+        self._wake_writer.send(b"!")
+        self._thread.join(_LEAVE_SECONDS)
+        self._wake_writer.close()
+
     def abandon(self) -> None:
-        """Close everything without a goodbye, in a forked child, which has no such thread and is not a rank."""
-        self._changed = threading.Condition()
+        """Close everything without a goodbye, in a forked child, which is not a rank and lacks the thread."""
+        self._changed = threading.Condition()  # another thread of the parent may have held the old one
         self._failure = CyxtrainError(
             f"this process was forked from rank {self.rank} and is not a rank: only its parent can communicate."
         )
@@ -221,12 +226,14 @@ class PeerMonitor:
             sock.close()
 
     def _send(self, kind: Control, facts: dict[str, object], peers: Iterable[int] | None = None) -> None:
-        """Send a control frame to some ranks, or to all. The caller holds the lock."""
+        """Send a control frame to some ranks; None: to all. The caller holds the lock."""
         frame = control_frame(kind, facts, self._checksums)
-        for peer in self._controls if peers is None else peers:
+        if peers is None:
+            peers = self._controls
+        for peer in peers:
             if peer in self._departed or peer in self._unreachable:
                 continue
-            # A short frame fits into the buffer, unless the peer has read nothing for long.
+            # A short frame fits into the socket's buffer, unless the peer has read nothing for a long time.
             try:
                 sent = self._controls[peer].send(frame)
             except BlockingIOError:
@@ -245,7 +252,7 @@ class PeerMonitor:
         try:
             self._read()
         except BaseException as error:
-            # Without this thread no failure would be detected.
+            # Without this thread, the group would notice no failure.
             self.fail(
                 CyxtrainError(f"rank {self.rank} can no longer receive control frames ({error!r}).", rank=self.rank)
             )
@@ -265,7 +272,7 @@ class PeerMonitor:
             next_tick = time.monotonic() + self._beat_seconds
 
     def _tick(self, now: float) -> None:
-        """Send heartbeats, examine those of others, and ask or warn about slow ranks."""
+        """Send heartbeats, examine the heartbeats of others, and ask or warn about slow ranks."""
         self._acceptor.expire(now)
         with self._changed:
             if self._failure is not None:
@@ -287,32 +294,37 @@ class PeerMonitor:
         self._leaving = True
 
     def _on_data(self, peer: int) -> None:
-        received, sock = self._received[peer], self._controls[peer]
+        sock = self._controls[peer]
         broken: OSError | None = None
         try:
-            data = sock.recv(65536)
+            data = sock.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
-            data, broken = b"", error
-        received += data
-        closed = not data
+            data = b""
+            broken = error
+        self._received[peer] += data
         self._heartbeat.received(peer, time.monotonic())
-        try:
-            while (frame := take_control_frame(received, self._checksums)) is not None:
-                self._apply(peer, *frame)
-        except DamagedError:
-            self.fail(damaged(peer, self.rank, "a control frame"))
-            closed = True
-        except FrameError as error:
-            self.fail(PeerLostError(f"rank {peer} sent an invalid control frame ({error}).", rank=peer))
-            closed = True
-        if not closed:
+        is_intact = self._apply_frames(peer)
+        if data and is_intact:
             return
         self._selector.unregister(sock)
         self._heartbeat.forget(peer)
         if peer not in self._departed:
             self.fail(_disconnect_error(peer, broken))
+
+    def _apply_frames(self, peer: int) -> bool:
+        """Apply all complete frames received from a rank; return False if one of them is invalid."""
+        try:
+            while (frame := take_control_frame(self._received[peer], self._checksums)) is not None:
+                self._apply(peer, *frame)
+        except DamagedError:
+            self.fail(damaged(peer, self.rank, "a control frame"))
+            return False
+        except FrameError as error:
+            self.fail(PeerLostError(f"rank {peer} sent an invalid control frame ({error}).", rank=peer))
+            return False
+        return True
 
     def _apply(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
         if kind is Control.ABORT:
@@ -334,6 +346,16 @@ class PeerMonitor:
                 warning = self._waits.answered(peer, str(facts.get("doing")), time.monotonic())
             if warning is not None:
                 _log.warning(warning)
+
+
+def _close_after_reading(sock: socket.socket) -> None:
+    # Closing with unread data sends RST, which can discard what this rank sent last: its goodbye or its error.
+    with contextlib.suppress(OSError):
+        while sock.recv(_READ_BYTES):
+            pass
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+    sock.close()
 
 
 def _number(facts: dict[str, Any], name: str) -> int:

@@ -1,4 +1,4 @@
-"""Which rank waits for which, so that an error or a warning names the rank that all of them wait for.
+"""Which rank waits for which, so that errors and warnings name the rank that blocks all others.
 
 No sockets and no threads: its methods are called with what happened, and when.
 """
@@ -22,7 +22,7 @@ class _Wait:
 
     sequence: int
     peer: int
-    text: str
+    operation: str
     since: float
     warn_seconds: float
     asked: float | None = None
@@ -30,23 +30,23 @@ class _Wait:
 
 
 class WaitGraph:
-    """The waits of this rank, and those that other ranks have reported."""
+    """The waits of this rank, and the waits that other ranks have reported. Ranks are global."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._own: dict[int, _Wait] = {}
         self._others: dict[int, tuple[int, int]] = {}
 
-    def begin(self, thread: int, sequence: int, peer: int, text: str, since: float) -> None:
+    def begin(self, thread: int, sequence: int, peer: int, operation: str, since: float) -> None:
         """Note that a thread of this rank waits."""
-        self._own[thread] = _Wait(sequence, peer, text, since, WARN_SECONDS)
+        self._own[thread] = _Wait(sequence, peer, operation, since, WARN_SECONDS)
 
     def end(self, thread: int) -> None:
-        """Note that it no longer waits."""
+        """Note that a thread no longer waits."""
         self._own.pop(thread, None)
 
     def peer_waits(self, other: int, sequence: int, peer: int) -> None:
-        """Note that another rank has reported that it waits for `peer`, in that collective or for a message."""
+        """Note another rank's report that it waits for `peer`, in a collective or for a message."""
         if peer == NOBODY:
             self._others.pop(other, None)
         else:
@@ -54,20 +54,21 @@ class WaitGraph:
 
     def find_straggler(self, sequence: int, peer: int) -> int:
         """Return the slow rank: the end of the chain of waits that begins with `peer`."""
-        seen, found = {self._rank}, peer
-        while found not in seen:
-            seen.add(found)
-            number, waits_for = self._others.get(found, (-1, NOBODY))
-            if number not in (sequence, MESSAGES):
-                return found
-            found = waits_for
+        seen = {self._rank}
+        straggler = peer
+        while straggler not in seen:
+            seen.add(straggler)
+            reported, waits_for = self._others.get(straggler, (-1, NOBODY))
+            if reported not in (sequence, MESSAGES):  # it waits for nobody, or reported an earlier wait
+                return straggler
+            straggler = waits_for
         return peer  # they wait in a circle
 
     def question(self, now: float) -> int | None:
-        """Return a rank to ask now what it is doing: only ranks that wait for it directly warn."""
+        """Return a rank to ask now what it is doing, or None; only ranks that wait for it directly ask."""
         for wait in self._own.values():
-            due = wait.asked is None and now - wait.since >= wait.warn_seconds
-            if due and self.find_straggler(wait.sequence, wait.peer) == wait.peer:
+            is_due = wait.asked is None and now - wait.since >= wait.warn_seconds
+            if is_due and self.find_straggler(wait.sequence, wait.peer) == wait.peer:
                 wait.asked = now
                 return wait.peer
         return None
@@ -87,8 +88,9 @@ class WaitGraph:
         return None
 
     def _warning(self, wait: _Wait, answer: str, now: float) -> str:
-        wait.asked, wait.warn_seconds = None, 2 * wait.warn_seconds
+        wait.asked = None
+        wait.warn_seconds *= 2
         return (
-            f"rank {self._rank} has waited {now - wait.since:.0f} s for rank {wait.peer} in {wait.text}. {answer} "
+            f"rank {self._rank} has waited {now - wait.since:.0f} s for rank {wait.peer} in {wait.operation}. {answer} "
             "It is slow, not lost: the wait ends at the deadline (collective_timeout_ms)."
         )

@@ -1,6 +1,6 @@
-"""Accept connections of members and refuse all others, during rendezvous and for as long as the ranks work.
+"""Accept connections of members and refuse all others, during rendezvous and while the ranks work.
 
-An unauthenticated connection costs a descriptor, 4 KiB and five seconds at most; all together one log line a second.
+An unauthenticated connection costs at most a descriptor, 4 KiB and five seconds; all together one log line a second.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cyxtrain.errors import brief, exhausted
 from cyxtrain.ring.rendezvous.handshake import (
@@ -59,8 +60,11 @@ class SparseLog:
         """Write what was counted, unless the last line is less than a second old."""
         if not self._count or now < self._next:
             return
-        others = f" ({self._count} since the last such line)" if self._count > 1 else ""
-        self._count, self._next = 0, now + 1.0
+        others = ""
+        if self._count > 1:
+            others = f" ({self._count} since the last such line)"
+        self._count = 0
+        self._next = now + 1.0
         _log.warning("%s %s%s", self._prefix, self._last, others)
 
 
@@ -72,17 +76,17 @@ class _Stranger:
     expires_at: float
     handshake: HandshakeServer
     received: bytearray = field(default_factory=bytearray)
-    count: int = 0
+    received_bytes: int = 0
     is_early: bool = False
-    """It is a member of a later generation, which waits for the verdict until that one begins."""
+    """It is a member of a later generation, and waits for the verdict until this process begins that generation."""
 
 
 class Acceptor:
-    """Authenticates connections at listening sockets and hands over those of members.
+    """Authenticates connections at listening sockets, and hands over the members.
 
-    `name` is for the log: "rank 3". `authorize` gets the hello of a client that knows the secret, and returns why it is
-    refused, "" if it is not, or None if it must wait for the next `judge_by`; `accept` gets the hello and the socket of
-    each member. The data of each socket in `selector` is the function to call.
+    `name` is for the log: "rank 3". `authorize` gets the hello of a client that knows the secret, and returns why the
+    client is refused, "" to accept it, or None to let it wait for the next `judge_by`. `accept` gets the hello and the
+    socket of each member. The data of each socket in `selector` is the function to call.
     """
 
     def __init__(
@@ -104,15 +108,15 @@ class Acceptor:
         self._reopens_at: float | None = None
         self._paused_by: OSError | None = None
         self.failure: OSError | None = None
-        """Why it could not take a connection twice in a row, a second apart."""
+        """Why it could not accept a connection twice in a row, a second apart."""
         self.unauthenticated: Counter[int] = Counter()
         """By rank, how many clients claimed to be it without knowing the secret."""
-        self._listen()
+        self._register_listeners()
 
     def judge_by(
         self, authorize: Callable[[Hello], str | None], accept: Callable[[Hello, socket.socket], None]
     ) -> None:
-        """Take other functions in place of the first ones, and judge the members that have waited for them."""
+        """Replace both functions, and judge the members that have waited for the new ones."""
         self._authorize = authorize
         self._accept = accept
         for sock, stranger in list(self._strangers.items()):
@@ -122,22 +126,23 @@ class Acceptor:
     def remove(self, listener: socket.socket) -> None:
         """Stop accepting at a listening socket."""
         self._listeners.remove(listener)
-        if self._reopens_at is None:
+        if self._reopens_at is None:  # `_pause` has unregistered all listeners otherwise
             self._selector.unregister(listener)
 
     def serve(self, seconds: float) -> None:
-        """Wait for at most so long, call the functions of sockets that are ready, and expire the others."""
+        """Wait up to `seconds`, call the functions of sockets that are ready, and expire the others."""
         for key, _ in self._selector.select(seconds):
             key.data()
         self.expire(time.monotonic())
 
     def expire(self, now: float) -> None:
-        """Close connections that did not authenticate in time; to be called about once a second."""
-        for sock in [sock for sock, stranger in self._strangers.items() if stranger.expires_at <= now]:
+        """Close connections that did not authenticate in time; call it about once a second."""
+        expired = [sock for sock, stranger in self._strangers.items() if stranger.expires_at <= now]
+        for sock in expired:
             self._reject(sock, _TOO_SLOW)
         if self._reopens_at is not None and self._reopens_at <= now:
             self._reopens_at = None
-            self._listen()
+            self._register_listeners()
         self._log.flush(now)
 
     def close(self) -> None:
@@ -145,15 +150,15 @@ class Acceptor:
         for sock in list(self._strangers):
             stranger = self._forget(sock)
             if stranger.is_early:
-                _send(sock, stranger.handshake.verdict("it has left, and begins no next generation"))
+                _send(sock, stranger.handshake.verdict("it has left and does not begin the next generation"))
             sock.close()
 
     def abandon(self) -> None:
-        """Close them in a forked child, without touching the selector, which the parent shares."""
+        """Close them in a forked child, without touching the selector, which it shares with the parent."""
         for sock in self._strangers:
             sock.close()
 
-    def _listen(self) -> None:
+    def _register_listeners(self) -> None:
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ, functools.partial(self._on_connect, listener))
 
@@ -167,25 +172,33 @@ class Acceptor:
                 if exhausted(error):
                     self._pause(error)
                     return
-                continue  # the client has gone again
-            self.failure = self._paused_by = None
-            if len(self._strangers) >= _MAX_STRANGERS:
-                self._reject(self._oldest(), "too many others connected")
-            sock.setblocking(False)
-            source = str(address[0]) if address else "this machine"  # a Unix socket has no address
-            expires_at = time.monotonic() + _HANDSHAKE_SECONDS
-            self._strangers[sock] = _Stranger(source, expires_at, HandshakeServer(self._key))
-            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_data, sock))
+                continue  # the client has disconnected already
+            self.failure = None
+            self._paused_by = None
+            self._begin_handshake(sock, address)
+
+    def _begin_handshake(self, sock: socket.socket, address: Any) -> None:
+        """Wait for the hello of a new connection, in place of the oldest one if there are too many."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._reject(self._oldest(), "too many others connected")
+        sock.setblocking(False)
+        source = str(address[0]) if address else "this machine"  # a Unix socket has no address
+        expires_at = time.monotonic() + _HANDSHAKE_SECONDS
+        self._strangers[sock] = _Stranger(source, expires_at, HandshakeServer(self._key))
+        self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_data, sock))
 
     def _oldest(self) -> socket.socket:
         """Return the oldest connection without a valid hello; if all have one, the oldest of all."""
-        silent = (sock for sock, stranger in self._strangers.items() if stranger.handshake.hello is None)
-        return next(silent, next(iter(self._strangers)))
+        for sock, stranger in self._strangers.items():
+            if stranger.handshake.hello is None:
+                return sock
+        return next(iter(self._strangers))
 
     def _pause(self, error: OSError) -> None:
-        """Stop accepting for a while: a listener that cannot accept stays ready, and would keep this thread busy."""
+        """Stop accepting for a second."""
         if self._reopens_at is not None:
             return
+        # A listener that cannot accept stays ready, and would keep this thread busy.
         for listener in self._listeners:
             self._selector.unregister(listener)
         self._reopens_at = time.monotonic() + _PAUSE_SECONDS
@@ -198,59 +211,60 @@ class Acceptor:
         if stranger is None:
             return  # it was rejected since it became ready
         try:
-            part = sock.recv(MAX_BYTES - stranger.count)
+            part = sock.recv(MAX_BYTES - stranger.received_bytes)
         except BlockingIOError:
             return
         except OSError as error:
             self._reject(sock, error.strerror or "the connection broke")
             return
-        stranger.count += len(part)
+        stranger.received_bytes += len(part)
         stranger.received += part
-        try:
-            while (body := take_message(stranger.received)) is not None:
-                if self._advance(sock, stranger, body):
-                    return
-        except HandshakeError as error:
-            hello = stranger.handshake.hello
-            counts = self.unauthenticated
-            known = hello is not None and (hello.rank in counts or len(counts) < _MAX_COUNTED)
-            if isinstance(error, NoProofError) and hello is not None and known:
-                self.unauthenticated[hello.rank] += 1
-            self._reject(sock, str(error))
+        is_complete = self._read_messages(sock, stranger)
+        if is_complete:
             return
-        # Last: a proof that arrived in time counts, even if this process was too busy to read it then.
-        if not stranger.count:
-            self._forget(sock)  # a client that checks whether the port is open
+        # After reading: a proof that arrived in time counts, even if this process was too busy to read it then.
+        if not stranger.received_bytes:
+            self._forget(sock)  # a client that only checks whether the port is open
             sock.close()
-        elif not part or stranger.count >= MAX_BYTES:
-            self._reject(sock, "it sent too much" if part else "it left")
+        elif not part:
+            self._reject(sock, "it left")
+        elif stranger.received_bytes >= MAX_BYTES:
+            self._reject(sock, "it sent too much")
         elif time.monotonic() >= stranger.expires_at:
             self._reject(sock, _TOO_SLOW)
 
+    def _read_messages(self, sock: socket.socket, stranger: _Stranger) -> bool:
+        """Process all complete messages; return whether the handshake is complete or has failed."""
+        try:
+            while (body := take_message(stranger.received)) is not None:
+                if self._advance(sock, stranger, body):
+                    return True
+        except HandshakeError as error:
+            hello = stranger.handshake.hello
+            if isinstance(error, NoProofError) and hello is not None:
+                self._count_unauthenticated(hello)
+            self._reject(sock, str(error))
+            return True
+        return False
+
+    def _count_unauthenticated(self, hello: Hello) -> None:
+        if hello.rank in self.unauthenticated or len(self.unauthenticated) < _MAX_COUNTED:
+            self.unauthenticated[hello.rank] += 1
+
     def _advance(self, sock: socket.socket, stranger: _Stranger, body: bytes) -> bool:
         """Take the next step of a handshake; return whether it is complete."""
-        hello = stranger.handshake.hello
-        if hello is None:
+        if stranger.handshake.hello is None:
             _send(sock, stranger.handshake.answer(body))
             return False
         stranger.handshake.check(body)
-        place = place_of(sock.getsockname())
-        if hello.to_place and hello.to_place != place:
-            refused = (
-                f"it connected to {hello.to_place} and reached {place}: something relays the connection, or addresses "
-                "are translated on the way"
-            )
-            _send(sock, stranger.handshake.verdict(refused))
-            self._reject(sock, refused)
-        else:
-            self._judge(sock, stranger)
+        self._judge(sock, stranger)
         return True
 
     def _judge(self, sock: socket.socket, stranger: _Stranger) -> None:
         """Accept or refuse a client that knows the secret, or let it wait."""
         hello = stranger.handshake.hello
         assert hello is not None
-        refused = self._authorize(hello)
+        refused = _why_relayed(hello, place_of(sock.getsockname())) or self._authorize(hello)
         stranger.is_early = refused is None
         if refused is None:
             stranger.expires_at = math.inf
@@ -272,7 +286,17 @@ class Acceptor:
         return self._strangers.pop(sock)
 
 
+def _why_relayed(hello: Hello, place: str) -> str:
+    """Return why a client has not reached the address that it connected to; "" if it has."""
+    if hello.to_place in ("", place):
+        return ""
+    return (
+        f"it connected to {hello.to_place} and reached {place}: something relays the connection, or addresses are "
+        "translated on the way"
+    )
+
+
 def _send(sock: socket.socket, data: bytes) -> None:
-    """Send a short message into an empty buffer, where it cannot block; a closed connection is noticed later."""
-    with contextlib.suppress(OSError):
+    """Send a short message into an empty buffer, where it cannot block."""
+    with contextlib.suppress(OSError):  # the next `recv` reports a closed connection
         sock.send(data)

@@ -26,7 +26,7 @@ _NOTIFY_SECONDS = 1.0
 
 
 class ClosedError(Exception):
-    """The other side closed the connection; `proven`: it had our proof by then."""
+    """The other side closed the connection; `proven`: we had sent our proof by then."""
 
     def __init__(self, proven: bool) -> None:
         super().__init__("it closed the connection")
@@ -34,7 +34,7 @@ class ClosedError(Exception):
 
 
 def notify_duplicate(record: RankRecord, hello: Hello, key: bytes) -> None:
-    """Connect to the process that already is this rank, so that its log reports a duplicate."""
+    """Connect to the process that already has this rank, so that its log reports the duplicate."""
     with contextlib.suppress(OSError, HandshakeError, RefusedError, ClosedError):
         dial_once(socket_address(record, unix=False), hello, key, Deadline(_NOTIFY_SECONDS), lambda: None).close()
 
@@ -43,7 +43,12 @@ def socket_address(record: RankRecord, *, unix: bool) -> tuple[int, Any]:
     """Return the family and the address of the socket at which a rank listens."""
     if unix:
         return socket.AF_UNIX, unix_address(record.unix)
-    return socket.AF_INET6 if ":" in record.host else socket.AF_INET, (record.host, record.port)
+    return family_of(record.host), (record.host, record.port)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an IP address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def unix_address(name: str) -> str:
@@ -54,35 +59,38 @@ def unix_address(name: str) -> str:
 def dial_once(
     address: tuple[int, Any], hello: Hello, key: bytes, deadline: Deadline, poll: Callable[[], None]
 ) -> socket.socket:
-    """Connect and authenticate, in one try, at an address of `socket_address`; call `poll` again and again meanwhile.
+    """Connect and authenticate at an address of `socket_address`; call `poll` while waiting.
 
     Raises:
         RefusedError: The other side knows the secret and refuses us.
-        ClosedError: It closed the connection.
-        HandshakeError: It is no rank.
-        OSError: It cannot be reached.
+        ClosedError: The other side closed the connection.
+        HandshakeError: The other side is not a rank of this run.
+        OSError: The address cannot be reached.
     """
-    sock = socket.socket(address[0], socket.SOCK_STREAM)
+    family, target = address
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        code = sock.connect_ex(address[1])
-        if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-            raise OSError(code, os.strerror(code))
-        _wait(sock, deadline, poll, writing=True)
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
-        authenticate(sock, replace(hello, to_place=place_of(address[1])), key, deadline, poll)
+        _raise_code(sock.connect_ex(target), allowed=(errno.EINPROGRESS, errno.EWOULDBLOCK))
+        _wait([], [sock], deadline, poll)
+        _raise_code(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        authenticate(sock, replace(hello, to_place=place_of(target)), key, deadline, poll)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
+def _raise_code(code: int, allowed: tuple[int, ...] = ()) -> None:
+    """Raise the error of the operating system with this code; 0: it succeeded."""
+    if code != 0 and code not in allowed:
+        raise OSError(code, os.strerror(code))
+
+
 def authenticate(sock: socket.socket, hello: Hello, key: bytes, deadline: Deadline, poll: Callable[[], None]) -> None:
     """Do the client's part of a handshake on a connected, non-blocking socket, which stays open on errors.
 
-    Args and errors are those of `dial_once`.
+    Arguments and errors are the same as in `dial_once`.
     """
     client = HandshakeClient(hello, key)
     received = bytearray()
@@ -104,7 +112,7 @@ def _receive(
     sock: socket.socket, received: bytearray, deadline: Deadline, poll: Callable[[], None], *, proven: bool
 ) -> bytes:
     while (body := take_message(received)) is None:
-        _wait(sock, deadline, poll)
+        _wait([sock], [], deadline, poll)
         try:
             part = sock.recv(MAX_BYTES)
         except BlockingIOError:
@@ -117,9 +125,10 @@ def _receive(
     return body
 
 
-def _wait(sock: socket.socket, deadline: Deadline, poll: Callable[[], None], *, writing: bool = False) -> None:
+def _wait(
+    readers: list[socket.socket], writers: list[socket.socket], deadline: Deadline, poll: Callable[[], None]
+) -> None:
     poller = Poller()
-    readers, writers = ([], [sock]) if writing else ([sock], [])
     while not poller.wait(readers, writers, deadline, POLL_SECONDS):
         poll()
         if deadline.passed():

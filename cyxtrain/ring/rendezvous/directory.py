@@ -1,4 +1,4 @@
-"""Who is where in one generation of a group, and the comparison by which all ranks have the same directory."""
+"""The directory of one generation of a group, and the comparison that makes it the same on all ranks."""
 
 from __future__ import annotations
 
@@ -26,25 +26,28 @@ _DIGEST_CHARACTERS = 16
 
 @dataclass(frozen=True)
 class Directory:
-    """The ranks of one generation of a group. The first one comes from the store; later ones from the one before."""
+    """The ranks of one generation of a group.
+
+    The first generation's directory comes from the store, each later one from the generation before.
+    """
 
     records: tuple[RankRecord, ...]
     """How each rank is reached, by rank."""
-    names: tuple[int, ...]
-    """The launcher's number of each rank, which errors name; it stays in later generations."""
+    global_ranks: tuple[int, ...]
+    """The launcher's number of each rank, by rank: errors name it, and later generations keep it."""
     generation: int = 0
     run: str = ""
     """The name of the first rendezvous, in hexadecimal."""
     secret: bytes = field(default=b"", repr=False)
     """The secret of the run."""
 
-    def without(self, names: Container[int]) -> Directory:
-        """Return the directory of the next generation, without these ranks, by their launcher's numbers."""
-        left = [rank for rank, name in enumerate(self.names) if name not in names]
+    def without(self, lost: Container[int]) -> Directory:
+        """Return the directory of the next generation, without the `lost` ranks, by the launcher's numbers."""
+        kept = [rank for rank, global_rank in enumerate(self.global_ranks) if global_rank not in lost]
         return replace(
             self,
-            records=tuple(replace(self.records[rank], world_size=len(left)) for rank in left),
-            names=tuple(self.names[rank] for rank in left),
+            records=tuple(replace(self.records[rank], world_size=len(kept)) for rank in kept),
+            global_ranks=tuple(self.global_ranks[rank] for rank in kept),
             generation=self.generation + 1,
         )
 
@@ -58,92 +61,115 @@ class Directory:
     ) -> bool:
         """Compare with all other ranks; return whether Unix sockets connect all. All ranks call it.
 
-        `explain` may raise why it fails: it is called while this waits, and, with True, when a rank has ended or the
-        deadline has passed.
+        `explain` may raise the reason for a failure: it is called while this waits, and, with True, when a rank has
+        ended or the deadline has passed.
 
         If two ranks have different directories, every rank differs from at least one of them: all raise. Cost: a
         message of about 11 KiB each way between each two ranks. Nothing has been sent on the sockets yet.
 
         Raises:
-            RendezvousError: Another rank has another directory (with what differs), has ended or is silent.
+            RendezvousError: A rank has a different directory (the error names the fields), has ended or is silent.
             DamagedFrameError: Data was corrupted in transit.
         """
         own = self._digests()
-        all_unix = not any(sock.family in (socket.AF_INET, socket.AF_INET6) for sock in sockets.values())
+        all_unix = all(_is_unix(sock) for sock in sockets.values())
         padding = " " * _PADDING_BYTES
         body = json.dumps({"all_unix": all_unix, "padding": padding, **own}).encode()
+        message = len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body)
         for sock in sockets.values():
-            watch_over(sock)
-            with contextlib.suppress(OSError):  # a lost connection is noticed below
-                sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body))
+            watch_over(sock)  # until ranks have joined: a `Link` gives data sockets longer timeouts
+            with contextlib.suppress(OSError):  # receiving, below, reports a lost connection
+                sock.sendall(message)
         for peer, sock in sorted(sockets.items()):
             received = self._receive(peer, sock, deadline, explain)
-            if checksums.of(received[:-SUM_BYTES]) != received[-SUM_BYTES:]:
-                raise damaged(self.names[peer], self.names[rank], "the comparison of records")
+            body = received[:-SUM_BYTES]
+            if checksums.of(body) != received[-SUM_BYTES:]:
+                raise damaged(self.global_ranks[peer], self.global_ranks[rank], "the comparison of records")
             theirs: dict[str, Any] = {}
-            with contextlib.suppress(FrameError):
-                theirs = json_object(received[:-SUM_BYTES])
-            differing = [name for name in own if theirs.get(name) != own[name]]
+            with contextlib.suppress(FrameError):  # then every field differs
+                theirs = json_object(body)
+            differing = [name for name, digest in own.items() if theirs.get(name) != digest]
             if differing:
                 raise self._difference(rank, peer, differing)
             all_unix = all_unix and theirs.get("all_unix") is True
         return all_unix
 
     def _digests(self) -> dict[str, str]:
-        rows = [dataclasses.asdict(record) for record in self.records]
-        columns = {name: [row[name] for row in rows] for name in rows[0]} | {"ranks": list(self.names)}
-        return {
-            name: hashlib.sha256(json.dumps(column).encode()).hexdigest()[:_DIGEST_CHARACTERS]
-            for name, column in columns.items()
-        }
+        """Return a digest of each field over all records, and of the ranks."""
+        records = [dataclasses.asdict(record) for record in self.records]
+        # One per field, so that an error can name the fields that differ.
+        digests = {name: _digest([record[name] for record in records]) for name in records[0]}
+        digests["ranks"] = _digest(list(self.global_ranks))
+        return digests
 
     def other_ranks(self, rank: int) -> RendezvousError:
-        """Return the error where a rank and another one have different directories of a later generation.
+        """Return the error for two ranks with different directories of a later generation.
 
-        It names no other rank: the two number their ranks differently.
+        It does not name the other rank, because the two number their ranks differently.
         """
         return RendezvousError(
-            f"rank {self.names[rank]} and another rank begin generation {self.generation} of their group with "
+            f"rank {self.global_ranks[rank]} and another rank begin generation {self.generation} of their group with "
             "different ranks: all must leave out the same."
         )
 
     def _difference(self, rank: int, peer: int, differing: list[str]) -> RendezvousError:
         if self.generation:
             return self.other_ranks(rank)
-        own, other = self.names[rank], self.names[peer]
+        other = self.global_ranks[peer]
         return RendezvousError(
-            f"rank {own} and rank {other} have read different values at the store, of: {', '.join(differing)}. Another "
-            "program writes there. Set CYXTRAIN_SECRET to the same value on every rank, or choose another MASTER_PORT.",
+            f"rank {self.global_ranks[rank]} and rank {other} have read different values at the store, of: "
+            f"{', '.join(differing)}. Another program writes there. Set CYXTRAIN_SECRET to the same value on every "
+            "rank, or choose another MASTER_PORT.",
             rank=other,
         )
 
     def _receive(self, peer: int, sock: socket.socket, deadline: Deadline, explain: Callable[[bool], None]) -> bytes:
-        """Return one message and its checksum; read not a byte more."""
-        name, place = self.names[peer], f"{self.records[peer].host}:{self.records[peer].port}"
-        received, end, poller = bytearray(), _LENGTH_BYTES, Poller()
-        while len(received) < end:
+        """Return one message and its checksum."""
+        length = self._receive_exactly(_LENGTH_BYTES, peer, sock, deadline, explain)
+        # Bounded, as data may be corrupted: then the checksum does not match.
+        body_bytes = min(int.from_bytes(length, "big"), _MAX_BYTES)
+        return self._receive_exactly(body_bytes + SUM_BYTES, peer, sock, deadline, explain)
+
+    def _receive_exactly(
+        self, count: int, peer: int, sock: socket.socket, deadline: Deadline, explain: Callable[[bool], None]
+    ) -> bytes:
+        """Return `count` bytes. It reads not a byte more: the frames of the first collective may follow."""
+        received = bytearray()
+        poller = Poller()
+        while len(received) < count:
             if not poller.wait([sock], [], deadline, POLL_SECONDS):
                 explain(deadline.passed())
                 if deadline.passed():
-                    raise RendezvousError(
-                        f"rank {name} at {place} did not send its records for comparison within "
-                        f"{deadline.seconds:.3g} s: it is not connected to all others, or large packets get lost. Look "
-                        "at its output, and at the MTU of the network between.",
-                        rank=name,
+                    raise self._unheard(
+                        peer,
+                        f"did not send its records for comparison within {deadline.seconds:.3g} s: it is not connected "
+                        "to all others, or large packets get lost. Look at its output, and at the MTU of the network "
+                        "between.",
                     )
                 continue
             try:
-                part = sock.recv(end - len(received))
+                part = sock.recv(count - len(received))
             except BlockingIOError:
                 continue
-            except TimeoutError:  # the kernel's: the socket does not block
-                raise RendezvousError(f"rank {name} at {place} cannot be reached: {LOST_PACKETS}.", rank=name) from None
+            except TimeoutError:  # from the kernel, as the socket does not block
+                raise self._unheard(peer, f"cannot be reached: {LOST_PACKETS}.") from None
             except OSError:
                 part = b""
             if not part:
                 explain(True)
-                raise ended(name)
+                raise ended(self.global_ranks[peer])
             received += part
-            if end == len(received) == _LENGTH_BYTES:
-                end += min(int.from_bytes(received, "big"), _MAX_BYTES) + SUM_BYTES
-        return bytes(received[_LENGTH_BYTES:])
+        return bytes(received)
+
+    def _unheard(self, peer: int, problem: str) -> RendezvousError:
+        record = self.records[peer]
+        global_rank = self.global_ranks[peer]
+        return RendezvousError(f"rank {global_rank} at {record.host}:{record.port} {problem}", rank=global_rank)
+
+
+def _is_unix(sock: socket.socket) -> bool:
+    return sock.family not in (socket.AF_INET, socket.AF_INET6)
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:_DIGEST_CHARACTERS]

@@ -1,16 +1,16 @@
 """Mutual challenge-response authentication; the listener then accepts or refuses. No sockets here.
 
-Four messages, each the magic "CYXT", its length (u32, big-endian) and a JSON object; the envelope is the same in
-every version of the protocol, so that versions can refuse each other in words:
+Four messages, each the magic "CYXT", its length (u32, big-endian) and a JSON object. This envelope is the same in every
+version of the protocol, so that a listener can tell a client of another version why it is refused:
 
     client    hello     run, generation, role, rank, world_size, checksums, to_rank, to_place, protocol, nonce
     server    hello     nonce
     client    proof     HMAC-SHA256(key, "caller", hello, hello)
-    server    verdict   refused ("" or why), HMAC-SHA256(key, "listener", hello, hello, refused)
+    server    verdict   refused ("" or the reason), HMAC-SHA256(key, "listener", hello, hello, refused)
 
 The nonces make a recorded handshake worthless. The hello names the rank that the client wants to reach, so the server
 detects a relay in between, even if the table of addresses was forged. A client that cannot prove that it knows the
-secret is told nothing: reasons are for members. Data sent after the handshake is not encrypted.
+secret learns no reason. Data sent after the handshake is not encrypted.
 
 Source: mutual authentication in three passes as in ISO/IEC 9798-4, with the keyed hash of RFC 2104.
 """
@@ -35,11 +35,11 @@ MAX_BYTES = 4096
 """The most that one side reads from the other before it is authenticated."""
 _MESSAGE_MAX_BYTES = 2048 - len(_MAGIC) - _LENGTH_BYTES
 _NONCE_BYTES = 16
-_LARGEST = 2**32
+_INTEGER_LIMIT = 2**32
 
 
 class HandshakeError(FrameError):
-    """The bytes received are no handshake of this protocol."""
+    """The bytes received are not a handshake of this protocol."""
 
 
 class NoProofError(HandshakeError):
@@ -81,10 +81,12 @@ class Hello:
 
 
 def place_of(address: Any) -> str:
-    """Return the address of a socket as text: "host:port", or "@name" for an abstract Unix socket."""
+    """Return the address of a socket as a string: "host:port", or "@name" for an abstract Unix socket."""
     if isinstance(address, tuple):
         return f"{address[0]}:{address[1]}"
-    return (os.fsdecode(address) if isinstance(address, bytes) else str(address)).replace("\0", "@", 1)
+    if isinstance(address, bytes):
+        address = os.fsdecode(address)
+    return str(address).replace("\0", "@", 1)
 
 
 def message(facts: dict[str, Any]) -> bytes:
@@ -96,8 +98,9 @@ def message(facts: dict[str, Any]) -> bytes:
 def take_message(received: bytearray, magic: bytes = _MAGIC, max_bytes: int = _MESSAGE_MAX_BYTES) -> bytes | None:
     """Take the body of the first message out of the bytes received; None if it is incomplete.
 
-    Raises HandshakeError if they are no message, or announce one longer than `max_bytes`.
+    Raises HandshakeError if they do not begin a message, or announce one longer than `max_bytes`.
     """
+    # At the first wrong byte, do not wait for the rest.
     if not magic.startswith(received[: len(magic)]):
         raise HandshakeError("it does not speak this protocol")
     begin = len(magic) + _LENGTH_BYTES
@@ -134,7 +137,7 @@ class HandshakeClient:
     def conclude(self, verdict: bytes) -> None:
         """Check the body of the server's verdict.
 
-        Raises HandshakeError if it is none, or the server does not know the secret, and RefusedError if it refuses us.
+        Raises HandshakeError if it is invalid or the server does not know the secret, RefusedError if it refuses us.
         """
         facts = _facts(verdict)
         refused = _field(facts, "refused", str)
@@ -152,10 +155,11 @@ class HandshakeServer:
         self.hello: Hello | None = None
 
     def answer(self, hello: bytes) -> bytes:
-        """Return the server's hello for the body of the client's."""
+        """Return the server's hello, given the body of the client's hello."""
         facts = _facts(hello)
         _nonce(facts)
         kinds = {"str": str, "int": int, "bool": bool, "Role": str}
+        # The types are strings, as this module has `from __future__ import annotations`.
         values = {field.name: _field(facts, field.name, kinds[str(field.type)]) for field in fields(Hello)}
         try:
             self.hello = Hello(**values | {"role": Role(values["role"])})
@@ -170,7 +174,7 @@ class HandshakeServer:
         _check(_facts(proof), _proof(self._key, "caller", self._transcript))
 
     def verdict(self, refused: str = "") -> bytes:
-        """Return the last message: the reason why the client is refused; empty: it is accepted."""
+        """Return the last message, with the reason why the client is refused; "": it is accepted."""
         proof = _proof(self._key, "listener", self._transcript, refused)
         return message({"refused": refused, "proof": proof})
 
@@ -184,7 +188,10 @@ def _facts(body: bytes) -> dict[str, Any]:
 
 def _field(facts: dict[str, Any], name: str, kind: type) -> Any:
     value = facts.get(name)
-    if type(value) is not kind or (type(value) is int and not 0 <= value < _LARGEST):
+    is_valid = type(value) is kind  # not isinstance: a bool is an int
+    if type(value) is int:
+        is_valid = is_valid and 0 <= value < _INTEGER_LIMIT
+    if not is_valid:
         raise HandshakeError(f"its {name} is missing or invalid")
     return value
 
@@ -208,5 +215,6 @@ def _proof(key: bytes, side: str, transcript: bytes, refused: str = "") -> str:
 
 def _check(facts: dict[str, Any], expected: str) -> None:
     proof: str = _field(facts, "proof", str)
+    # In constant time: how long it takes must not tell how much of a guess is right.
     if not hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode()):
         raise NoProofError("it does not know the secret")

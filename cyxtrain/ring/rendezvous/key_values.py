@@ -1,8 +1,8 @@
 """The store of a run: rank 0 serves keys and values, and every connection authenticates first.
 
 PyTorch's TCPStore trusts everybody who reaches its port, keeps whatever it is sent, and shows it to all. Here a
-connection begins with the handshake of `handshake.py`, so that only members read and write, and the memory that they
-can take is bounded. A request and its answer are a length (u32, big-endian) and a JSON object; values are bytes, one
+connection begins with the handshake of `handshake.py`, so that only members read and write. The memory that they can
+take is bounded. A request and its answer are a length (u32, big-endian) and a JSON object; values are bytes, one
 character each.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import secrets
@@ -17,7 +18,6 @@ import selectors
 import socket
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -34,9 +34,9 @@ _MAX_FRAME_BYTES = 4 << 20
 _MAX_VALUES_BYTES = 16 << 20
 """Of all keys and values together, as Python keeps them."""
 _SLOT_BYTES = 100
-"""Of a dict, per key, about."""
+"""What a dict needs per key, approximately."""
 _MAX_CONNECTIONS = 8
-"""Of one rank at a time: one, and those of its earlier processes that are about to end."""
+"""Of one rank at a time: its own, and the connections of its earlier processes that are about to end."""
 _READ_BYTES = 1 << 16
 _TICK_SECONDS = 1.0
 
@@ -51,8 +51,9 @@ class KeyValues:
         self._lock = threading.Lock()
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Return the answer to a request; raise ValueError if there is no such operation, or the store is full."""
-        operation, keys = request.get("do"), request.get("keys")
+        """Return the answer to a request; raise ValueError if it is invalid, or the store is full."""
+        operation = request.get("do")
+        keys = request.get("keys")
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise ValueError("a request without keys")
         with self._lock:
@@ -63,32 +64,49 @@ class KeyValues:
             if operation == "unauthenticated":
                 return sorted(self.unauthenticated)
             [key] = keys
-            before = self._values.get(key)
             if operation == "get":
-                return None if before is None else _text(before)
+                return self._get(key)
             if operation == "delete":
                 return self._delete(key)
             if operation == "add":
-                return int(self._put(key, b"%d" % (int(before or b"0") + int(request["number"]))))
-            value = _bytes(request["value"])
-            if operation == "append":
-                return _text(self._put(key, (before or b"") + value))
-            if operation == "compare_set":
-                expected = _bytes(request["expected"])
-                if before != expected and (before is not None or expected):
-                    return _text(expected if before is None else before)
-            elif operation != "set":
-                raise ValueError(f"there is no operation {operation!r}")
-            return _text(self._put(key, value))
+                return self._add(key, int(request["number"]))
+            return self._write(operation, key, request)
 
-    def _put(self, key: str, value: bytes) -> bytes:
+    def _get(self, key: str) -> str | None:
+        value = self._values.get(key)
+        return None if value is None else _text(value)
+
+    def _add(self, key: str, number: int) -> int:
+        total = int(self._values.get(key) or b"0") + number
+        self._put(key, b"%d" % total)
+        return total
+
+    def _write(self, operation: object, key: str, request: dict[str, Any]) -> str:
+        """Set, append or compare and set; return the value that the key has then."""
         before = self._values.get(key)
-        size = self._size + _size(key, value) - (0 if before is None else _size(key, before))
+        value = _bytes(request["value"])
+        if operation == "append":
+            value = (before or b"") + value
+        elif operation == "compare_set":
+            expected = _bytes(request["expected"])
+            if before is None and expected:
+                return _text(expected)  # as PyTorch's stores do, although the key has no value
+            if before is not None and before != expected:
+                return _text(before)
+        elif operation != "set":
+            raise ValueError(f"there is no operation {operation!r}")
+        self._put(key, value)
+        return _text(value)
+
+    def _put(self, key: str, value: bytes) -> None:
+        size = self._size + _size(key, value)
+        before = self._values.get(key)
+        if before is not None:
+            size -= _size(key, before)
         if size > _MAX_VALUES_BYTES:
             raise ValueError(f"the store of rank 0 holds at most {_MAX_VALUES_BYTES >> 20} MiB")
         self._size = size
         self._values[key] = value
-        return value
 
     def _delete(self, key: str) -> bool:
         value = self._values.pop(key, None)
@@ -135,7 +153,7 @@ class KeyValueServer:
         self._close_files()
 
     def abandon(self) -> None:
-        """Close the files in a forked child, which has no such thread: the parent must not notice."""
+        """Close the files in a forked child, which lacks the thread, without affecting the parent."""
         self._is_closed = True
         self._acceptor.abandon()
         self._close_files()
@@ -149,6 +167,7 @@ class KeyValueServer:
     def _serve(self) -> None:
         while not self._is_closed:
             self._acceptor.serve(_TICK_SECONDS)
+        # Before the connections end: a member that notices their end looks for the next store at this port.
         self._listener.close()
         self._acceptor.close()
 
@@ -156,12 +175,14 @@ class KeyValueServer:
         reason = self._why_foreign(hello)
         if reason:
             self._refusal = f"rank 0 refused a process that claimed to be rank {hello.rank}: {reason}."
-        elif Counter(member.rank for member in self._members.values())[hello.rank] >= _MAX_CONNECTIONS:
-            reason = f"too many processes have joined as rank {hello.rank}"
-        return reason
+            return reason
+        connections = sum(member.rank == hello.rank for member in self._members.values())
+        if connections >= _MAX_CONNECTIONS:
+            return f"too many processes have joined as rank {hello.rank}"
+        return ""
 
     def _why_foreign(self, hello: Hello) -> str:
-        """Return why a process that knows the secret is no rank of this world; "" if it is one."""
+        """Return why a process that knows the secret is not a rank of this world; "" if it is."""
         if hello.protocol != PROTOCOL_VERSION:
             return (
                 f"rank {hello.rank} speaks version {hello.protocol} of the ring's protocol, rank 0 version "
@@ -172,7 +193,7 @@ class KeyValueServer:
                 "two processes were started as rank 0. Give every machine its own --node-rank, or every process its "
                 "own RANK"
             )
-        if not hello.rank < hello.world_size == self._world_size:
+        if hello.world_size != self._world_size or hello.rank >= hello.world_size:
             return (
                 f"it was started for a world of {hello.world_size}, rank 0 for a world of {self._world_size}. Start "
                 "all ranks with the same WORLD_SIZE (cyxtrain launch: the same --nnodes and -n on every machine)"
@@ -180,8 +201,9 @@ class KeyValueServer:
         return ""
 
     def refusal(self) -> str:
-        """Return why a process cannot join, while ranks are missing; "": there is none, or it was one too many."""
-        joined = {member.rank for member in list(self._members.values())}
+        """Return why a process was refused, or "" if none was or all ranks are connected."""
+        members = list(self._members.values())  # a copy: the server's thread changes it
+        joined = {member.rank for member in members}
         if joined.issuperset(range(1, self._world_size)):
             self._refusal = ""
         elif self._acceptor.failure is not None:
@@ -192,15 +214,18 @@ class KeyValueServer:
         watch_over(sock)
         member = _Member(hello.rank, sock, self.values)
         self._members[sock] = member
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._serve_member(member))
+        self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._serve_member, member))
 
     def _serve_member(self, member: _Member) -> None:
-        """Read requests and write answers as far as the socket allows; a member that does not read is not read."""
+        """Read requests and write answers as far as the socket allows."""
         try:
-            events = selectors.EVENT_WRITE if member.serve() else selectors.EVENT_READ
-            self._selector.modify(member.sock, events, lambda: self._serve_member(member))
+            events = selectors.EVENT_READ
+            if member.serve():
+                # Read no more requests until the member reads: its answers would fill the memory of rank 0.
+                events = selectors.EVENT_WRITE
+            self._selector.modify(member.sock, events, functools.partial(self._serve_member, member))
         except (OSError, FrameError) as error:
-            if isinstance(error, TimeoutError):  # the kernel's: the socket does not block
+            if isinstance(error, TimeoutError):  # from the kernel, as the socket does not block
                 self._refusal = f"rank 0 cannot reach rank {member.rank} at {member.place}: {LOST_PACKETS}."
             self._selector.unregister(member.sock)
             del self._members[member.sock]
@@ -219,7 +244,7 @@ class _Member:
         self._answers = bytearray()
 
     def serve(self) -> bool:
-        """Read what has arrived and answer complete requests; return whether an answer waits for the member to read.
+        """Read what has arrived and answer complete requests; return whether the member has answers to read.
 
         Raises OSError if the connection has ended, and FrameError if a request is malformed.
         """
@@ -233,17 +258,24 @@ class _Member:
         return self._answer_all()
 
     def _answer_all(self) -> bool:
-        while not self._write() and (body := take_message(self._received, b"", _MAX_FRAME_BYTES)) is not None:
-            try:
-                self._answers += _frame({"answer": self._values.answer(json_object(body))})
-            except FrameError:
-                raise
-            except Exception as error:  # no request may end the thread that serves all
-                self._answers += _frame({"error": f"{type(error).__name__}: {error}"})
-        return bool(self._answers)
+        """Answer complete requests while the member reads the answers; return whether it has answers to read."""
+        while not self._write():
+            body = take_message(self._received, b"", _MAX_FRAME_BYTES)
+            if body is None:
+                return False
+            self._answers += self._answer(body)
+        return True
+
+    def _answer(self, body: bytes) -> bytes:
+        try:
+            return _frame({"answer": self._values.answer(json_object(body))})
+        except FrameError:
+            raise
+        except Exception as error:  # no request may end the thread that serves all members
+            return _frame({"error": f"{type(error).__name__}: {error}"})
 
     def _write(self) -> bool:
-        """Write what fits; return whether something is left."""
+        """Write what fits into the socket; return whether something is left."""
         with contextlib.suppress(BlockingIOError):
             del self._answers[: self.sock.send(self._answers)]
         return bool(self._answers)
@@ -267,7 +299,7 @@ class Connection:
         if not self._lock.acquire(timeout=seconds):
             raise dist.DistNetworkError("the store of rank 0: no answer to another thread") from TimeoutError()
         try:
-            self._socket.settimeout(max(seconds, 0.001))
+            self._socket.settimeout(max(seconds, 0.001))  # 0 would make the socket non-blocking
             self._socket.sendall(_frame(request))
             received = bytearray()
             while (body := take_message(received, b"", _MAX_FRAME_BYTES)) is None:
@@ -277,7 +309,7 @@ class Connection:
                 received += part
             found = json_object(body)
         except (OSError, FrameError) as error:
-            self._socket.close()  # a late answer must not be taken for that to the next request
+            self._socket.close()  # a late answer must not be taken for the answer to the next request
             raise dist.DistNetworkError(f"the store of rank 0 at {self._place}: {reason_of(error)}") from error
         finally:
             self._lock.release()
@@ -291,6 +323,7 @@ class Connection:
         with self._lock, contextlib.suppress(OSError):
             self._socket.settimeout(max(deadline.left(), 0.001))
             return not self._socket.recv(1)
+        # `ask` may have closed the socket; any error before the deadline is the end of the connection.
         return self._socket.fileno() < 0 or not deadline.passed()
 
     def close(self) -> None:
@@ -303,9 +336,9 @@ class Connection:
 class KeyValueStore(dist.Store):
     """The store of a run as a `torch.distributed.Store`.
 
-    `source`, owned from now on, is the server in rank 0, elsewhere a connection; `host` is rank 0's name or address.
-    `get` and `wait` poll, so that other threads can use the store meanwhile. `timeout` is theirs, until `set_timeout`;
-    and of every answer, which rank 0 gives at once.
+    `source`, owned from now on, is the server on rank 0, elsewhere a connection; `host` is rank 0's name or address.
+    `get` and `wait` poll, so that other threads can use the store meanwhile. `timeout` limits them, until
+    `set_timeout`, and every answer, which rank 0 gives at once.
     """
 
     timeout: timedelta  # a property of PyTorch's that its stubs lack
@@ -320,11 +353,11 @@ class KeyValueStore(dist.Store):
 
     def unauthenticated(self) -> list[int]:
         """Return the ranks that clients claimed to be without knowing the secret, as rank 0 has seen them."""
-        return [*map(int, self._ask("unauthenticated"))]
+        return [int(rank) for rank in self._ask("unauthenticated")]
 
     @contextlib.contextmanager
     def answering_within(self, seconds: float) -> Iterator[None]:
-        """Wait within at most so long for each answer to this thread."""
+        """Limit the wait for each answer to this thread to `seconds`."""
         self._thread.answer_seconds = seconds
         try:
             yield
@@ -332,11 +365,11 @@ class KeyValueStore(dist.Store):
             del self._thread.answer_seconds
 
     def await_end(self, seconds: float) -> bool:
-        """Wait until rank 0 has closed the store, which on rank 0 is up to the caller; return whether it has."""
+        """Wait until rank 0 has closed the store; return whether it has. On rank 0, return True at once."""
         return not isinstance(self.source, Connection) or self.source.await_end(seconds)
 
     def close(self) -> None:
-        """Close the store: that of rank 0 frees its port, and its end tells the other ranks. Harmless twice."""
+        """Close the store. On rank 0, this frees the port and tells the other ranks. Idempotent."""
         self.source.close()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -352,7 +385,7 @@ class KeyValueStore(dist.Store):
         return _bytes(found or "")
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set the value of a key if it has the expected one ("": none); return the value that it has then."""
+        """Set the value of a key if it has the expected value ("": none); return the value that it has then."""
         return _bytes(self._ask("compare_set", key, expected=_text(expected_value), value=_text(desired_value)))
 
     def add(self, key: str, amount: int) -> int:
@@ -377,7 +410,9 @@ class KeyValueStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist; raise DistStoreError if they do not within the timeout."""
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        if timeout is None:
+            timeout = self.timeout
+        seconds = timeout.total_seconds()
         if not Deadline(seconds).poll_until(lambda: self.check(keys)):
             raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f} ms, keys: {', '.join(keys)}")
 
@@ -406,7 +441,9 @@ def _size(key: str, value: bytes) -> int:
 
 
 def _text(value: str | bytes) -> str:
-    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
+    if isinstance(value, str):
+        value = value.encode()
+    return bytes(value).decode("latin-1")
 
 
 def _bytes(text: str) -> bytes:

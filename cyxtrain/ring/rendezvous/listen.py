@@ -1,4 +1,4 @@
-"""The sockets at which a rank listens: TCP for all ranks, and a Unix socket for those of its machine."""
+"""The sockets at which a rank listens: TCP for all ranks, a Unix socket for ranks of its machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed import FileStore, Store, TCPStore
 
 from cyxtrain.errors import RendezvousError, exhausted, reason_of
 from cyxtrain.ring.rendezvous.accept import Acceptor
+from cyxtrain.ring.rendezvous.dial import family_of
 from cyxtrain.ring.rendezvous.handshake import Hello, place_of
 from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.store_client import root_of
@@ -23,7 +24,7 @@ _DEFAULT_ROUTE = "192.0.2.1"
 
 
 class Listeners:
-    """The listening sockets of a rank, non-blocking, and the acceptor that serves one generation after another there.
+    """The non-blocking listening sockets of a rank, and their acceptor, which serves all generations.
 
     The data of each socket in `selector` is the function to call.
     """
@@ -36,7 +37,7 @@ class Listeners:
 
     @property
     def unix_name(self) -> str:
-        """The name of the abstract Unix socket as "@name"; empty if there is none."""
+        """The name of the abstract Unix socket as "@name"; empty without one."""
         return "" if self.unix is None else place_of(self.unix.getsockname())
 
     def serve(
@@ -46,10 +47,9 @@ class Listeners:
         authorize: Callable[[Hello], str | None],
         accept: Callable[[Hello, socket.socket], None],
     ) -> Acceptor:
-        """Accept connections from now on; the arguments are those of `Acceptor`."""
+        """Accept connections from now on; the arguments are the same as of `Acceptor`."""
         if self.acceptor is None:
-            sockets = [sock for sock in (self.tcp, self.unix) if sock is not None]
-            self.acceptor = Acceptor(sockets, name, key, authorize, accept, self.selector)
+            self.acceptor = Acceptor(self._sockets(), name, key, authorize, accept, self.selector)
         else:
             self.acceptor.judge_by(authorize, accept)
         return self.acceptor
@@ -66,7 +66,7 @@ class Listeners:
         """Close everything. Idempotent."""
         if self.acceptor is not None:
             self.acceptor.close()
-            self.acceptor = None  # it refers to the connector, which refers to this: a reference cycle
+            self.acceptor = None  # breaks a reference cycle: it refers to the connector, which refers to this object
         self._close_files()
 
     def abandon(self) -> None:
@@ -76,21 +76,22 @@ class Listeners:
         self._close_files()
 
     def _close_files(self) -> None:
-        for sock in (self.tcp, self.unix):
-            if sock is not None:
-                sock.close()
+        for sock in self._sockets():
+            sock.close()
         self.selector.close()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self.tcp] if self.unix is None else [self.tcp, self.unix]
 
 
 def listen(rank: int, store: Store, transport: str) -> Listeners:
-    """Listen where other ranks can reach this one, whose rank in the world is for errors.
+    """Listen where other ranks can reach this one; errors name its global `rank`.
 
     Raises RendezvousError if the address of this machine cannot be bound.
     """
     address = own_address(_store_host(store))
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((address, 0), family=family_of(address), backlog=_BACKLOG)
     except OSError as error:
         if exhausted(error):
             raise
@@ -103,8 +104,8 @@ def listen(rank: int, store: Store, transport: str) -> Listeners:
 
 
 def listen_unix(transport: str) -> socket.socket | None:
-    """Listen at a Unix socket for the ranks of this machine; None if there is none or none is needed."""
-    if transport == "tcp" or sys.platform != "linux":  # elsewhere such sockets leave files, and have small buffers
+    """Listen at a Unix socket for the ranks of this machine; return None if unavailable or not needed."""
+    if transport == "tcp" or sys.platform != "linux":  # elsewhere, such sockets leave files and have small buffers
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -120,29 +121,36 @@ def listen_unix(transport: str) -> socket.socket | None:
 def _store_host(store: Store) -> str:
     """Return the host of the store's server; this machine for stores without one."""
     store = root_of(store)
+    if isinstance(store, (KeyValueStore, TCPStore)):
+        return store.host
     if isinstance(store, FileStore):  # on a disk that machines share
         return _DEFAULT_ROUTE
-    return store.host if isinstance(store, (KeyValueStore, TCPStore)) else "localhost"
+    return "localhost"
 
 
 def own_address(store_host: str) -> str:
-    """Return the address of this machine that others can reach: the one it uses towards the store.
-
-    No packet is sent: connecting a UDP socket only asks the routing table.
-    """
-    if store_host in ("localhost", "::1") or store_host.startswith("127."):
+    """Return the address of this machine that others can reach: the one that it uses towards the store."""
+    if store_host == "localhost" or _is_loopback(store_host):
         return "127.0.0.1"
     # Many systems give their own host name a loopback address, useless to others: then use the default route.
     for target in (store_host, _DEFAULT_ROUTE):
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                own = str(probe.getsockname()[0])
+            address = _local_address_towards(target)
         except OSError as error:
             if exhausted(error):
                 raise
             continue
-        if own != "::1" and not own.startswith("127."):
-            return own
+        if not _is_loopback(address):
+            return address
     return "127.0.0.1"
+
+
+def _local_address_towards(host: str) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends no packet: connecting a UDP socket only asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")

@@ -1,9 +1,9 @@
-"""One rank's connections with all others of a directory: three per pair, for collectives, messages and control.
+"""One rank's connections with all others of a directory: for collectives, messages and control.
 
 Each rank connects to the lower ranks and accepts the higher ones; both sides authenticate. A rank that is connected to
-all others sends them its directory: who has all of them knows that all ranks are connected, and that none will choose
-another algorithm than the rest and hang. A rank that fails reports the cause at the store that the directory comes
-from; without a store it sends the cause to those that it is connected to.
+all others sends them digests of its directory. A rank that has received them from all others knows that all ranks are
+connected, and that none will choose another algorithm than the rest and hang. A rank that fails reports the cause at
+the store that the directory comes from; without a store it sends the cause to the ranks that it is connected to.
 
 Cost per rank: three sockets to each other rank and one listening socket.
 """
@@ -11,6 +11,8 @@ Cost per rank: three sockets to each other rank and one listening socket.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import selectors
 import socket
 from dataclasses import replace
@@ -31,14 +33,14 @@ from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline
 _PEEK_BYTES = 1 << 16
 _EXPLAIN_SECONDS = 0.1
 """How long a rank whose connection has ended waits for the cause, which arrives at the store or another connection."""
-_PROOFS = 3
-"""Rejected proofs after which a rank reports that the secrets differ."""
+_MAX_REJECTED_PROOFS = 3
+"""After so many, a rank reports that the secrets differ."""
 
 
 class Mesh:
     """The connections of a rank, and the `listeners` that refuse all further ones; it owns both.
 
-    A world of one has none; and the next generation takes over the listeners.
+    A world of one has neither. The next generation takes over the listeners. `rank` is the rank in the directory.
     """
 
     def __init__(self, directory: Directory, rank: int, listeners: Listeners | None = None) -> None:
@@ -80,11 +82,11 @@ def connect(
 ) -> Mesh:
     """Connect a rank with all others of a directory; all call it. The listeners stay open if that fails.
 
-    With a `membership` ranks report failures at its store; without one, over the connections that there are.
+    With a `membership` ranks report failures at its store; without one, over the connections that they have.
 
     Raises:
-        RendezvousError: A rank has ended, did not connect before the deadline, has another directory, or has failed.
-        CyxtrainError: What another rank has reported.
+        RendezvousError: A rank has ended, has failed, did not connect in time, or has a different directory.
+        CyxtrainError: The error that another rank has reported.
     """
     mesh = Mesh(directory, rank, listeners)
     connector = _Connector(mesh, listeners, options, deadline, membership)
@@ -107,22 +109,24 @@ class _Connector:
         deadline: Deadline,
         membership: Membership | None,
     ) -> None:
-        directory, rank = mesh.directory, mesh.rank
+        directory = mesh.directory
+        rank = mesh.rank
         self._mesh = mesh
         self._listeners = listeners
         self._records = directory.records
-        self._names = directory.names
+        self._global_ranks = directory.global_ranks
         self._rank = rank
+        self._name = f"rank {directory.global_ranks[rank]}"
         self._options = options
         self._deadline = deadline
         self._membership = membership
         self._examine_deadline = Deadline(0.0)
-        world_size = len(self._names)
+        world_size = len(directory.global_ranks)
         self._own = Hello(directory.run, directory.generation, Role.CONTROL, rank, world_size, options.checksums)
-        self._awaited = {(other, role) for other in range(rank + 1, world_size) for role in PEER_ROLES}
+        self._awaited = set(itertools.product(range(rank + 1, world_size), PEER_ROLES))
+        """The connections that higher ranks have not made yet, as (rank, role)."""
         self._failure: CyxtrainError | None = None
-        name = f"rank {self._names[rank]}"
-        self._listeners.serve(name, directory.secret, self._authorize, self._accept)
+        self._listeners.serve(self._name, directory.secret, self._authorize, self._accept)
 
     @property
     def _acceptor(self) -> Acceptor:
@@ -139,6 +143,7 @@ class _Connector:
             self._watch_control(peer)
         while self._awaited:
             self._wait(POLL_SECONDS)
+        # This rank is connected to all others; the comparison tells it that they are, too.
         sockets = mesh.sockets[Role.COLLECTIVES]
         mesh.all_unix = mesh.directory.compare(self._rank, sockets, mesh.checksums, self._deadline, self._explain)
         if not self._options.keeps_listening:
@@ -147,30 +152,34 @@ class _Connector:
 
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks why this one fails, then close the connections."""
-        failure = error if isinstance(error, CyxtrainError) else cannot_join(self._names[self._rank], error)
+        failure = error if isinstance(error, CyxtrainError) else cannot_join(self._global_ranks[self._rank], error)
         if self._membership is not None:
             self._membership.report_failure(failure)
         else:
-            frame = control_frame(Control.ABORT, failure.to_facts(), self._mesh.checksums)
-            for sock in self._mesh.sockets[Role.CONTROL].values():
-                with contextlib.suppress(OSError):
-                    sock.send(frame)
+            self._send_abort(failure)
         self._unwatch_controls()
         self._mesh.disconnect()
 
-    def _explain(self, has_ended: bool) -> None:
-        """Raise why comparing fails, if another group tells it; if a rank `has_ended`, also if a rank reports it.
+    def _send_abort(self, failure: CyxtrainError) -> None:
+        frame = control_frame(Control.ABORT, failure.to_facts(), self._mesh.checksums)
+        for sock in self._mesh.sockets[Role.CONTROL].values():
+            with contextlib.suppress(OSError):
+                sock.send(frame)
 
-        That the store has ended is no cause: rank 0 may have all directories, and have left.
+    def _explain(self, has_ended: bool) -> None:
+        """Raise the reason why ranks cannot compare directories, if there is one.
+
+        Another group has lost a rank, a control connection has ended, or, if a rank `has_ended`, a rank reports why.
         """
         if self._membership is not None:
             self._membership.check_groups()
-        self._acceptor.serve(0.0)  # a control connection that ends now is noticed by nobody else
+        self._acceptor.serve(0.0)  # nobody else notices a control connection that ends now
         if not has_ended and self._failure is None:
             return
         try:
             self._await_cause()
         except CyxtrainError:
+            # The end of the store is not a cause: rank 0 may have all directories, and have left.
             if self._membership is None or not self._membership.store.lost:
                 raise
 
@@ -187,7 +196,7 @@ class _Connector:
             raise self._missing()
 
     def _check(self) -> None:
-        """Raise the error because of which connecting has failed, if it has."""
+        """Raise the error that has made connecting fail, if any."""
         if self._membership is not None:
             self._membership.check()  # first: a rank that closes its connections has already reported why
         else:
@@ -201,51 +210,87 @@ class _Connector:
     def _check_processes(self) -> None:
         """Raise the error for a rank whose process has ended."""
         self._examine_deadline = Deadline(EXAMINE_SECONDS)
-        refuse_ended(self._records[self._rank], dict(zip(self._names, self._records, strict=True)))
+        refuse_ended(self._records[self._rank], dict(zip(self._global_ranks, self._records, strict=True)))
 
     def _dial(self, peer: int, role: Role) -> socket.socket:
         """Connect to a rank, first at its Unix socket if it is on this machine.
 
         Raises RendezvousError if it cannot be reached, or refuses us.
         """
-        record, name, who = self._records[peer], self._names[peer], f"rank {self._names[self._rank]}"
-        hello, key = replace(self._own, role=role, to_rank=peer), self._mesh.directory.secret
-        # Control stays on TCP, whose kernel timers it needs.
+        record = self._records[peer]
+        hello = replace(self._own, role=role, to_rank=peer)
         is_near = bool(record.unix) and record.machine == self._records[self._rank].machine
-        unix = role is not Role.CONTROL and is_near
-        rejected = 0
+        unix = is_near and role is not Role.CONTROL  # control needs the kernel timers of TCP
+        rejected_proofs = 0
         while True:
-            where = f"rank {name} at {record.unix if unix else f'{record.host}:{record.port}'}"
+            where = self._where(peer, unix=unix)
             try:
-                return dial_once(socket_address(record, unix=unix), hello, key, self._deadline, self._check)
+                address = socket_address(record, unix=unix)
+                return dial_once(address, hello, self._mesh.directory.secret, self._deadline, self._check)
             except ClosedError as closed:
                 self._await_cause()
-                # Closed before it had our proof, or when the proof was late: bad luck, try again.
-                rejected += closed.proven
-                if rejected == _PROOFS or self._deadline.passed():
-                    raise _closed(where, who, name, rejected) from None
+                # It may have closed the connection before it had our proof, or because the proof was late: try again.
+                rejected_proofs += closed.proven
+                if rejected_proofs == _MAX_REJECTED_PROOFS or self._deadline.passed():
+                    raise self._closed(peer, where, rejected_proofs) from None
             except (RefusedError, HandshakeError) as error:
-                raise _refused(where, who, name, error) from None
+                raise self._refused(peer, where, error) from None
             except OSError as error:
                 if exhausted(error):
                     raise
-                if unix and record.transport != "unix":
-                    unix = False  # they share a kernel but not a network namespace: two containers, say
-                    continue
-                self._await_cause()
-                raise RendezvousError(
-                    f"{who} cannot reach {where} ({reason_of(error)}). Has rank {name} ended? Across machines, "
-                    "firewalls must allow TCP between all ranks.",
-                    rank=name,
-                ) from None
+                if not unix or record.transport == "unix":
+                    self._await_cause()
+                    raise self._unreachable(peer, where, error) from None
+                unix = False  # they share a kernel but not a network namespace, as two containers may
+
+    def _where(self, peer: int, *, unix: bool) -> str:
+        record = self._records[peer]
+        address = record.unix if unix else f"{record.host}:{record.port}"
+        return f"rank {self._global_ranks[peer]} at {address}"
+
+    def _closed(self, peer: int, where: str, rejected_proofs: int) -> RendezvousError:
+        """Return the error for a rank that closes every connection, or has rejected too many proofs."""
+        global_rank = self._global_ranks[peer]
+        text = f"{where} closes every connection of {self._name}."
+        if rejected_proofs == _MAX_REJECTED_PROOFS:
+            text = (
+                f"{where} rejected the proof of {self._name}: the two were most likely started with different secrets. "
+                "Set CYXTRAIN_SECRET to the same value on every rank, or look at the output of "
+                f"rank {global_rank}."
+            )
+        return RendezvousError(text, rank=global_rank)
+
+    def _refused(self, peer: int, where: str, error: RefusedError | HandshakeError) -> RendezvousError:
+        """Return the error for a rank that refuses this one, or for another program at its address."""
+        global_rank = self._global_ranks[peer]
+        text = f"{where} refused {self._name}: {error}."
+        if isinstance(error, HandshakeError):
+            text = (
+                f"{where}: what answers there is not rank {global_rank} of this run ({error}). Does another program, "
+                "or an old process of this job, use that port?"
+            )
+        return RendezvousError(text, rank=global_rank)
+
+    def _unreachable(self, peer: int, where: str, error: OSError) -> RendezvousError:
+        global_rank = self._global_ranks[peer]
+        return RendezvousError(
+            f"{self._name} cannot reach {where} ({reason_of(error)}). Has rank {global_rank} ended? Across machines, "
+            "firewalls must allow TCP between all ranks.",
+            rank=global_rank,
+        )
 
     def _authorize(self, hello: Hello) -> str | None:
-        """Return why a process that knows the secret is refused; "" if it is not; None: it has to wait."""
-        own, name = self._own, self._names[self._rank]
+        """Return why a process that knows the secret is refused; "" to accept it, None to let it wait."""
+        own = self._own
         if hello.run == own.run and hello.generation > own.generation and self._options.keeps_listening:
             return None
         if hello.run != own.run or hello.generation != own.generation:
-            return f"it belongs to another run than rank {name}, or to an earlier incarnation of this run"
+            return f"it belongs to another run than {self._name}, or to an earlier incarnation of this run"
+        return self._why_misdirected(hello) or self._why_incompatible(hello)
+
+    def _why_misdirected(self, hello: Hello) -> str:
+        """Return why a process of this run and generation has reached the wrong rank; "" if it has not."""
+        own = self._own
         if own.generation and (hello.world_size, hello.to_rank) != (own.world_size, own.rank):
             self._failure = self._mesh.directory.other_ranks(self._rank)
             return str(self._failure)
@@ -253,9 +298,17 @@ class _Connector:
             return f"it connected to rank {hello.to_rank} and reached rank {own.rank}"
         if hello.rank >= hello.world_size:
             return f"there is no rank {hello.rank} in a world of {hello.world_size}"
-        peer_record = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
-        caller = self._names[hello.rank] if hello.rank < len(self._names) else hello.rank
-        reason = peer_record.why_incompatible(caller, RankRecord(own.world_size, checksums=own.checksums), name)
+        return ""
+
+    def _why_incompatible(self, hello: Hello) -> str:
+        """Return why a process cannot be the rank that it claims to be; "" if it can."""
+        own = self._own
+        caller = hello.rank
+        if caller < len(self._global_ranks):  # not if it was started for a larger world
+            caller = self._global_ranks[caller]
+        caller_record = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
+        own_record = RankRecord(own.world_size, checksums=own.checksums)
+        reason = caller_record.why_incompatible(caller, own_record, self._global_ranks[self._rank])
         if reason:
             self._failure = RendezvousError(reason, rank=caller)
             return reason
@@ -271,28 +324,34 @@ class _Connector:
 
     def _watch_control(self, peer: int) -> None:
         """Notice that a connected rank ends, or reports why it fails, while others are awaited."""
-        selector, sock = self._listeners.selector, self._mesh.sockets[Role.CONTROL][peer]
+        sock = self._mesh.sockets[Role.CONTROL][peer]
+        on_data = functools.partial(self._on_control_data, peer, sock)
+        self._listeners.selector.register(sock, selectors.EVENT_READ, on_data)
 
-        def on_data() -> None:
-            try:
-                received = sock.recv(_PEEK_BYTES, socket.MSG_PEEK)
-            except BlockingIOError:
-                return
-            except OSError:
-                received = b""
-            selector.unregister(sock)  # the peer has already started sending frames: the monitor will read them
-            name = self._names[peer]
-            failure = self._reported_in(bytearray(received), name) if received else ended(name)
-            self._failure = self._failure or failure
+    def _on_control_data(self, peer: int, sock: socket.socket) -> None:
+        """Record why a connected rank fails, from the first bytes that it sends."""
+        try:
+            # Peek, as a rank that has all connections already sends frames that the monitor must read.
+            received = sock.recv(_PEEK_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        self._listeners.selector.unregister(sock)
+        failure = self._failure_in(received, self._global_ranks[peer])
+        self._failure = self._failure or failure
 
-        selector.register(sock, selectors.EVENT_READ, on_data)
-
-    def _reported_in(self, received: bytearray, peer: int) -> CyxtrainError | None:
-        """Return the error that the first control frame of a peer reports; None: it reports none."""
+    def _failure_in(self, received: bytes, global_rank: int) -> CyxtrainError | None:
+        """Return the error in the first control frame of a rank, if any, or that the rank has ended."""
+        if not received:
+            return ended(global_rank)
         with contextlib.suppress(FrameError):  # the monitor names the link
-            frame = take_control_frame(received, self._mesh.checksums)
-            if frame is not None and frame[0] is Control.ABORT:
-                return error_from_facts(frame[1] | {"message": reported(frame[1].get("message"), peer)})
+            frame = take_control_frame(bytearray(received), self._mesh.checksums)
+            if frame is None:
+                return None
+            kind, facts = frame
+            if kind is Control.ABORT:
+                return error_from_facts(facts | {"message": reported(facts.get("message"), global_rank)})
         return None
 
     def _unwatch_controls(self) -> None:
@@ -302,42 +361,19 @@ class _Connector:
 
     def _missing(self) -> RendezvousError:
         """Return the error for a deadline that has passed."""
-        timed_out = f"Joining timed out after {self._deadline.seconds:.3g} s"
         missing = sorted({peer for peer, _ in self._awaited})
+        missing_ranks = ", ".join(f"rank {self._global_ranks[peer]}" for peer in missing)
+        unauthenticated = [peer for peer in missing if self._acceptor.unauthenticated[peer]]
         own = self._records[self._rank]
-        global_ranks = [self._names[peer] for peer in missing]
-        unauthenticated = [self._names[peer] for peer in missing if self._acceptor.unauthenticated[peer]]
         hint = "across machines, firewalls must allow TCP between all ranks"
         if unauthenticated:
             hint = (
-                f"a process that claimed to be rank {unauthenticated[0]} did not know the secret: CYXTRAIN_SECRET must "
-                "be the same on every rank"
+                f"a process that claimed to be rank {self._global_ranks[unauthenticated[0]]} did not know the secret: "
+                "CYXTRAIN_SECRET must be the same on every rank"
             )
         return RendezvousError(
-            f"{timed_out}: {', '.join(f'rank {name}' for name in global_ranks)} did not connect to rank "
-            f"{self._names[self._rank]} at {own.host}:{own.port}. Look at the output of the missing ranks; "
+            f"Joining timed out after {self._deadline.seconds:.3g} s: {missing_ranks} did not connect to rank "
+            f"{self._global_ranks[self._rank]} at {own.host}:{own.port}. Look at the output of the missing ranks; "
             f"{hint}.",
-            rank=global_ranks[0],
+            rank=self._global_ranks[missing[0]],
         )
-
-
-def _closed(where: str, who: str, name: int, rejected: int) -> RendezvousError:
-    """Return the error for a rank that closes the connection, each time or after so many proofs."""
-    text = f"{where} closes every connection of {who}."
-    if rejected == _PROOFS:
-        text = (
-            f"{where} rejected the proof of {who}: the two were most likely started with different secrets. Set "
-            f"CYXTRAIN_SECRET to the same value on every rank, or look at the output of rank {name}."
-        )
-    return RendezvousError(text, rank=name)
-
-
-def _refused(where: str, who: str, name: int, error: RefusedError | HandshakeError) -> RendezvousError:
-    """Return the error for a rank that refuses another one, or is no rank of this run."""
-    text = f"{where} refused {who}: {error}."
-    if isinstance(error, HandshakeError):
-        text = (
-            f"{where}: what answers there is not rank {name} of this run ({error}). Does another program, or an old "
-            "process of this job, use that port?"
-        )
-    return RendezvousError(text, rank=name)

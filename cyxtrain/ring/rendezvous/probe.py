@@ -1,8 +1,7 @@
-"""Try what the ring needs of a machine and of the network, without joining: for `cyxtrain doctor`."""
+"""Checks of what the ring needs from a machine and its network, for `cyxtrain doctor`; nothing joins."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 from collections.abc import Callable
@@ -24,23 +23,24 @@ _CONNECT_SECONDS = 1.0
 
 
 class RankProbe:
-    """A rank's listening sockets and its connections to others, as in a rendezvous; nothing is decided or joined."""
+    """A rank's listening sockets and its connections to others, as in a rendezvous, without joining."""
 
     def __init__(self, store: Store, rank: int, world_size: int, options: RingOptions) -> None:
         self._listeners = listen(rank, store, options.transport)
         self.record = own_record(rank, world_size, self._listeners, options)  # how others reach this rank
         self._own = Hello("", 0, Role.COLLECTIVES, rank, world_size, checksums=False)
         self._key = b""
-        self.accepted: dict[int, socket.socket] = {}  # the caller closes those that it takes out
+        self.accepted: dict[int, socket.socket] = {}  # by rank; the caller closes the sockets that it takes out
         self._acceptor: Acceptor | None = None
 
     def start(self, run: str, key: bytes) -> None:
-        """Accept connections of the ranks that know the name of the run and the key, whenever this rank serves."""
-        self._own, self._key = replace(self._own, run=run), key
+        """Accept, during `serve`, connections of ranks that know the name of the run and the key."""
+        self._own = replace(self._own, run=run)
+        self._key = key
         self._acceptor = self._listeners.serve(f"rank {self._own.rank}", key, self._authorize, self._accept)
 
     def serve(self, seconds: float = 0.0) -> None:
-        """Accept connections, for at most so long."""
+        """Accept connections for up to `seconds`."""
         assert self._acceptor is not None
         self._acceptor.serve(seconds)
 
@@ -48,9 +48,9 @@ class RankProbe:
         """Connect to a rank over TCP; `poll` is called while this waits.
 
         Raises:
-            ConnectionAbortedError: What answers is no rank of this run; the text says why.
-            ConnectionResetError: It closed the connection.
-            OSError: It cannot be reached; ConnectionRefusedError, TimeoutError: refused, no answer.
+            ConnectionAbortedError: The address does not belong to a rank of this run; the message has the reason.
+            ConnectionResetError: The other side closed the connection.
+            ConnectionRefusedError, TimeoutError, OSError: The address refused, did not answer, or cannot be reached.
         """
         hello = replace(self._own, to_rank=peer)
         try:
@@ -63,14 +63,17 @@ class RankProbe:
         return sock
 
     def refuses(self, record: RankRecord) -> bool:
-        """Return whether a rank's port refuses connections; False if that cannot be told."""
-        return isinstance(_connection_error(*socket_address(record, unix=False)), ConnectionRefusedError)
+        """Return whether a rank's port refuses connections; False if it is unknown."""
+        error = _connection_error(*socket_address(record, unix=False))
+        return isinstance(error, ConnectionRefusedError)
 
     def transport_to(self, record: RankRecord) -> str:
-        """Return what the ring would use from this rank: unix or tcp; empty between machines."""
+        """Return the transport that the ring would use to a rank: "unix" or "tcp"; "" between machines."""
         if record.machine != self.record.machine:
             return ""
-        if not (self.record.unix and record.unix) or _connection_error(*socket_address(record, unix=True)):
+        if not (self.record.unix and record.unix):
+            return "tcp"
+        if _connection_error(*socket_address(record, unix=True)) is not None:
             return "tcp"
         return "unix"
 
@@ -91,18 +94,26 @@ class RankProbe:
 
 
 def try_transports() -> dict[str, str]:
-    """Return for each transport, the fastest first, why it does not work here; empty: it works."""
-    other = "Linux only" if sys.platform != "linux" else "not available on this system"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        tcp = _connection_error(listener.family, listener.getsockname())
-    near = listen_unix("auto")
-    with near or contextlib.nullcontext():
-        unix = _connection_error(near.family, near.getsockname()) if near else other
-    return {"unix": str(unix or ""), "tcp": str(tcp or "")}
+    """Return for each transport, the fastest first, why it does not work here; "": it works."""
+    return {"unix": _why_no_unix(), "tcp": _why_unreachable(socket.create_server(("127.0.0.1", 0)))}
+
+
+def _why_no_unix() -> str:
+    listener = listen_unix("auto")
+    if listener is None:
+        return "Linux only" if sys.platform != "linux" else "not available on this system"
+    return _why_unreachable(listener)
+
+
+def _why_unreachable(listener: socket.socket) -> str:
+    """Connect to a listening socket, and close it; return why it does not accept connections, or ""."""
+    with listener:
+        error = _connection_error(listener.family, listener.getsockname())
+    return str(error or "")
 
 
 def _connection_error(family: int, address: Any) -> OSError | None:
-    """Return why a socket does not accept connections."""
+    """Return why a socket does not accept connections, or None."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(_CONNECT_SECONDS)
         try:

@@ -22,13 +22,13 @@ _NO_PROCESS = Process("", 0, 0)
 
 
 def _token() -> str:
-    """Return what no other process has; forked ones share our memory, and have their own pid."""
-    return f"{_IMPORTED}-{os.getpid()}"
+    """Return a string that no other process has."""
+    return f"{_IMPORTED}-{os.getpid()}"  # the pid: forked processes share our memory
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """How a rank can be reached, and the settings that ranks must have in common."""
+    """How a rank can be reached, and the settings that must be the same on all ranks."""
 
     world_size: int
     process: Process = _NO_PROCESS
@@ -39,13 +39,13 @@ class RankRecord:
     """Abstract Unix socket at which it listens too, for ranks of its machine, as "@name"; empty: none."""
     transport: str = "auto"
     room: int = 0
-    """How many ranks like it its machine can run with a core free for each."""
+    """How many ranks like this one its machine can run, each with one core more than it has threads."""
     cores: int = 0
     has_secret: bool = False
     checksums: bool = False
     heartbeat_timeout_seconds: float = 30.0
     devices: str = ""
-    """The accelerators that it sees, as text."""
+    """The accelerators that it sees, as a string."""
     run: str = ""
     """Rank 0 only: the name of this rendezvous, in hexadecimal."""
     key: str = dataclasses.field(default="", repr=False)
@@ -56,63 +56,75 @@ class RankRecord:
 
     @property
     def machine(self) -> str:
-        """The same for ranks of one machine."""
+        """A name that only ranks of one machine share."""
         return self.process.machine or self.host
 
     def to_json(self) -> str:
-        """Return the record as text."""
+        """Return the record as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankRecord:
-        """Read a record; from another version of the protocol, only the fields that this one knows.
+        """Read a record; from another version of the protocol, only the fields that this version knows.
 
-        Raises RendezvousError if it is none.
+        Raises RendezvousError if `text` is not a valid record.
         """
+        if isinstance(text, str):
+            text = text.encode()
         try:
-            facts = json_object(text.encode() if isinstance(text, str) else text)
-            record = _from_facts(cls, facts | {"process": _from_facts(Process, facts["process"])})
-            for field in dataclasses.fields(record):
-                _check_range(field.name, getattr(record, field.name))
-            if not 0 <= record.process.pid < 2**31:
-                raise ValueError("an invalid pid")
-            if not (record.host.isascii() and record.host.isprintable()):
-                raise ValueError("an invalid host")
-            if record.host:
-                ipaddress.ip_address(record.host)  # a name could lead anywhere
-            bytes.fromhex(record.run + record.key)
+            facts = json_object(text)
+            process = _from_facts(Process, facts["process"])
+            record = _from_facts(cls, facts | {"process": process})
+            record._check_values()
         except (FrameError, ValueError, TypeError, KeyError) as error:
             raise foreign_value(error) from None
         return record
 
-    def why_incompatible(self, name: int, other: RankRecord, other_name: int) -> str:
-        """Return why the rank of that name and another one cannot be in one group; "" if they can."""
+    def _check_values(self) -> None:
+        """Raise ValueError unless every value is one that a rank can have."""
+        for field in dataclasses.fields(self):
+            _check_range(field.name, getattr(self, field.name))
+        if not 0 <= self.process.pid < 2**31:
+            raise ValueError("an invalid pid")
+        if not (self.host.isascii() and self.host.isprintable()):
+            raise ValueError("an invalid host")
+        if self.host:
+            ipaddress.ip_address(self.host)  # a name could lead anywhere
+        bytes.fromhex(self.run + self.key)
+
+    def why_incompatible(self, rank: int, other: RankRecord, other_rank: int) -> str:
+        """Return why two ranks, by the launcher's numbers, cannot be in one group; "" if they can."""
         if self.protocol != other.protocol:
             return (
-                f"rank {name} speaks version {self.protocol} of the ring's protocol, rank {other_name} version "
+                f"rank {rank} speaks version {self.protocol} of the ring's protocol, rank {other_rank} version "
                 f"{other.protocol}. Install the same version of cyxtrain everywhere."
             )
         if self.world_size != other.world_size:
             return (
-                f"rank {name} was started for a world of {self.world_size}, rank {other_name} for a world of "
+                f"rank {rank} was started for a world of {self.world_size}, rank {other_rank} for a world of "
                 f"{other.world_size}. Start all ranks with the same WORLD_SIZE."
             )
         if self.transport != other.transport:
             return (
-                f"rank {name} was started with CYXTRAIN_TRANSPORT={self.transport} and rank {other_name} with "
+                f"rank {rank} was started with CYXTRAIN_TRANSPORT={self.transport} and rank {other_rank} with "
                 f"{other.transport}. Set it to the same value in the environment of every rank."
             )
-        for what, variable, mine, its in (
+        for what, variable, own_has, other_has in (
             ("a secret", "CYXTRAIN_SECRET", self.has_secret, other.has_secret),
             ("checksums", "CYXTRAIN_CHECKSUMS", self.checksums, other.checksums),
         ):
-            if mine != its:
-                with_it, without = (name, other_name) if mine else (other_name, name)
-                return (
-                    f"rank {with_it} was started with {what} and rank {without} without. Set {variable} to the same "
-                    "value in the environment of every rank."
-                )
+            if own_has and not other_has:
+                return _only_one_has(what, variable, rank, other_rank)
+            if other_has and not own_has:
+                return _only_one_has(what, variable, other_rank, rank)
         return ""
+
+
+def _only_one_has(what: str, variable: str, with_it: int, without: int) -> str:
+    return (
+        f"rank {with_it} was started with {what} and rank {without} without. Set {variable} to the same value in the "
+        "environment of every rank."
+    )
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -136,25 +148,28 @@ def _check_range(name: str, value: object) -> None:
 
 
 def parse_record(kind: type[_Record], text: bytes) -> _Record:
-    """Read a dataclass with fields of plain types that a rank has written as JSON; text becomes printable.
+    """Read a dataclass with fields of plain types from a rank's JSON; its strings become printable.
 
-    Raises RendezvousError if it is something else.
+    Raises RendezvousError if `text` is anything else.
     """
     try:
         facts = json_object(text)
-        return _from_facts(
-            kind, {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        )
+        for name, fact in facts.items():
+            if isinstance(fact, str):
+                facts[name] = printable(fact)
+        return _from_facts(kind, facts)
     except (FrameError, ValueError, TypeError, KeyError) as error:
         raise foreign_value(error) from None
 
 
 def _from_facts(kind: type[_Record], facts: dict[str, Any]) -> _Record:
-    """Return a dataclass with those facts that it knows, after a check of their types."""
+    """Return a dataclass with the facts that it knows, after a check of their types."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    made = kind(**{field.name: facts[field.name] for field in fields if field.name in facts})
+    known = {field.name: facts[field.name] for field in fields if field.name in facts}
+    made = kind(**known)
     for field in fields:
-        found, expected = type(getattr(made, field.name)).__name__, str(field.type).partition("[")[0]
+        found = type(getattr(made, field.name)).__name__
+        expected = str(field.type).partition("[")[0]  # "list" of "list[int]"
         if found != expected and (found, expected) != ("int", "float"):
             raise TypeError(f"its {field.name} has the wrong type")
     return made
@@ -168,34 +183,37 @@ def foreign_value(error: Exception) -> RendezvousError:
     )
 
 
-def ended(name: int) -> RendezvousError:
+def ended(global_rank: int) -> RendezvousError:
     """Return the error for a rank whose process has ended during rendezvous."""
     return RendezvousError(
-        f"rank {name} died: its process ended during rendezvous (killed, or out of memory?). "
-        f"Look at the output of rank {name}, and start all ranks again.",
-        rank=name,
+        f"rank {global_rank} died: its process ended during rendezvous (killed, or out of memory?). "
+        f"Look at the output of rank {global_rank}, and start all ranks again.",
+        rank=global_rank,
     )
 
 
-def cannot_join(name: int, error: BaseException) -> RendezvousError:
-    """Return what a rank tells the others of a foreign error: only its type, as its text may hold private data."""
-    reason = exhausted(error) or type(error).__name__
-    return RendezvousError(f"rank {name} cannot join: {reason}. Look at its output.", rank=name)
+def cannot_join(global_rank: int, error: BaseException) -> RendezvousError:
+    """Return the error that tells the others of an exception that is not cyxtrain's."""
+    reason = exhausted(error) or type(error).__name__  # only the type: the message may contain private data
+    return RendezvousError(f"rank {global_rank} cannot join: {reason}. Look at its output.", rank=global_rank)
 
 
 def refuse_ended(own: RankRecord, others: Mapping[int, RankRecord]) -> None:
-    """Raise the error for a rank, by its name, whose process has ended. Cost: about 60 us for each on this machine."""
-    for name, record in others.items():
+    """Raise the error for a rank whose process has ended; `others` is by global rank.
+
+    Cost: about 60 us for each rank on this machine.
+    """
+    for global_rank, record in others.items():
         if state_of(record.process, own.process) is State.GONE:
-            raise ended(name)
+            raise ended(global_rank)
 
 
 def refuse_exited(awaited: Container[int], world_size: int) -> None:
-    """Raise if the launcher has seen one of these ranks exit: it will not join."""
-    rank = next((rank for rank in process_env.exited_ranks(world_size) if rank in awaited), None)
-    if rank is not None:
-        raise RendezvousError(
-            f"rank {rank} has exited with code 0 without joining, while others of the {world_size} ranks wait for it: "
-            "every rank must call cyxtrain.init() or fit.",
-            rank=rank,
-        )
+    """Raise if the launcher has seen one of these ranks, which are global, exit: it will not join."""
+    for rank in process_env.exited_ranks(world_size):
+        if rank in awaited:
+            raise RendezvousError(
+                f"rank {rank} has exited with code 0 without joining, while others of the {world_size} ranks wait for "
+                "it: every rank must call cyxtrain.init() or fit.",
+                rank=rank,
+            )

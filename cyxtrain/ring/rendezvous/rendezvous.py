@@ -1,4 +1,4 @@
-"""Ranks find each other through the store, and connect; see `mesh.py`.
+"""Rendezvous: ranks find each other through the store, and connect, as `mesh.py` describes.
 
 Each rank listens on its own port, writes its address to the store, and waits until all have. A rank that fails writes
 the cause to the store, which all others poll: they fail with the same cause.
@@ -50,11 +50,13 @@ def rendezvous(
     generation: int,
     peer_failure: PeerFailure,
 ) -> Mesh:
-    """Connect this rank with all others; ranks may do so repeatedly through the same store. Errors use `global_ranks`.
+    """Connect this rank with all others; ranks may do so repeatedly through the same store.
+
+    Errors name ranks by `global_ranks`, the launcher's numbers.
 
     Raises:
-        RendezvousError: Ranks are missing at the deadline (it lists them), a duplicate rank, a rank has ended, ranks
-            are incompatible, have different secrets, or cannot reach each other.
+        RendezvousError: Ranks are missing at the deadline (it lists them), two processes have the same rank, a rank
+            has ended, ranks are incompatible, have different secrets, or cannot reach each other.
         PeerLostError, PeerSilentError: Another group of this world has lost a rank.
     """
     deadline = Deadline(timeout.total_seconds())
@@ -62,19 +64,18 @@ def rendezvous(
     listeners: Listeners | None = None
     try:
         with membership.joining():
+            # Before registering: the others connect as soon as they have read this rank's record.
             listeners = listen(global_ranks[rank], store, options.transport)
             membership.register(own_record(rank, len(global_ranks), listeners, options))
-            table = membership.await_all()
+            records = membership.await_all()
             if rank == 0:
-                _warn_of(options)
-            secret = _secret(options, table[0])
-            directory = Directory(tuple(table), tuple(global_ranks), generation, table[0].run, secret)
+                _warn_about(options)
+            first = records[0]
+            secret = _secret(options, first)
+            directory = Directory(tuple(records), tuple(global_ranks), generation, first.run, secret)
             return connect(directory, rank, listeners, options, deadline, membership)
     except RankTakenError as taken:
-        if taken.holder is not None and taken.first is not None:
-            run, checksums = taken.first.run, options.checksums
-            hello = Hello(run, generation, Role.CONTROL, rank, len(global_ranks), checksums, to_rank=rank)
-            notify_duplicate(taken.holder, hello, _secret(options, taken.first))
+        _notify_holder(taken, rank, len(global_ranks), generation, options)
         raise RendezvousError(str(taken), rank=taken.rank) from None
     except BaseException:
         if listeners is not None:
@@ -82,8 +83,18 @@ def rendezvous(
         raise
 
 
-def _warn_of(options: RingOptions) -> None:
-    """Warn explicitly: this is not attributable to user code, and shown once per process."""
+def _notify_holder(taken: RankTakenError, rank: int, world_size: int, generation: int, options: RingOptions) -> None:
+    """Let the process that has this rank report the duplicate in its log, if it can be reached."""
+    if taken.holder is None or taken.first is None:
+        return
+    checksums = options.checksums
+    hello = Hello(taken.first.run, generation, Role.CONTROL, rank, world_size, checksums, to_rank=rank)
+    notify_duplicate(taken.holder, hello, _secret(options, taken.first))
+
+
+def _warn_about(options: RingOptions) -> None:
+    """Warn about a missing secret and a removed transport, once per process."""
+    # Explicitly, because no line of the user's code is the cause.
     if options.secret is None:
         warnings.warn_explicit(_NO_SECRET, UserWarning, "cyxtrain", 1, registry=_warned)
     if options.transport == "cma":
@@ -91,7 +102,7 @@ def _warn_of(options: RingOptions) -> None:
 
 
 def _secret(options: RingOptions, first: RankRecord) -> bytes:
-    """Return the secret of the run: CYXTRAIN_SECRET, or the one that rank 0 made."""
+    """Return the secret of the run: CYXTRAIN_SECRET, or the secret that rank 0 has created."""
     return bytes.fromhex(first.key) if options.secret_bytes is None else options.secret_bytes
 
 
@@ -99,6 +110,12 @@ def own_record(rank: int, world_size: int, listeners: Listeners, options: RingOp
     """Return the record of this rank."""
     host, port = listeners.tcp.getsockname()[:2]
     cores = count_usable_cores()
+    run = ""
+    key = ""
+    if rank == 0:
+        run = secrets.token_hex(16)
+        if options.secret is None:
+            key = secrets.token_hex(32)
     return RankRecord(
         world_size=world_size,
         process=this_process(str(host)),
@@ -112,6 +129,6 @@ def own_record(rank: int, world_size: int, listeners: Listeners, options: RingOp
         checksums=options.checksums,
         heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
         devices=options.devices,
-        run=secrets.token_hex(16) if rank == 0 else "",
-        key=secrets.token_hex(32) if rank == 0 and options.secret is None else "",
+        run=run,
+        key=key,
     )

@@ -1,8 +1,9 @@
 """A client of the store at which ranks meet; no call outlasts the deadline.
 
 PyTorch's client waits for ever if the process of the store is stopped or its machine cut off, so calls to it run in a
-thread that can be left behind. Anybody can write to a store of PyTorch: if the run has a secret, each value carries a
-proof that a member wrote it for this key of this group (HMAC-SHA256, RFC 2104), and a value without one is ignored.
+thread that can be left behind. Anybody can write to a store of PyTorch's. So, if the run has a secret, each value
+carries a proof that a member wrote it for this key of this group (HMAC-SHA256, RFC 2104). The client ignores a value
+without a proof.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _log = logging.getLogger("cyxtrain.ring")
 _Answer = TypeVar("_Answer")
 _GRACE_SECONDS = 0.3
 """How long after the deadline an answer is awaited: a store that is alive needs less."""
-_PROOF = b"hmac-sha256 "
-_PROOF_BYTES = len(_PROOF) + 64 + 1
+_PROOF_PREFIX = b"hmac-sha256 "
+_PROOF_BYTES = len(_PROOF_PREFIX) + 64 + 1
+"""Of the prefix, a digest in hexadecimal, and a line feed."""
 _TRIES = 100
 """How often a forged value is replaced while another program writes the next one."""
 
@@ -37,9 +39,9 @@ class StoreLostError(RendezvousError):
 
 
 class StoreClient:
-    """The keys of one `group`, distinct from those of others of the same run; `who` is for errors: "rank 3".
+    """The values of one `group` at the store, with the proofs that its members wrote them.
 
-    Without a `secret`, values carry no proof.
+    Without a `secret`, values carry no proof. `who` is for errors: "rank 3".
     """
 
     def __init__(
@@ -56,20 +58,26 @@ class StoreClient:
 
     def has(self, *keys: str) -> bool:
         """Return whether all of these keys have a value of a member."""
-        return self._call(
-            lambda: self._store.check([*keys]) and all(self._open(key, self._read(key)) is not None for key in keys)
-        )
+        return self._call(lambda: self._has(keys))
+
+    def _has(self, keys: tuple[str, ...]) -> bool:
+        if not self._store.check([*keys]):
+            return False
+        return all(self._get(key) is not None for key in keys)
 
     def get(self, key: str) -> bytes | None:
-        """Return the value that a member has set; None: there is none."""
-        return self._call(lambda: self._open(key, self._read(key)))
+        """Return the value that a member has set, or None."""
+        return self._call(lambda: self._get(key))
+
+    def _get(self, key: str) -> bytes | None:
+        return self._open(key, self._read(key))
 
     def read(self, kind: type[_Answer], key: str) -> _Answer:
-        """Return the dataclass with fields of plain types that a rank has written there as JSON; see `parse_record`."""
+        """Return the dataclass that a rank has written there, as `parse_record` reads it."""
         return parse_record(kind, self.get(key) or b"")
 
     def write(self, key: str, record: Any) -> None:
-        """Set a dataclass for others to `read`."""
+        """Set a dataclass, with fields of plain types, for others to `read`."""
         self.set(key, json.dumps(dataclasses.asdict(record)))
 
     def set(self, key: str, value: str) -> None:
@@ -77,7 +85,7 @@ class StoreClient:
         self._call(lambda: self._store.set(key, self._seal(key, value)))
 
     def set_first(self, key: str, value: str) -> bytes:
-        """Set a value unless a member has set one; return the value that is there then."""
+        """Set a value unless a member has set one; return the value that the key has then."""
         return self._call(lambda: self._set_first(key, value))
 
     def replace(self, key: str, before: bytes | None, value: str) -> bool:
@@ -85,11 +93,13 @@ class StoreClient:
         return self._call(lambda: self._replace(key, before, value))
 
     def unauthenticated(self) -> list[int]:
-        """Return the ranks that clients claimed to be without knowing the secret, if our own store counts them."""
-        return self._call(self._root.unauthenticated) if isinstance(self._root, KeyValueStore) else []
+        """Return the ranks that clients claimed to be without knowing the secret."""
+        if not isinstance(self._root, KeyValueStore):  # PyTorch's stores do not count them
+            return []
+        return self._call(self._root.unauthenticated)
 
     def refusal(self) -> str:
-        """Return why a process cannot join, on rank 0, while ranks are missing; "": there is none."""
+        """Return, on rank 0, why a process was refused, or ""; see `KeyValueServer.refusal`."""
         if isinstance(self._root, KeyValueStore) and isinstance(self._root.source, KeyValueServer):
             return self._root.source.refusal()
         return ""
@@ -99,11 +109,16 @@ class StoreClient:
         self._call(lambda: self._store.delete_key(key))
 
     def _read(self, key: str) -> bytes:
-        """Return the stored value, empty if there is none; never wait for a key that is deleted meanwhile."""
-        return self._store.compare_set(key, "", "") if self._store.check([key]) else b""
+        """Return the stored value, or b""."""
+        if not self._store.check([key]):
+            return b""
+        # Not `get`, which would wait for the key if another program deletes it now.
+        value: bytes = self._store.compare_set(key, "", "")
+        return value
 
     def _set_first(self, key: str, value: str) -> bytes:
-        sealed, before = self._seal(key, value), b""
+        sealed = self._seal(key, value)
+        before = b""
         for _ in range(_TRIES):
             found = self._store.compare_set(key, before, sealed)
             opened = self._open(key, found)
@@ -122,14 +137,16 @@ class StoreClient:
     def _seal(self, key: str, value: str) -> bytes:
         """Return a value with the proof that a member wrote it for this key."""
         data = value.encode("utf-8", "surrogatepass")
-        return data if self._secret is None else _PROOF + self._proof(key, data) + b"\n" + data
+        if self._secret is None:
+            return data
+        return self._proof(self._secret, key, data) + data
 
     def _open(self, key: str, found: bytes) -> bytes | None:
-        """Return a value without its proof; None if there is none, or if no member has written it."""
-        proof, data = (found[:_PROOF_BYTES], found[_PROOF_BYTES:]) if found.startswith(_PROOF) else (b"", found)
-        if not found or self._secret is None:
-            return data if found else None
-        if hmac.compare_digest(proof, _PROOF + self._proof(key, data) + b"\n"):
+        """Return a value without its proof; None if it is empty, or if no member has written it."""
+        if not found:
+            return None
+        proof, data = _split_proof(found)
+        if self._secret is None or hmac.compare_digest(proof, self._proof(self._secret, key, data)):
             return data
         if key not in self.forged:
             self.forged.add(key)
@@ -141,23 +158,20 @@ class StoreClient:
             )
         return None
 
-    def _proof(self, key: str, data: bytes) -> bytes:
-        assert self._secret is not None
+    def _proof(self, secret: bytes, key: str, data: bytes) -> bytes:
         subject = f"cyxtrain store {self._group} {key}".encode()
-        return hmac.digest(self._secret, subject + b"\0" + data, "sha256").hex().encode()
+        digest = hmac.digest(secret, subject + b"\0" + data, "sha256")
+        return _PROOF_PREFIX + digest.hex().encode() + b"\n"
 
     def _call(self, call: Callable[[], _Answer]) -> _Answer:
         """Call the store.
 
         Raises StoreLostError if it has ended, and RendezvousError if it does not answer before the deadline.
         """
-        seconds = self._deadline.left() + _GRACE_SECONDS
-        if isinstance(self._root, KeyValueStore):
-            with self._root.answering_within(seconds):
-                result = _attempt(call)
-        else:
-            result = _attempt(call) if isinstance(self._root, HashStore) else attempt_in_thread(call, seconds)
-        if isinstance(result, TimeoutError) or isinstance(getattr(result, "__cause__", None), TimeoutError):
+        result = self._attempt_before_deadline(call)
+        if not isinstance(result, Exception):
+            return result
+        if isinstance(result, TimeoutError) or isinstance(result.__cause__, TimeoutError):
             self.lost = True
             raise RendezvousError(
                 f"{self._who} gets no answer from the store at which the ranks meet ({result!s}): the process of rank "
@@ -171,9 +185,24 @@ class StoreClient:
                 "has the process of rank 0, or the launcher, ended? Look at its output first.",
                 rank=0,
             ) from result
-        if isinstance(result, Exception):
-            raise result
-        return result
+        raise result
+
+    def _attempt_before_deadline(self, call: Callable[[], _Answer]) -> _Answer | Exception:
+        """Return the result of a call of the store, or the error that it raised."""
+        seconds = self._deadline.left() + _GRACE_SECONDS
+        if isinstance(self._root, KeyValueStore):
+            with self._root.answering_within(seconds):
+                return _attempt(call)
+        if isinstance(self._root, HashStore):  # in the memory of this process: it always answers
+            return _attempt(call)
+        return attempt_in_thread(call, seconds)
+
+
+def _split_proof(found: bytes) -> tuple[bytes, bytes]:
+    """Return the proof of a value, b"" without one, and the value."""
+    if not found.startswith(_PROOF_PREFIX):
+        return b"", found
+    return found[:_PROOF_BYTES], found[_PROOF_BYTES:]
 
 
 def _attempt(call: Callable[[], _Answer]) -> _Answer | Exception:
@@ -184,8 +213,9 @@ def _attempt(call: Callable[[], _Answer]) -> _Answer | Exception:
 
 
 def attempt_in_thread(call: Callable[[], _Answer], seconds: float) -> _Answer | Exception:
-    """Return the result, the error, or a TimeoutError: PyTorch's clients can wait for ever, so a thread waits there."""
+    """Return the result of a call, the error that it raised, or a TimeoutError after `seconds`."""
     results: list[_Answer | Exception] = []
+    # In a thread that can be left behind, because PyTorch's clients can wait for ever.
     thread = threading.Thread(target=lambda: results.append(_attempt(call)), name="cyxtrain-store", daemon=True)
     thread.start()
     thread.join(seconds)
