@@ -37,7 +37,7 @@ def test_their_sum_does_not_depend_on_order_dtype_or_way(world_size, dtype, scal
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 2.0**20, 2.0**-60, 1 / 3])
 def test_an_accelerators_digits_are_those_of_the_host(weight):
-    there = weight_digits._digits_there(torch.tensor(weight, dtype=torch.float64), 8.0)
+    there = weight_digits._digits_on_device(torch.tensor(weight, dtype=torch.float64), 8.0)
     assert there.tolist() == digits_of(weight, 8.0, CPU).tolist()
     assert there.shape == (weight_digits.DIGITS,)
     assert float(total_of_means(there, 1, 8.0)) == weight
