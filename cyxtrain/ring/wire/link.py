@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from cyxtrain.errors import reason_of
 from cyxtrain.ring.wire.checksums import Checksums
@@ -46,7 +47,7 @@ _DATA_OPTIONS = {
 }
 LOST_PACKETS = (
     "large packets get lost on the way, although short ones arrived (path MTU), or the network was cut. Set the same "
-    "MTU on all interfaces of the way (ip link set dev eth0 mtu 1400), or allow ICMP's 'fragmentation needed'"
+    "MTU on all interfaces of the path (ip link set dev eth0 mtu 1400), or allow ICMP's 'fragmentation needed'"
 )
 _NEAR_SEND_BYTES = 1 << 19
 """Bytes in flight on the same machine, so that they stay in a cache."""
@@ -108,9 +109,13 @@ def watch_over(sock: socket.socket) -> None:
     _set_options(sock, _CONTROL_OPTIONS)
 
 
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6)
+
+
 def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
     """Set the options that this system has; a closed connection takes none."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    if not _is_tcp(sock):
         return
     options = {"TCP_NODELAY": 1, **options}
     with contextlib.suppress(OSError):
@@ -123,11 +128,13 @@ def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
 
 
 def _stay_in_cache(sock: socket.socket) -> None:
-    """Limit a local connection's send buffer to what stays in a cache: 1.5 times as fast from 4 MiB on."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    """Limit a local connection's send buffer so that it stays in a cache: 1.5 times as fast from 4 MiB on."""
+    if not _is_tcp(sock):
         return
-    with contextlib.suppress(OSError):  # it has ended already
-        if sock.getsockname()[0] == sock.getpeername()[0]:
+    # The connection may have ended already.
+    with contextlib.suppress(OSError):
+        is_local = sock.getsockname()[0] == sock.getpeername()[0]
+        if is_local:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_SEND_BYTES)
 
 
@@ -149,8 +156,10 @@ class Link:
 
     @property
     def transport(self) -> str:
-        """What carries the bytes: "tcp" or "unix"."""
-        return "tcp" if self._sock.family in (socket.AF_INET, socket.AF_INET6) else "unix"
+        """The kind of the socket: "tcp" or "unix"."""
+        if _is_tcp(self._sock):
+            return "tcp"
+        return "unix"
 
     def send(self, data: memoryview | bytes) -> int:
         """Send what the kernel takes now; return its bytes, or raise `LinkBroken`."""
@@ -197,7 +206,11 @@ class Link:
             data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             return self._nothing(error) > 0, -1
-        return bool(data or self._ended()), descriptors[0] if descriptors else -1
+        if not data:
+            self._ended()
+        if not descriptors:
+            return True, -1
+        return True, descriptors[0]
 
     def peek(self, size: int) -> bytes:
         """Return at most `size` bytes that have arrived, without taking them; empty after the end."""
@@ -211,12 +224,13 @@ class Link:
             return 0
         raise LinkBroken(self.rank, reason_of(error)) from None
 
-    def _ended(self) -> int:
+    def _ended(self) -> NoReturn:
         raise LinkBroken(self.rank, "the connection was closed")
 
     def stop(self) -> None:
-        """End both directions, so that all waiting threads wake; what has arrived can still be read."""
-        with contextlib.suppress(OSError):  # it has ended already
+        """End both directions, so that all waiting threads wake; data that has arrived can still be read."""
+        # The connection may have ended already.
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -225,7 +239,7 @@ Pollable = Link | socket.socket
 
 
 class Poller:
-    """Wait until one of some links can move; keeps its kernel objects, and serves one thread at a time."""
+    """A waiter on links: it keeps a kernel object for each set of links, and serves one thread at a time."""
 
     def __init__(self) -> None:
         self._polls: dict[tuple[tuple[int, ...], tuple[int, ...]], select.poll] = {}
@@ -253,13 +267,18 @@ class Poller:
         if poll is None:
             if len(self._polls) >= _MAX_POLLS:
                 self._polls.clear()
-            poll = self._polls[key] = _new_poll(*key)
+            poll = _new_poll(*key)
+            self._polls[key] = poll
         return poll
 
 
 def _new_poll(readers: tuple[int, ...], writers: tuple[int, ...]) -> select.poll:
     poll = select.poll()
     for fileno in {*readers, *writers}:
-        wanted = (select.POLLIN if fileno in readers else 0) | (select.POLLOUT if fileno in writers else 0)
-        poll.register(fileno, wanted)
+        events = 0
+        if fileno in readers:
+            events |= select.POLLIN
+        if fileno in writers:
+            events |= select.POLLOUT
+        poll.register(fileno, events)
     return poll
