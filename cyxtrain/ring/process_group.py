@@ -22,7 +22,7 @@ from cyxtrain.ring.messages import ANY_SOURCE
 from cyxtrain.ring.schedules.algorithms import neighbouring
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.schedules.summation import Span
-from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, replace, write
+from cyxtrain.ring.wire.payload import addresses_of, check_target, copy_back, flat_view_of, replace, write
 from cyxtrain.ring.work import MessageWork, collective, timeout_of
 
 _TENSORS = {Tensor}
@@ -493,7 +493,8 @@ def _may_share_memory(*lists: Sequence[Tensor]) -> bool:
             if tensor.layout is not torch.strided:
                 return True
             if tensor.numel():
-                spans.append((*_addresses(tensor), place))
+                begin, end = addresses_of(tensor)
+                spans.append((begin, end, place))
     furthest_end = 0
     furthest_place = -1
     for begin, end, place in sorted(spans):
@@ -503,10 +504,3 @@ def _may_share_memory(*lists: Sequence[Tensor]) -> bool:
             furthest_end = end
             furthest_place = place
     return False
-
-
-def _addresses(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins and ends."""
-    begin = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
