@@ -32,7 +32,7 @@ class Meeting:
         if not self.counters:
             return self.header.barrier
         count = publish(self._published, self._what)
-        missing = tuple(counter for counter in self.counters if not counter.shows(count))
+        missing = tuple(counter for counter in self.counters if not counter.has_reached(count))
         return (Exchange((), missing),) if missing else ()
 
     def answer(self) -> Iterator[Exchange]:
