@@ -10,7 +10,7 @@ import torch
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting
-from cyxtrain.ring.shared_memory.meeting import Meeting
+from cyxtrain.ring.shared_memory.barrier import SharedMemoryBarrier
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import make_segment
 from cyxtrain.ring.wire.persistent import Exchange
@@ -31,7 +31,7 @@ class SharedGradientBuffer:
     @property
     def description(self) -> str:
         """Its reduction, as errors describe it."""
-        return self._reduction.meeting.header.describe()
+        return self._reduction.barrier.header.describe()
 
     @property
     def is_known_finite(self) -> bool:
@@ -49,9 +49,9 @@ class SharedGradientBuffer:
     def all_reduce(self, opts: CallOptions) -> Any:
         """Average over ranks, like torch.distributed.all_reduce with AVG, and return PyTorch's Work.
 
-        Cost: two meetings of all ranks; each reads and writes its chunk of every rank's elements once.
+        Cost: two barriers of all ranks; each reads and writes its chunk of every rank's elements once.
         """
-        self._group.run_persistent(self._reduction.meeting.header, self._rounds(), timeout_of(opts))
+        self._group.run_persistent(self._reduction.barrier.header, self._rounds(), timeout_of(opts))
         return [self.tensor]
 
     def _rounds(self) -> Iterator[Exchange]:
@@ -76,7 +76,7 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
     selector = persistent.selector
     buffers: list[SharedGradientBuffer | None] = [None] * len(kinds)
     sizes = [count * dtype.itemsize for count, dtype in kinds]
-    if not any(sizes) or not persistent.can_meet or not selector.shares_memory:
+    if not any(sizes) or not persistent.can_share_memory or not selector.shares_memory:
         return buffers
     with group.exclusive():
         segment = make_segment(group, sizes)
@@ -90,7 +90,7 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
             continue
         rows = segment.rows(place, array, count)
         words = segment.counters(place)
-        meeting = Meeting(header, selector, words)
-        reduction = SharedMemoryReduce(meeting, selector, rows, words, checks=True)
+        barrier = SharedMemoryBarrier(header, selector, words)
+        reduction = SharedMemoryReduce(barrier, selector, rows, words, checks=True)
         buffers[place] = SharedGradientBuffer(group, reduction)
     return buffers

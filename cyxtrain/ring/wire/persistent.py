@@ -51,8 +51,8 @@ class PersistentOps:
         self.selector = selector
         self.numbers = itertools.count()
         """Numbers of shared buffers: the same on each rank, as all make them together."""
-        self.can_meet = bool(links) and all(link.checksums is None for link in links.values())
-        """Whether ranks meet in shared memory: there are others, and their frames have no checksums."""
+        self.can_share_memory = bool(links) and all(link.checksums is None for link in links.values())
+        """Whether operations may use shared memory: there are other ranks, and their frames have no checksums."""
         self._links = links
         self._generation = generation
         self._kept: dict[tuple[Any, ...], SmallReduction] = {}
