@@ -9,7 +9,7 @@ import types
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -111,48 +111,42 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         self._store = dist.HashStore()
 
 
-def is_ring(group: Any) -> bool:
+def is_ring(group: Any) -> TypeGuard[RingProcessGroup]:
     """Return whether a PyTorch group runs over the ring, which notices ranks that die."""
     return isinstance(group, RingProcessGroup)
 
 
 def failure_of(group: Any, during: str) -> CyxtrainError | None:
     """Return the error that ended a group; None if it has not failed, or its backend is not the ring."""
-    if not isinstance(group, RingProcessGroup):
-        return None
-    return group.group.failure(during)
+    return group.group.failure(during) if is_ring(group) else None
 
 
 def raised_failure_of(group: Any) -> CyxtrainError | None:
     """Return the error that ended a group, once this rank's program has seen it; otherwise None."""
-    if not isinstance(group, RingProcessGroup):
-        return None
-    return group.group.raised_failure
+    return group.group.raised_failure if is_ring(group) else None
 
 
 def fail(group: Any, reason: str | CyxtrainError) -> None:
     """End a group because of an error of this rank, and tell all ranks, if the backend can."""
-    if isinstance(group, RingProcessGroup):
+    if is_ring(group):
         group.fail(reason)
 
 
 def members_of(group: Any) -> tuple[int, ...]:
     """Return the launcher's number of each rank of a group, which errors name."""
-    if not isinstance(group, RingProcessGroup):
+    if not is_ring(group):
         return tuple(range(dist.get_world_size()))
     return group.group.directory.names
 
 
 def transport_of(group: Any) -> str:
     """Return how a group's collectives reach other ranks; "" if its backend is not the ring."""
-    if not isinstance(group, RingProcessGroup):
-        return ""
-    return group.transport
+    return group.transport if is_ring(group) else ""
 
 
 def gradient_buffers_of(group: Any, kinds: Sequence[tuple[int, torch.dtype]]) -> Sequence[SharedGradientBuffer | None]:
     """Return memory that all ranks share for these numbers of elements, None where they cannot. All ranks call it."""
-    if not isinstance(group, RingProcessGroup):
+    if not is_ring(group):
         return [None] * len(kinds)
     return group.make_gradient_buffers(kinds)
 
@@ -182,9 +176,7 @@ def _skip_dynamo(cls: type) -> None:
 def _devices() -> list[str]:
     """Return the device types whose tensors the ring carries."""
     visible = accelerator.visible()
-    if visible is None:
-        return ["cpu"]
-    return ["cpu", visible.type]
+    return ["cpu"] if visible is None else ["cpu", visible.type]
 
 
 def _create(options: Any, ready: Any) -> RingProcessGroup:

@@ -222,9 +222,7 @@ class Group:
     @property
     def transport(self) -> str:
         """How collectives reach other ranks; see `Connections`. With one rank: "none"."""
-        if self._connections is None:
-            return "none"
-        return self._connections.transport
+        return "none" if self._connections is None else self._connections.transport
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
         """Reduce in place, on all ranks. Cost: see the table in docs/ring.md.
@@ -261,8 +259,7 @@ class Group:
         reduction: Reduction = Reduction.NONE,
         root: int | None = None,
     ) -> bool:
-        """Do a small reduction, or a collective by way of shared memory; return whether this is one of them."""
-        self._check_root(root)
+        """Do a small reduction, or a collective through shared memory; return whether this is one of them."""
         prepared: _Prepared | None = self.persistent.find(kind, tensor, reduction, self._root_name(root))
         if prepared is None:
             prepared = self._staged.find(kind, tensor, reduction, root)
@@ -310,19 +307,17 @@ class Group:
         target = flat_view_of(output)
         if overlap(target, source):
             target = torch.empty_like(target)
-        source_memory = memory_of(source)
-        target_memory = memory_of(target)
-        kind = Kind.REDUCE_SCATTER
+        memories = (memory_of(source), memory_of(target))
         with self._lock:
-            if self._run_prepared(kind, output, source_memory, target_memory, timeout, reduction):
+            if self._run_prepared(Kind.REDUCE_SCATTER, output, *memories, timeout, reduction):
                 copy_back(target, output)
                 return
             flat = source.clone()
-            operation, plan = self._plan(kind, output, flat, reduction)
+            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
             stages = plan.by_doubling() if plan.is_few else plan.by_chunks(spans)
             self._executor.run(operation, stages, timeout or self.timeout)
             write(flat[slice(*spans[self.rank])], output)
-            self._staged.create_after(self, kind, output, reduction, timeout)
+            self._staged.create_after(self, Kind.REDUCE_SCATTER, output, reduction, timeout)
 
     def _reduce_scatter_uneven(
         self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None, sizes: Sequence[int]
@@ -480,26 +475,23 @@ class Group:
         shape: tuple[int, ...] | None = None,
     ) -> Operation:
         """Number the next collective; the caller holds the lock until it has run."""
-        self._check_root(root)
+        name = self._root_name(root)
         code = 0
         if tensor is not None:
             code = dtype_code(check_tensor(tensor).dtype)
             if shape is None:
                 shape = tuple(tensor.shape)
-        name = self._root_name(root)
         operation = Operation(kind, self.sequence + 1, reduction, code, shape or (), name, self._generation)
         self._begin(operation)
         return operation
 
     def _root_name(self, root: int | None) -> int:
-        """Return a root's rank in the world, as headers name it."""
+        """Return a root's rank in the world, as headers name it; refuse a root that is not in the group."""
         if root is None:
             return NO_ROOT
-        return self._global_ranks[root]
-
-    def _check_root(self, root: int | None) -> None:
-        if root is not None and not 0 <= root < self.world_size:
+        if not 0 <= root < self.world_size:
             raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
+        return self._global_ranks[root]
 
     def _begin(self, operation: Numbered) -> None:
         """Make an operation the current one, unless the group has failed."""
@@ -517,9 +509,8 @@ class Group:
     @property
     def raised_failure(self) -> CyxtrainError | None:
         """The error that ended this group, once this rank's program has seen it; otherwise None."""
-        if self._monitor is None or not self._monitor.is_raised:
-            return None
-        return self._monitor.failure
+        monitor = self._monitor
+        return monitor.failure if monitor is not None and monitor.is_raised else None
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
         """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""

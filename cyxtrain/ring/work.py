@@ -236,9 +236,7 @@ class CallOptions(NamedTuple):
 def timeout_of(opts: Any) -> timedelta | None:
     """Return a call's own timeout; None if it has none, or PyTorch's unset one, which is negative."""
     timeout = getattr(opts, "timeout", None)
-    if timeout is None or timeout <= timedelta(0):
-        return None
-    return timeout
+    return timeout if timeout is not None and timeout > timedelta(0) else None
 
 
 _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
@@ -247,9 +245,7 @@ _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 def _inputs(_: Any, *tensors: Any) -> Any:
     """Return the input among a collective's arguments: the second one, after the output, or the only one, if any."""
-    if len(tensors) > 1:
-        return tensors[1:2]
-    return tensors
+    return tensors[1:2] if len(tensors) > 1 else tensors
 
 
 def collective(
@@ -339,7 +335,4 @@ def _flat(given: Any) -> list[Tensor]:
     """Return all tensors of nested lists."""
     if isinstance(given, Tensor):
         return [given]
-    tensors = []
-    for part in given:
-        tensors += _flat(part)
-    return tensors
+    return [tensor for part in given for tensor in _flat(part)]

@@ -78,44 +78,28 @@ class StagedCollectives:
     def _make(
         self, segment: SharedMemorySegment, kind: Kind, tensor: Tensor, reduction: Reduction, root: int | None
     ) -> StagedCopy | StagedReduction:
-        rank = self._persistent.selector.rank
-        barrier = self._make_barrier(segment, kind, tensor, reduction, root)
-        size = tensor.numel() * tensor.element_size()
-        if kind is Kind.ALL_GATHER:
-            places = {other: other * size for other in range(self._persistent.selector.world_size)}
-            own_place = places.pop(rank)
-            return StagedCopy(barrier, segment, rank, size, own_place, places)
-        if kind is not Kind.BROADCAST:
-            return self._make_reduction(segment, barrier, kind, tensor, reduction)
-        if rank == root:
-            return StagedCopy(barrier, segment, rank, size, 0, {})
-        assert root is not None
-        return StagedCopy(barrier, segment, rank, size, None, {root: 0})
-
-    def _make_barrier(
-        self, segment: SharedMemorySegment, kind: Kind, tensor: Tensor, reduction: Reduction, root: int | None
-    ) -> SharedMemoryBarrier:
+        selector = self._persistent.selector
+        rank = selector.rank
+        world_size = selector.world_size
         name = NO_ROOT if root is None else self._global_ranks[root]
         header = self._persistent.header(reduction, tensor.dtype, tuple(tensor.shape), 0, name, kind)
         what = xxh3_64_intdigest(header.identity()) >> 1  # a word has a sign
-        return SharedMemoryBarrier(header, self._persistent.selector, segment.counters(0), what)
-
-    def _make_reduction(
-        self,
-        segment: SharedMemorySegment,
-        barrier: SharedMemoryBarrier,
-        kind: Kind,
-        tensor: Tensor,
-        reduction: Reduction,
-    ) -> StagedReduction:
-        selector = self._persistent.selector
+        barrier = SharedMemoryBarrier(header, selector, segment.counters(0), what)
         count = tensor.numel()
+        size = count * tensor.element_size()
+        if kind is Kind.BROADCAST and rank == root:
+            return StagedCopy(barrier, segment, rank, size, 0, {})
+        if kind is Kind.BROADCAST:
+            assert root is not None
+            return StagedCopy(barrier, segment, rank, size, None, {root: 0})
+        if kind is Kind.ALL_GATHER:
+            places = {other: other * size for other in range(world_size) if other != rank}
+            return StagedCopy(barrier, segment, rank, size, rank * size, places)
         array = added_by_numpy(reduction, tensor.dtype)
         assert array is not None
         if kind is Kind.ALL_REDUCE:
-            return StagedReduction(barrier, selector, segment, array, chunks(count, selector.world_size))
-        parts = even_spans(count, selector.world_size)
-        return StagedReduction(barrier, selector, segment, array, parts, scatters=True)
+            return StagedReduction(barrier, selector, segment, array, chunks(count, world_size))
+        return StagedReduction(barrier, selector, segment, array, even_spans(count, world_size), scatters=True)
 
 
 class StagedCopy:
@@ -184,6 +168,7 @@ class StagedReduction:
         self.header = barrier.header
         self._barrier = barrier
         self._windows: list[_Window] = []
+        rank = selector.rank
         words = segment.counters(0)
         item_bytes = np.dtype(array).itemsize
         count = parts[-1][1]
@@ -194,15 +179,18 @@ class StagedReduction:
             pieces = _pieces_of(parts, start, longest)
             lengths = tuple(end - first for first, end in pieces)
             places = neighbouring(lengths)
-            # All windows but the last have the same lengths, and share a reduction.
+            # Windows of the same lengths share a reduction.
             if lengths not in reductions:
                 rows = segment.rows(0, array, sum(lengths))
                 reductions[lengths] = SharedMemoryReduce(barrier, selector, rows, words, spans=places, count=count)
             own = memoryview(reductions[lengths].own).cast("B")
             copied = _slices(places, pieces, item_bytes)
             taken = copied
+            # The target has only this rank's part, so its elements are counted from there.
             if scatters:
-                taken = _own_slices(selector.rank, places, pieces, parts, item_bytes)
+                part_begin, _ = parts[rank]
+                begin, end = pieces[rank]
+                taken = _slices([places[rank]], [(begin - part_begin, end - part_begin)], item_bytes)
             self._windows.append(_Window(reductions[lengths], own, copied, taken))
 
     def run(self, source: memoryview, target: memoryview) -> Iterator[Exchange]:
@@ -242,13 +230,3 @@ def _slices(places: Sequence[Span], pieces: Sequence[Span], item_bytes: int) -> 
         piece = slice(first * item_bytes, last * item_bytes)
         slices.append((place, piece))
     return slices
-
-
-def _own_slices(
-    rank: int, places: Sequence[Span], pieces: Sequence[Span], parts: Spans, item_bytes: int
-) -> list[tuple[slice, slice]]:
-    """Return the slices of a rank that receives only its own part: its piece is counted from the part's beginning."""
-    part_begin, _ = parts[rank]
-    begin, end = pieces[rank]
-    piece = (begin - part_begin, end - part_begin)
-    return _slices([places[rank]], [piece], item_bytes)

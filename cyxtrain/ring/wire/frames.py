@@ -126,19 +126,15 @@ class Operation(NamedTuple):
         if self.reduction is not Reduction.NONE:
             facts.append(self.reduction.name)
         if self.dtype:
-            facts.append(self._describe_elements())
+            dtype = str(_DTYPES[self.dtype - 1]).removeprefix("torch.")
+            # The shapes of an all_to_all may differ by rank.
+            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"
+            facts.append(dtype + shape)
         if self.root != NO_ROOT and self.kind is not Kind.MESSAGE:
             facts.append(f"{_ROOTS.get(self.kind, 'dst')} {self.root}")
         if self.generation:
             facts.append(f"generation {self.generation}")
         return facts
-
-    def _describe_elements(self) -> str:
-        dtype = str(_DTYPES[self.dtype - 1]).removeprefix("torch.")
-        # The shapes of an all_to_all may differ by rank.
-        if self.kind is Kind.ALL_TO_ALL:
-            return dtype
-        return f"{dtype} {list(self.shape)}"
 
     def payload_bytes(self) -> int:
         """Return the bytes of a whole tensor of `shape`."""

@@ -133,8 +133,7 @@ def _stay_in_cache(sock: socket.socket) -> None:
         return
     # The connection may have ended already.
     with contextlib.suppress(OSError):
-        is_local = sock.getsockname()[0] == sock.getpeername()[0]
-        if is_local:
+        if sock.getsockname()[0] == sock.getpeername()[0]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_SEND_BYTES)
 
 
@@ -157,9 +156,7 @@ class Link:
     @property
     def transport(self) -> str:
         """The kind of the socket: "tcp" or "unix"."""
-        if _is_tcp(self._sock):
-            return "tcp"
-        return "unix"
+        return "tcp" if _is_tcp(self._sock) else "unix"
 
     def send(self, data: memoryview | bytes) -> int:
         """Send what the kernel takes now; return its bytes, or raise `LinkBroken`."""
@@ -208,9 +205,7 @@ class Link:
             return self._nothing(error) > 0, -1
         if not data:
             self._ended()
-        if not descriptors:
-            return True, -1
-        return True, descriptors[0]
+        return True, descriptors[0] if descriptors else -1
 
     def peek(self, size: int) -> bytes:
         """Return at most `size` bytes that have arrived, without taking them; empty after the end."""

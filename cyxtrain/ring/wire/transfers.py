@@ -140,24 +140,6 @@ class ShortIncoming:
 class Incoming:
     """A transfer to receive: a header, then the payload, piece by piece, replaced or combined."""
 
-    __slots__ = (
-        "_buffers",
-        "_end",
-        "_expected",
-        "_first",
-        "_head",
-        "_missing",
-        "_on_receive",
-        "_peer_first",
-        "_room",
-        "_start",
-        "_sum",
-        "_sum_expected",
-        "_total",
-        "done",
-        "link",
-    )
-
     def __init__(
         self,
         link: Link,
