@@ -240,14 +240,14 @@ class Group:
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
-            is_prepared = self._run_prepared(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction)
-            if not is_prepared:
-                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
-                stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-                self._executor.run(operation, stages, timeout or self.timeout)
+            if self._run_prepared(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
+                copy_back(flat, tensor)
+                return
+            operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
+            stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+            self._executor.run(operation, stages, timeout or self.timeout)
             copy_back(flat, tensor)
-            if not is_prepared:
-                self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
+            self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
 
     def _run_prepared(
         self,

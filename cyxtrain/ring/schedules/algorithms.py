@@ -17,7 +17,6 @@ from typing import NamedTuple
 from cyxtrain.ring.schedules.summation import Span, Spans
 
 NOTHING: Span = (0, 0)
-_ONE_ELEMENT: Span = (0, 1)
 FEW_RANKS = 8
 """Up to this number of ranks more messages in fewer rounds are faster."""
 
@@ -55,7 +54,6 @@ class Multicast(NamedTuple):
     receive: tuple[Span, ...]
 
 
-SILENCE = Multicast((), NOTHING, (), ())
 Step = Transfer | Multicast
 
 
@@ -98,7 +96,7 @@ def with_agreement(rank: int, world_size: int, behind: int | None, transfers: Se
     """
     if world_size > FEW_RANKS or world_size == 1:
         return [*dissemination_barrier(rank, world_size), *transfers]
-    others = tuple(_others(rank, world_size))
+    others = others_of(rank, world_size)
     before = tuple(other for other in others if other == behind)
     after = tuple(other for other in others if other != behind)
     return [
@@ -108,9 +106,9 @@ def with_agreement(rank: int, world_size: int, behind: int | None, transfers: Se
     ]
 
 
-def _others(rank: int, world_size: int) -> list[int]:
+def others_of(rank: int, world_size: int) -> tuple[int, ...]:
     """Return all other ranks, the next one first, so that not all start with the same."""
-    return [(rank + distance) % world_size for distance in range(1, world_size)]
+    return tuple((rank + distance) % world_size for distance in range(1, world_size))
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,32 +155,8 @@ def _join_blocks(rank: int, left: int, distance: int, num_right: int, whole: Spa
 
 def multicast_spans(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
     """Bring the span `send` of every rank's source to `receive[r]` on all others. Cost: N - 1 frames, one round."""
-    others = tuple(_others(rank, world_size))
+    others = others_of(rank, world_size)
     return Multicast(others, send, others, tuple(receive[other] for other in others))
-
-
-@functools.lru_cache(maxsize=256)
-def multicast_rows(rank: int, world_size: int) -> Multicast:
-    """Bring every rank's element to its place in all others' target. Cost: N - 1 frames, one round."""
-    return multicast_spans(rank, world_size, _ONE_ELEMENT, even_spans(1, world_size))
-
-
-@functools.lru_cache(maxsize=256)
-def collecting(rank: int, world_size: int) -> Multicast:
-    """Bring every rank's element to its place in rank 0's target. Cost: one frame from each other rank."""
-    if rank != 0:
-        return Multicast((0,), _ONE_ELEMENT, (), ())
-    others = tuple(_others(rank, world_size))
-    places = even_spans(1, world_size)
-    return Multicast((), NOTHING, others, tuple(places[other] for other in others))
-
-
-@functools.lru_cache(maxsize=256)
-def spreading(rank: int, world_size: int) -> Multicast:
-    """Bring rank 0's element to the target of all others. Cost: N - 1 frames."""
-    if rank != 0:
-        return Multicast((), NOTHING, (0,), (_ONE_ELEMENT,))
-    return Multicast(tuple(_others(rank, world_size)), _ONE_ELEMENT, (), ())
 
 
 @functools.lru_cache(maxsize=256)

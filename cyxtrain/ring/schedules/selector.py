@@ -9,9 +9,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Step
+from cyxtrain.ring.schedules.algorithms import Step, others_of
 from cyxtrain.ring.schedules.summation import Spans
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
@@ -22,6 +23,13 @@ SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 WINDOW_BYTES = 2 << 20
 """Bytes that a rank has in shared memory at once: more would leave the cache, and two copies would take longer."""
+
+
+class Peers(NamedTuple):
+    """The ranks that one rank sends its frame to in an exchange, and the ranks that it then receives from."""
+
+    to: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,13 +55,14 @@ class AlgorithmSelector:
         """Return whether elements are so few that no send blocks, and a round takes longer than their bytes."""
         return 1 < self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
-    def exchanges(self) -> tuple[Multicast, Multicast]:
+    def exchanges(self) -> tuple[Peers, Peers]:
         """Return how all frames reach the ranks that reduce, and how the result reaches the others."""
-        if self.oversubscribed:
-            collecting = algorithms.collecting(self.rank, self.world_size)
-            spreading = algorithms.spreading(self.rank, self.world_size)
-            return collecting, spreading
-        return algorithms.multicast_rows(self.rank, self.world_size), SILENCE
+        others = others_of(self.rank, self.world_size)
+        if not self.oversubscribed:
+            return Peers(to=others, sources=others), Peers()
+        if self.rank == 0:
+            return Peers(sources=others), Peers(to=others)
+        return Peers(to=(0,)), Peers(sources=(0,))
 
     @property
     def uses_counters(self) -> bool:

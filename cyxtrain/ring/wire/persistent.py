@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Multicast
 from cyxtrain.ring.schedules.kernels import Reduction, calculation_of, divide, lasting
-from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.schedules.selector import AlgorithmSelector, Peers
 from cyxtrain.ring.schedules.summation import binary_tree
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -131,9 +130,9 @@ class PersistentOperation:
         self.spreading = self._exchange(spreading, links)
         """After it, all others have the result."""
 
-    def _exchange(self, multicast: Multicast, links: Mapping[int, Link]) -> Exchange:
-        sends = tuple(links[other] for other in multicast.to)
-        receives = {other: ExpectedFrame(links[other], self.payload_bytes) for other in multicast.sources}
+    def _exchange(self, peers: Peers, links: Mapping[int, Link]) -> Exchange:
+        sends = tuple(links[other] for other in peers.to)
+        receives = {other: ExpectedFrame(links[other], self.payload_bytes) for other in peers.sources}
         self.expected.update(receives)
         return Exchange(sends, tuple(receives.values()))
 
