@@ -1,4 +1,4 @@
-"""What a group of several ranks has besides its numbering: links, mailbox, monitor and executor over a mesh."""
+"""The parts of a group of several ranks that a world of one lacks: links, mailbox, monitor and executor."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def _selector(records: Sequence[RankRecord], rank: int, *, all_unix: bool) -> Al
 
 
 def _ordered_by_machine(machines: Sequence[str]) -> tuple[int, ...]:
-    """Return all ranks: those of the first rank's machine, then those of the next machine, and so on."""
+    """Return all ranks, ordered by machine; machines come in the order of their first ranks."""
     return tuple(sorted(range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)))

@@ -222,6 +222,7 @@ class Executor:
                 moved = incoming.advance() or moved
                 if incoming.done:
                     incoming = None
+            # Bytes that move are often followed by more: the rank polls anew before it blocks.
             if moved:
                 spin_until = 0.0
                 continue

@@ -199,7 +199,7 @@ class Group:
         return self._global_ranks[rank]
 
     def collective_thread(self, *, asynchronous: bool) -> CollectiveThread | None:
-        """Return the thread that makes a call for the caller; None: the caller makes it."""
+        """Return the thread that makes a call for the caller; None if the caller makes it."""
         self._activity.thread = threading.get_ident()
         if asynchronous and self._collective_thread is None:
             self._start_collective_thread()
@@ -513,7 +513,7 @@ class Group:
         return monitor.failure if monitor is not None and monitor.is_raised else None
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
-        """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""
+        """Call a function once, in any thread, when the group fails; at once if it has failed already."""
         if self._monitor is not None:
             self._monitor.call_on_failure(function)
 

@@ -78,6 +78,7 @@ class _Sleeper:
         self._poller.wait([*readers, self._receiver], writers, deadline)
 
     def wake(self) -> None:
+        # One byte only: `clear` takes no more.
         if not self._woken:
             self._woken = True
             self._sender.send(b"!")

@@ -1,4 +1,4 @@
-"""The ring's operations as PyTorch calls them: its arguments are checked, and converted to those of `Group`.
+"""The ring's operations as PyTorch calls them: arguments are checked, and converted for `Group`.
 
 PyTorch 2.11 and 2.13 name some methods differently; both names are defined.
 """
@@ -63,7 +63,7 @@ class RingOperations:
 
     @collective("reduce", short=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce in place on one rank; the others keep what they had."""
+        """Reduce in place on one rank; other ranks' tensors do not change."""
         given = as_list(tensors, "reduce")
         for tensor, separate in separated(given):
             self._group.reduce(separate, reduction_of(opts), opts.rootRank, timeout_of(opts))

@@ -20,7 +20,7 @@ from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.payload import beside
+from cyxtrain.ring.wire.payload import for_another_thread
 
 _RELEASED: collections.deque[Work] = collections.deque(maxlen=4096)
 """The last Works that Python has released, kept alive for PyTorch's C++, which may still call their methods.
@@ -264,7 +264,7 @@ def collective(
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def ask(self: Any, *args: Any, **named: Any) -> DoneWork | PostedWork:
+        def perform(self: Any, *args: Any, **named: Any) -> DoneWork | PostedWork:
             opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
                 opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
@@ -292,7 +292,7 @@ def collective(
                 return KeptDoneWork(result)
             return DoneWork(result)
 
-        return ask
+        return perform
 
     return decorate
 
@@ -306,7 +306,7 @@ def _post(
     thread: CollectiveThread, call: Callable[[], Any], end_profiled: Callable[[], None] | None, opts: Any
 ) -> DoneWork | PostedWork:
     """Make a call in another thread, and call `end_profiled` when it is done."""
-    pending = thread.post(beside(call))
+    pending = thread.post(for_another_thread(call))
     if end_profiled is not None:
         pending.when_done(end_profiled)
     if not opts.asyncOp:

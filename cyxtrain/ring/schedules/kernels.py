@@ -28,6 +28,7 @@ class Reduction(enum.IntEnum):
     BOR = 7
     BXOR = 8
 
+    # The hash of an enum is slow Python code.
     __hash__ = int.__hash__
 
 
@@ -183,7 +184,7 @@ class Scratch:
 class Combiner:
     """Combines received elements in a scratch with a flat tensor, in place; refuses unsupported dtypes.
 
-    NumPy is used, if asked for, where it adds as PyTorch does: `added_by_numpy`.
+    With `use_numpy`, NumPy adds the dtypes that it adds like PyTorch: see `added_by_numpy`.
     """
 
     def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, use_numpy: bool = False) -> None:

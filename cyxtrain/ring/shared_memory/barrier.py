@@ -11,12 +11,12 @@ from cyxtrain.ring.wire.persistent import Exchange, PersistentOperation, Progres
 class SharedMemoryBarrier:
     """A barrier at which all ranks arrive again and again during an operation.
 
-    `words` has each rank's own words, by rank; `what` tells apart operations that share them. The `header` has no
+    `words` has each rank's own words, by rank; `digest` tells apart operations that share them. The `header` has no
     payload. Each operation arrives an even number of times, and answers probes at its end.
     """
 
     def __init__(
-        self, header: PersistentOperation, selector: AlgorithmSelector, words: Sequence[memoryview], what: int = 0
+        self, header: PersistentOperation, selector: AlgorithmSelector, words: Sequence[memoryview], digest: int = 0
     ) -> None:
         self.header = header
         self.counters: list[ProgressCounter] = []
@@ -25,13 +25,13 @@ class SharedMemoryBarrier:
             others = [peer for peer in range(selector.world_size) if peer != selector.rank]
             self.counters = [header.counter(selector.rank, peer, words) for peer in others]
         self._published = words[selector.rank]
-        self._what = what
+        self._digest = digest
 
     def arrive(self) -> tuple[Exchange, ...]:
         """Arrive; return the exchanges after which all ranks have arrived, none if they already have."""
         if not self.counters:
             return self.header.barrier
-        count = publish(self._published, self._what)
+        count = publish(self._published, self._digest)
         missing = tuple(counter for counter in self.counters if not counter.has_reached(count))
         if not missing:
             return ()

@@ -139,6 +139,7 @@ def _pages(size: int) -> int:
 def _map(shared: int, first: int, row_bytes: int, size: int) -> mmap.mmap:
     """Map a file, and allocate this rank's row: without memory for it that fails now, not at the first write."""
     os.posix_fallocate(shared, first, row_bytes)
+    # Kept as long as the memory: a forked child maps the file again.
     descriptor = os.dup(shared)
     try:
         memory = mmap.mmap(descriptor, size)

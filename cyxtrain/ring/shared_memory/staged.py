@@ -83,8 +83,8 @@ class StagedCollectives:
         world_size = selector.world_size
         name = NO_ROOT if root is None else self._global_ranks[root]
         header = self._persistent.header(reduction, tensor.dtype, tuple(tensor.shape), 0, name, kind)
-        what = xxh3_64_intdigest(header.identity()) >> 1  # a word has a sign
-        barrier = SharedMemoryBarrier(header, selector, segment.counters(0), what)
+        digest = xxh3_64_intdigest(header.identity()) >> 1  # a word has a sign
+        barrier = SharedMemoryBarrier(header, selector, segment.counters(0), digest)
         count = tensor.numel()
         size = count * tensor.element_size()
         if kind is Kind.BROADCAST and rank == root:

@@ -3,7 +3,7 @@
 A frame is hashed by XXH3 with a secret seed, and that digest by BLAKE2s with a secret key (RFC 7693): XXH3's digest of
 a few bytes is a bijection of the seed, so that one empty frame would reveal it.
 
-This is no message authentication code. XXH3 "is labeled non-cryptographic, and is not meant to avoid intentional
+This is not a message authentication code. XXH3 "is labeled non-cryptographic, and is not meant to avoid intentional
 collisions" (doc/xxhash_spec.md), and a frame can be replayed wherever the same header is expected. If the run has no
 secret, everyone who reaches the store can read the key.
 """

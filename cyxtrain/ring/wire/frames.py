@@ -69,13 +69,15 @@ class Kind(enum.IntEnum):
     ALL_TO_ALL = 9
     MESSAGE = 10
 
-    __hash__ = int.__hash__  # the hash of an enum is slow Python code
+    # The hash of an enum is slow Python code.
+    __hash__ = int.__hash__
 
 
 _ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
 """What errors call an operation's root; "dst" in the others."""
 
 
+# A dtype's place is its number on the wire.
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -306,7 +308,7 @@ def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) ->
 
 
 def take_control_frame(received: bytearray, checksums: Checksums) -> tuple[Control, dict[str, Any]] | None:
-    """Remove the first control frame from `received`, and return (kind, facts); None: it is incomplete."""
+    """Remove the first control frame from `received`, and return (kind, facts); None if it is incomplete."""
     if len(received) < CONTROL_HEADER_BYTES:
         return None
     magic, version, kind, length, body_sum = _CONTROL.unpack_from(received)

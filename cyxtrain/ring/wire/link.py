@@ -1,4 +1,4 @@
-"""A connection to a peer, which sends and receives what it can now and never waits.
+"""A connection to a peer that sends and receives as much as it can without waiting.
 
 Only `Poller.wait` waits, always with a `Deadline`.
 """
@@ -167,6 +167,7 @@ class Link:
 
     def send_both(self, first: memoryview | bytes, second: memoryview) -> int:
         """Send what the kernel takes of two pieces, in one packet."""
+        # Python has no sendmsg on Windows.
         if sys.platform == "win32":
             return self.send(first)
         try:
@@ -183,6 +184,7 @@ class Link:
 
     def receive_both(self, first: memoryview, second: memoryview) -> int:
         """Receive what has arrived into two pieces."""
+        # Python has no recvmsg_into on Windows.
         if sys.platform == "win32":
             return self.receive(first)
         try:
@@ -249,6 +251,7 @@ class Poller:
         """Wait for readers, writers or time, at most half a second; return whether a link can move."""
         seconds = min(deadline.left(), longest_seconds, _LONGEST_POLL_SECONDS)
         until = time.monotonic() + seconds
+        # Windows has no poll.
         if sys.platform == "win32":
             happened = any(select.select(readers, writers, writers, seconds))
         else:

@@ -88,7 +88,7 @@ def write(flat: Tensor, tensor: Tensor) -> None:
 
 
 def replace(tensor: Tensor, whole: Tensor) -> None:
-    """Give a tensor the elements of another one of its size and layout."""
+    """Copy all elements to a tensor from another one of the same size and layout."""
     with torch.no_grad(), _mode_to_change(tensor):
         tensor.copy_(whole)
 
@@ -155,7 +155,7 @@ def host_copy(tensor: Tensor) -> Tensor:
     return staged.copy_(tensor.detach().reshape(-1))
 
 
-def beside(call: Callable[[], Any]) -> Callable[[], Any]:
+def for_another_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     """Return a call for another thread, in this thread's mode, which waits for the work queued on its stream."""
     call = functools.partial(_in_mode, torch.is_inference_mode_enabled(), call)
     device = accelerator.in_use()

@@ -287,7 +287,7 @@ class ProgressCounter:
         return self.advance()
 
     def expect(self, expected: bytes) -> None:
-        """Do nothing: no frame comes."""
+        """Do nothing: a counter receives no frame."""
 
     def advance(self) -> bool:
         """Return whether the peer is that far in the same operation; its earlier writes can then be read."""
@@ -325,6 +325,7 @@ def _probe_word(rank: int, sequence: int) -> int:
 def publish(words: memoryview, operation: int) -> int:
     """Count this rank's progress up by one, and return it; a rank that sees the count sees all earlier writes."""
     words[_OPERATION] = operation
+    # Last, as a peer that sees the count reads everything before it.
     count = words[_COUNT] + 1
     words[_COUNT] = count
     return int(count)
