@@ -9,7 +9,7 @@ import types
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,9 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
     """A torch.distributed process group whose ranks communicate directly, by its `group`, which can be replaced.
 
     Tensors of an accelerator are copied through pinned host memory. All ranks share the `store`, with its own keys for
-    this group. `timeout` is that of every collective, and of joining without a `join_timeout`. Frames of another
-    `generation` are refused. `global_ranks` are the ranks in the world, for errors; None: the same. `registry` has the
-    other groups of the same world.
+    this group. `timeout` applies to every collective, and to joining unless `join_timeout` is set. Frames of another
+    `generation` are refused. `global_ranks` are the ranks in the world, which errors name; None: the same. `registry`
+    has the other groups of the same world.
 
     Raises RendezvousError if the ranks did not find each other.
     """
@@ -65,7 +65,8 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         )
 
     def _hold(self, group: Group) -> None:
-        self.group = self._group = group
+        self.group = group
+        self._group = group
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
         self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(group),), exitpriority=1)
         self.register_for(_devices(), group)
@@ -73,14 +74,14 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
     def replace_group(self, group: Group) -> None:
         """Continue over a `group` of a later generation (`Group.next_generation`); PyTorch and users keep this object.
 
-        The ranks and the size that PyTorch asks for are those of the new group, and the old one is left. What was made
-        of the old one keeps it, and raises its error: gradient buffers, messages on their way, and other groups of
-        PyTorch. Destroy those first: each new group asks them whether a rank was lost. PyTorch makes new groups at its
-        store, which may have ended with rank 0. A device mesh, a DTensor and a wrapper of PyTorch keep the ranks that
-        they were made with: make them again.
+        PyTorch then sees the ranks and the size of the new group, and the old one is left. Gradient buffers, pending
+        messages and other PyTorch groups made from the old one keep it, and raise its error. Destroy those groups
+        first: each new group asks them whether a rank was lost. PyTorch makes new groups at its store, which may have
+        ended with rank 0. A device mesh, a DTensor and a PyTorch wrapper keep the ranks that they were made with: make
+        them again.
 
         Raises:
-            ConfigError: The group is not of a later generation, or PyTorch knows this object as another group than the
+            ConfigError: The group is not of a later generation, or this object is a PyTorch group other than the
                 default one; nothing has changed.
             CyxtrainError: A collective runs; nothing has changed.
         """
@@ -88,7 +89,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         if group.directory.generation <= old.directory.generation:
             raise ConfigError(
                 f"a group of generation {group.directory.generation} cannot follow one of generation "
-                f"{old.directory.generation}: make it by next_generation of the group that it replaces."
+                f"{old.directory.generation}: make it with next_generation of the group that it replaces."
             )
         if self is not dist.group.WORLD and self in torch_compat.process_groups():
             raise ConfigError("only the default group can be replaced: make other groups again, with new_group.")
@@ -110,42 +111,44 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         self._store = dist.HashStore()
 
 
-def is_ring(group: Any) -> bool:
-    """Return whether a group of PyTorch is one of these, which notices ranks that die."""
+def is_ring(group: Any) -> TypeGuard[RingProcessGroup]:
+    """Return whether a PyTorch group runs over the ring, which notices ranks that die."""
     return isinstance(group, RingProcessGroup)
 
 
 def failure_of(group: Any, during: str) -> CyxtrainError | None:
-    """Return the error that has ended a group; None: none, or another backend's, which does not tell."""
-    return group.group.failure(during) if isinstance(group, RingProcessGroup) else None
+    """Return the error that ended a group; None if it has not failed, or its backend is not the ring."""
+    return group.group.failure(during) if is_ring(group) else None
 
 
 def raised_failure_of(group: Any) -> CyxtrainError | None:
-    """Return the error that has ended a group, once this rank's program has seen it; otherwise None."""
-    return group.group.raised_failure if isinstance(group, RingProcessGroup) else None
+    """Return the error that ended a group, once this rank's program has seen it; otherwise None."""
+    return group.group.raised_failure if is_ring(group) else None
 
 
 def fail(group: Any, reason: str | CyxtrainError) -> None:
     """End a group because of an error of this rank, and tell all ranks, if the backend can."""
-    if isinstance(group, RingProcessGroup):
+    if is_ring(group):
         group.fail(reason)
 
 
 def members_of(group: Any) -> tuple[int, ...]:
-    """Return the launcher's number of each rank of a group, by which errors name it."""
-    if not isinstance(group, RingProcessGroup):
+    """Return the launcher's number of each rank of a group, which errors name."""
+    if not is_ring(group):
         return tuple(range(dist.get_world_size()))
     return group.group.directory.global_ranks
 
 
 def transport_of(group: Any) -> str:
-    """Return how a group's collectives reach other ranks; "": another backend's way."""
-    return group.transport if isinstance(group, RingProcessGroup) else ""
+    """Return how a group's collectives reach other ranks; "" if its backend is not the ring."""
+    return group.transport if is_ring(group) else ""
 
 
 def gradient_buffers_of(group: Any, kinds: Sequence[tuple[int, torch.dtype]]) -> Sequence[SharedGradientBuffer | None]:
     """Return memory that all ranks share for these numbers of elements, None where they cannot. All ranks call it."""
-    return group.make_gradient_buffers(kinds) if isinstance(group, RingProcessGroup) else [None] * len(kinds)
+    if not is_ring(group):
+        return [None] * len(kinds)
+    return group.make_gradient_buffers(kinds)
 
 
 def register() -> None:
@@ -159,11 +162,15 @@ def register() -> None:
 
 def _skip_dynamo(cls: type) -> None:
     """Keep torch.compile away from a class's methods, without importing the compiler, which takes seconds."""
-    for name, member in [*vars(cls).items()]:
-        function = member.fget if isinstance(member, property) else member
-        if isinstance(function, types.FunctionType) and not torch_compat.skip_compiling(function):
-            disabled = torch.compiler.disable(function)
-            setattr(cls, name, property(disabled) if isinstance(member, property) else disabled)
+    for name, member in list(vars(cls).items()):
+        is_property = isinstance(member, property)
+        function = member.fget if is_property else member
+        if not isinstance(function, types.FunctionType) or torch_compat.skip_compiling(function):
+            continue
+        disabled: Any = torch.compiler.disable(function)
+        if is_property:
+            disabled = property(disabled)
+        setattr(cls, name, disabled)
 
 
 def _devices() -> list[str]:
@@ -177,7 +184,8 @@ def _create(options: Any, ready: Any) -> RingProcessGroup:
     if isinstance(ready, RingProcessGroup):
         return ready
     settings = dataclasses.replace(RingOptions.from_environment(), group_name=options.group_id)
-    global_ranks = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
+    # PyTorch gives no ranks for the group of the whole world.
+    global_ranks = options.global_ranks_in_group or None
     return RingProcessGroup(
         options.store,
         options.group_rank,
@@ -194,6 +202,8 @@ def _leave(group: weakref.ref[Group]) -> None:
     if alive is None:
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; at a prompt it may be old
+    is_interactive = "ps1" in vars(sys)
+    # The program ends because of this error; at a prompt it may be an old one.
+    if error is not None and not is_interactive:
         alive.fail(f"{type(error).__name__}: {error}")
     alive.leave()

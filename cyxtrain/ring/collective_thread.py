@@ -52,12 +52,14 @@ class PendingCall:
         self._call = lambda: None  # releases its tensors
         with self._callbacks_lock:
             self.done = True
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks = self._callbacks
+            self._callbacks = []
         self._lock.release()
         for callback in callbacks:
+            # A failing callback must not end the thread.
             try:
                 callback()
-            except Exception:  # it must not end the thread
+            except Exception:
                 _log.exception("a callback of a collective has failed")
         self._concluded = True
         self._value = self._trim(self._value)
@@ -72,13 +74,15 @@ class PendingCall:
         """Wait until the call is done, at most `seconds`; return whether it is."""
         if self.done:
             return True
-        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+        if seconds is None:
+            seconds = -1  # how a lock waits for ever
+        if not self._lock.acquire(timeout=seconds):
             return False
         self._lock.release()
         return True
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Run a callback when the call is done; now if it is."""
+        """Run a callback when the call is done; at once if it is done already."""
         with self._callbacks_lock:
             if not self.done:
                 self._callbacks.append(callback)
@@ -87,8 +91,10 @@ class PendingCall:
 
     def outcome(self) -> Any:
         """Return the result of a call that is done, or raise its error."""
+        if isinstance(self.error, CyxtrainError):
+            raise self.error.again()
         if self.error is not None:
-            raise self.error.again() if isinstance(self.error, CyxtrainError) else self.error
+            raise self.error
         return self._value
 
 
@@ -121,7 +127,8 @@ class CollectiveThread:
                 self._pending += 1
                 self._queue.put(pending)
                 return pending
-        pending.run()  # a group that was left refuses it with an error
+        # The group was left, and refuses the call with an error.
+        pending.run()
         return pending
 
     def close(self, seconds: float) -> None:

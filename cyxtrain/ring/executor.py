@@ -55,14 +55,15 @@ _SPIN_SECONDS = 1e-4
 """How long a rank polls before it blocks: waking up takes longer than most answers."""
 _COUNTER_SPIN_SECONDS = 1e-3
 """Polling of a progress counter: nothing wakes a rank that waits for it."""
-_SHORTEST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1e-4, 2e-3
-"""Then it sleeps for a tenth of the wait so far between checks, within these bounds."""
+_SHORTEST_BACKOFF_SECONDS = 1e-4
+_LONGEST_BACKOFF_SECONDS = 2e-3
+"""After polling, it sleeps between checks of the counter for a tenth of the wait so far, within these bounds."""
 _yield_cpu = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Yields the core: with more ranks than cores another process may be the awaited rank."""
 
 
-_Outgoing = Outgoing | DescriptorTransfer
-_Incoming = Incoming | ShortIncoming | DescriptorTransfer | ExpectedFrame | ProgressCounter
+_Sending = Outgoing | DescriptorTransfer
+_Receiving = Incoming | ShortIncoming | DescriptorTransfer | ExpectedFrame | ProgressCounter
 
 
 class _Call(NamedTuple):
@@ -85,11 +86,13 @@ class Executor:
         self._monitor = monitor
         self._poller = Poller()
         self._receive_buffer = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))
-        self.spin_before_blocking = True  # not while another thread needs the GIL
+        # False in the collective thread: spinning would keep the GIL from the thread that computes.
+        self.spin_before_blocking = True
 
     def run(self, operation: Operation, stages: Iterable[Stage], timeout: timedelta) -> None:
         """Do this rank's part of an operation; any error ends the group."""
-        identity, deadline = operation.identity(), Deadline(timeout.total_seconds())
+        identity = operation.identity()
+        deadline = Deadline(timeout.total_seconds())
         try:
             for schedule, buffers in stages:
                 call = _Call(operation, deadline, identity, buffers)
@@ -103,11 +106,15 @@ class Executor:
 
     def run_persistent(self, operation: PersistentOperation, rounds: Rounds, timeout: timedelta) -> None:
         """Do this rank's part of a persistent operation; any error ends the group."""
-        deadline, expected = None, b""
+        deadline: Deadline | None = None
+        expected = b""
         try:
-            for sends, receives in rounds:  # links are FIFO
-                if deadline is None:  # often there is nothing to send or receive
-                    deadline, expected = Deadline(timeout.total_seconds()), operation.number()
+            # All rounds have the same header: links are FIFO, so the frame of an earlier round arrives first.
+            for sends, receives in rounds:
+                # Often there is no round, and nothing to prepare.
+                if deadline is None:
+                    deadline = Deadline(timeout.total_seconds())
+                    expected = operation.number()
                 if sends:
                     operation.seal()
                 for link in sends:
@@ -116,13 +123,15 @@ class Executor:
                         self._progress(outgoing, None, operation, deadline)
                 for incoming in receives:
                     incoming.expect(expected)
-                    spin_seconds = _COUNTER_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
+                    spin_seconds = _SPIN_SECONDS
+                    if isinstance(incoming, ProgressCounter):
+                        spin_seconds = _COUNTER_SPIN_SECONDS
                     self._progress(None, incoming, operation, deadline, spin_seconds)
         except BaseException as error:
             raise self._fail_group(error, operation) from None
 
     def share_descriptor(self, operation: Operation, descriptor: int, src: int, timeout: timedelta) -> int:
-        """Send rank `src`'s descriptor to all ranks over Unix sockets, right after a broadcast; see `Ranks`."""
+        """Send rank `src`'s descriptor to all ranks over Unix sockets, right after a broadcast, under its number."""
         deadline = Deadline(timeout.total_seconds())
         try:
             if descriptor >= 0:
@@ -146,49 +155,57 @@ class Executor:
             error = damaged(error.rank, self._rank, operation.describe())
         if isinstance(error, CyxtrainError):
             return in_call(self._monitor.fail(error), operation.describe())
-        # Such as Ctrl-C: the streams are out of step, so no later result could be right.
+        # After Ctrl-C, say, the streams are out of step, so no later result could be right.
         reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
         self._monitor.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
         return error
 
     def _transfer(self, transfer: Transfer, call: _Call) -> None:
-        to, peer = transfer.send_to, transfer.receive_from
-        item = call.buffers.item_bytes
+        buffers = call.buffers
+        item = buffers.item_bytes
         outgoing: Outgoing | None = None
-        incoming: _Incoming | None = None
-        if to is not None:
-            link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            outgoing = begin_sending(link, call.identity, payload)
-        if peer is not None:
+        incoming: _Receiving | None = None
+        if transfer.send_to is not None:
+            first, end = transfer.send
+            payload = buffers.source[first * item : end * item]
+            outgoing = begin_sending(self._links[transfer.send_to], call.identity, payload)
+        if transfer.receive_from is not None:
             first, end = transfer.receive
-            if transfer.on_receive is OnReceive.REPLACE and (end - first) * item <= SHORT_BYTES:
-                incoming = self._short(peer, transfer.receive, call)
+            is_short = (end - first) * item <= SHORT_BYTES
+            if is_short and transfer.on_receive is OnReceive.REPLACE:
+                incoming = self._short_incoming(transfer.receive_from, transfer.receive, call)
             else:
-                incoming = Incoming(self._links[peer], call.identity, transfer, call.buffers, self._receive_buffer)
+                link = self._links[transfer.receive_from]
+                incoming = Incoming(link, call.identity, transfer, buffers, self._receive_buffer)
         self._progress(outgoing, incoming, call.operation, call.deadline)
         if transfer.on_receive is OnReceive.EXCHANGE and isinstance(incoming, Incoming):
             incoming.combine()
 
     def _multicast(self, step: Multicast, call: _Call) -> None:
-        source, item = call.buffers.source, call.buffers.item_bytes
         if step.to:
-            payload = source[step.send[0] * item : step.send[1] * item]
-            frame = header(expected_header(call.identity, len(payload)), payload, checksums=self._checksums) + payload
+            first, end = step.send
+            item = call.buffers.item_bytes
+            payload = call.buffers.source[first * item : end * item]
+            begin = expected_header(call.identity, len(payload))
+            frame = header(begin, payload, checksums=self._checksums) + payload
             for rank in step.to:
-                self._progress(begin_sending_frame(self._links[rank], frame), None, call.operation, call.deadline)
+                outgoing = begin_sending_frame(self._links[rank], frame)
+                self._progress(outgoing, None, call.operation, call.deadline)
         for peer, span in zip(step.sources, step.receive, strict=True):
-            self._progress(None, self._short(peer, span, call), call.operation, call.deadline)
+            incoming = self._short_incoming(peer, span, call)
+            self._progress(None, incoming, call.operation, call.deadline)
 
-    def _short(self, peer: int, span: Span, call: _Call) -> ShortIncoming:
+    def _short_incoming(self, peer: int, span: Span, call: _Call) -> ShortIncoming:
+        first, end = span
         item = call.buffers.item_bytes
-        into = call.buffers.target[span[0] * item : span[1] * item]
+        into = call.buffers.target[first * item : end * item]
         expected = expected_header(call.identity, len(into))
         return ShortIncoming(self._links[peer], expected, into, self._receive_buffer)
 
     def _progress(
         self,
-        outgoing: _Outgoing | None,
-        incoming: _Incoming | None,
+        outgoing: _Sending | None,
+        incoming: _Receiving | None,
         operation: Numbered,
         deadline: Deadline,
         spin_seconds: float = _SPIN_SECONDS,
@@ -199,15 +216,21 @@ class Executor:
             moved = False
             if outgoing:
                 moved = outgoing.advance()
-                outgoing = None if outgoing.done else outgoing
+                if outgoing.done:
+                    outgoing = None
             if incoming:
                 moved = incoming.advance() or moved
-                incoming = None if incoming.done else incoming
+                if incoming.done:
+                    incoming = None
+            # Bytes that move are often followed by more: the rank polls anew before it blocks.
             if moved:
                 spin_until = 0.0
                 continue
             now = time.monotonic()
-            spin_until = spin_until or now + (spin_seconds if self.spin_before_blocking else 0.0)
+            if not spin_until:
+                spin_until = now
+                if self.spin_before_blocking:
+                    spin_until += spin_seconds
             if now < spin_until:
                 _yield_cpu()
             else:
@@ -215,8 +238,8 @@ class Executor:
 
     def _wait(
         self,
-        incoming: _Incoming | None,
-        outgoing: _Outgoing | None,
+        incoming: _Receiving | None,
+        outgoing: _Sending | None,
         operation: Numbered,
         deadline: Deadline,
     ) -> None:
@@ -231,56 +254,74 @@ class Executor:
         with self._monitor.waiting(operation, waited_for.rank, since):
             while not self._poll(incoming, outgoing, deadline) and not deadline.passed():
                 self._check_for_mismatch(operation, incoming, deadline)
-        if not deadline.passed():
-            return
-        peer = self._monitor.find_straggler(operation.sequence, waited_for.rank)
-        raise CollectiveTimeoutError(
+        if deadline.passed():
+            raise self._timeout_error(operation, waited_for.rank, deadline)
+
+    def _timeout_error(self, operation: Numbered, waited_for: int, deadline: Deadline) -> CollectiveTimeoutError:
+        peer = self._monitor.find_straggler(operation.sequence, waited_for)
+        return CollectiveTimeoutError(
             f"rank {self._rank} timed out in {operation.describe()}: it waited for rank {peer} until its timeout of "
             f"{deadline.seconds:g} s was over. Look at what rank {peer} does; collective_timeout_ms sets the timeout.",
             rank=peer,
             during=operation.describe(),
         )
 
-    def _check_for_mismatch(self, operation: Numbered, incoming: _Incoming | None, deadline: Deadline) -> None:
+    def _check_for_mismatch(self, operation: Numbered, incoming: _Receiving | None, deadline: Deadline) -> None:
         """Raise if another rank is in another collective: mismatched schedules may never exchange a frame."""
-        identity, began = operation.identity(), time.monotonic()
+        began = time.monotonic()
+        expecting: Link | None = None
         if isinstance(incoming, ProgressCounter):
             self._probe(incoming, operation, deadline)
+        elif incoming is not None:
+            # The transfer itself checks the header that it expects.
+            expecting = incoming.link
+        identity = operation.identity()
         for link in self._links.values():
-            if incoming is not None and link is incoming.link and not isinstance(incoming, ProgressCounter):
-                continue
-            found = link.peek(HEADER_BYTES)
-            if len(found) < HEADER_BYTES or found.startswith(identity):
-                continue
-            if is_damaged(found, self._checksums):
-                raise CorruptData(link.rank)
-            with contextlib.suppress(FrameError):
-                if decode_header(found)[0].sequence == operation.sequence:
-                    raise UnexpectedHeader(link.rank, found)
-        deadline.extend_if_suspended(time.monotonic() - began)  # the process may have been suspended here too
+            if link is not expecting:
+                self._check_next_frame(link, operation, identity)
+        # The process may have been suspended here too.
+        deadline.extend_if_suspended(time.monotonic() - began)
+
+    def _check_next_frame(self, link: Link, operation: Numbered, identity: bytes) -> None:
+        """Raise if the next frame of a link is damaged, or of another operation with the same number."""
+        found = link.peek(HEADER_BYTES)
+        if len(found) < HEADER_BYTES or found.startswith(identity):
+            return
+        if is_damaged(found, self._checksums):
+            raise CorruptData(link.rank)
+        with contextlib.suppress(FrameError):
+            other, _ = decode_header(found)
+            if other.sequence == operation.sequence:
+                raise UnexpectedHeader(link.rank, found)
 
     def _poll(
         self,
-        incoming: _Incoming | None,
-        outgoing: _Outgoing | None,
+        incoming: _Receiving | None,
+        outgoing: _Sending | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:
         if isinstance(incoming, ProgressCounter):
             return self._poll_counter(incoming, Deadline(min(deadline.left(), longest_seconds)), deadline)
-        readers: list[Pollable] = [incoming.link] if incoming else []
-        writers: list[Pollable] = [outgoing.link] if outgoing else []
+        readers: list[Pollable] = []
+        writers: list[Pollable] = []
+        if incoming:
+            readers.append(incoming.link)
+        if outgoing:
+            writers.append(outgoing.link)
         if self._mailbox.busy:
             self._mailbox.progress()
-            more_readers, more_writers = self._mailbox.waiting()
-            readers, writers = readers + more_readers, writers + more_writers
+            waiting_readers, waiting_writers = self._mailbox.waiting()
+            readers += waiting_readers
+            writers += waiting_writers
         return self._poller.wait(readers, writers, deadline, longest_seconds)
 
     def _poll_counter(self, counter: ProgressCounter, until: Deadline, deadline: Deadline) -> bool:
         """Return whether a peer's counter is reached before `until`; progress messages meanwhile."""
         began = time.monotonic()
         while not counter.advance():
-            if self._monitor.is_closed(counter.link.rank) and not counter.advance():  # it may have counted before
+            # The peer may have counted before it left: look once more.
+            if self._monitor.is_closed(counter.link.rank) and not counter.advance():
                 raise LinkBroken(counter.link.rank, "its progress counter stopped")
             if self._mailbox.busy:
                 self._mailbox.progress()
@@ -295,10 +336,11 @@ class Executor:
     def _probe(self, counter: ProgressCounter, operation: Numbered, deadline: Deadline) -> None:
         """Probe a peer whose counter does not move, once: if it is in another collective, it now finds out."""
         probe = counter.probe(operation.sequence)
-        if probe is not None:
-            outgoing = begin_sending_frame(counter.link, probe)
-            if outgoing is not None:
-                self._progress(outgoing, None, operation, deadline)
+        if probe is None:
+            return
+        outgoing = begin_sending_frame(counter.link, probe)
+        if outgoing is not None:
+            self._progress(outgoing, None, operation, deadline)
 
 
 class SingleRankExecutor:

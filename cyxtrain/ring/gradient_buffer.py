@@ -11,7 +11,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mean_weight import MeanWeight
 from cyxtrain.ring.schedules.kernels import Reduction, added_by_numpy, lasting
-from cyxtrain.ring.shared_memory.meeting import Meeting
+from cyxtrain.ring.shared_memory.barrier import SharedMemoryBarrier
 from cyxtrain.ring.shared_memory.reduce import SharedMemoryReduce
 from cyxtrain.ring.shared_memory.segment import make_segment
 from cyxtrain.ring.wire.persistent import Exchange
@@ -32,13 +32,13 @@ class SharedGradientBuffer:
     @property
     def description(self) -> str:
         """Its reduction, as errors describe it."""
-        return self._reduction.meeting.header.describe()
+        return self._reduction.barrier.header.describe()
 
     @property
     def is_known_finite(self) -> bool:
-        """Whether all ranks found the latest mean finite, and PyTorch knows of no change since.
+        """Whether all ranks found the latest mean finite, and PyTorch has counted no change since.
 
-        It knows of none by `.data`, `.numpy()` or `torch.amp.GradScaler.unscale_`.
+        PyTorch does not count changes by `.data`, `.numpy()` or `torch.amp.GradScaler.unscale_`.
         """
         return self._reduction.is_finite and torch_compat.version_of(self.tensor) == self._version
 
@@ -48,15 +48,16 @@ class SharedGradientBuffer:
 
     @collective("all_reduce", tensors=0, inputs=lambda self: [self.tensor])
     def all_reduce(self, opts: CallOptions) -> Any:
-        """Average over ranks, like torch.distributed.all_reduce with AVG, and return PyTorch's work.
+        """Average over ranks, like torch.distributed.all_reduce with AVG, and return PyTorch's Work.
 
-        Cost: two meetings of all ranks; each reads and writes its chunk of every rank's elements once.
+        Cost: two barriers of all ranks; each reads and writes its chunk of every rank's elements once.
         """
-        self._group.run_persistent(self._reduction.meeting.header, self._rounds(), timeout_of(opts))
+        self._group.run_persistent(self._reduction.barrier.header, self._rounds(), timeout_of(opts))
         return [self.tensor]
 
     def _rounds(self) -> Iterator[Exchange]:
-        has_moved = self.tensor.data_ptr() != self._address  # as share_memory() moves what a user finds in .grad
+        # A user who calls share_memory() on a .grad moves the tensor out of this memory.
+        has_moved = self.tensor.data_ptr() != self._address
         if has_moved:
             self._reduction.own[...] = self.tensor.numpy()
         yield from self._reduction.in_place()
@@ -68,24 +69,29 @@ class SharedGradientBuffer:
 def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedGradientBuffer | None]:
     """Return zeroed buffers in shared memory, of these numbers of elements and dtypes. All ranks call it.
 
-    None for each that cannot be, on every rank: not all ranks are connected by Unix sockets, they are many, there is no
-    room, or NumPy has no such dtype. Cost: two small collectives, and one or two descriptors for all of them.
+    A buffer that cannot be shared is None on every rank: Unix sockets do not connect all ranks, there are too many
+    ranks, too little memory, or NumPy cannot add the dtype. Cost: two small collectives, and one or two descriptors for
+    all of them.
     """
     persistent = group.persistent
-    can_share = persistent.can_meet and persistent.selector.shares_memory
-    sizes = [count * dtype.itemsize for count, dtype in kinds]
-    with group.exclusive():
-        segment = make_segment(group, sizes) if can_share and any(sizes) else None
+    selector = persistent.selector
     buffers: list[SharedGradientBuffer | None] = [None] * len(kinds)
+    sizes = [count * dtype.itemsize for count, dtype in kinds]
+    if not any(sizes) or not persistent.can_share_memory or not selector.shares_memory:
+        return buffers
+    with group.exclusive():
+        segment = make_segment(group, sizes)
     if segment is None:
         return buffers
     for place, (count, dtype) in enumerate(kinds):
-        array = added_by_numpy(Reduction.AVG, dtype) if count and dtype.is_floating_point else None
-        # Each is numbered: of two alike, one rank could start the one, and another rank the other.
+        # Two buffers of the same size need different numbers: otherwise two ranks could unnoticed start one each.
         header = persistent.header(Reduction.AVG, dtype, (count,), 0, root=next(persistent.numbers))
-        if array is not None:
-            rows, words = segment.rows(place, array, count), segment.counters(place)
-            meeting = Meeting(header, persistent.selector, words)
-            reduction = SharedMemoryReduce(meeting, persistent.selector, rows, words, checks=True)
-            buffers[place] = SharedGradientBuffer(group, reduction)
+        array = added_by_numpy(Reduction.AVG, dtype)
+        if array is None or count == 0 or not dtype.is_floating_point:
+            continue
+        rows = segment.rows(place, array, count)
+        words = segment.counters(place)
+        barrier = SharedMemoryBarrier(header, selector, words)
+        reduction = SharedMemoryReduce(barrier, selector, rows, words, checks=True)
+        buffers[place] = SharedGradientBuffer(group, reduction)
     return buffers

@@ -21,10 +21,11 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
 from cyxtrain.ring.collective_thread import CollectiveThread
 from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.executor import SingleRankExecutor
+from cyxtrain.ring.executor import Executor, SingleRankExecutor
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
+from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.rendezvous.directory import Directory
 from cyxtrain.ring.rendezvous.mesh import Mesh, connect
 from cyxtrain.ring.rendezvous.record import RankRecord
@@ -37,7 +38,7 @@ from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.schedules.summation import Span, is_latency_bound
 from cyxtrain.ring.shared_memory.staged import StagedCollectives, StagedCopy, StagedReduction
 from cyxtrain.ring.wire.frames import MAX_DIMENSIONS, NO_ROOT, Kind, Numbered, Operation, dtype_code, in_call
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.link import Deadline, Link
 from cyxtrain.ring.wire.payload import (
     check_target,
     check_tensor,
@@ -52,6 +53,8 @@ from cyxtrain.ring.wire.persistent import PersistentOperation, PersistentOps, Ro
 
 _LEAVE_SECONDS = 1.0
 """How long `leave` waits for another thread's collective."""
+_LOST_RANK_ERRORS = (PeerLostError, PeerSilentError, DistributedTrainingError)
+_Prepared = SmallReduction | StagedCopy | StagedReduction
 
 
 class Group:
@@ -78,24 +81,32 @@ class Group:
         self._registry = registry
         self._created_at = time.monotonic()
         self._activity = CurrentActivity()
-        connections = self._connect() if self.world_size > 1 else None
-        self._connections = connections
-        self._monitor = None if connections is None else connections.monitor
         self._collective_thread: CollectiveThread | None = None
-        self._scratch = Scratch(0) if connections is None else connections.scratch
-        self._selector = AlgorithmSelector(self.rank, 1, (self.rank,)) if connections is None else connections.selector
-        self._executor = SingleRankExecutor() if connections is None else connections.executor
-        links = {} if connections is None else connections.links
+        self._connections: Connections | None = None
+        self._monitor: PeerMonitor | None = None
+        self._scratch = Scratch(0)
+        self._selector = AlgorithmSelector(self.rank, 1, (self.rank,))
+        self._executor: Executor | SingleRankExecutor = SingleRankExecutor()
+        links: dict[int, Link] = {}
+        if self.world_size > 1:
+            links = self._connect()
         self.persistent = PersistentOps(links, self._selector, self._generation)
         self._staged = StagedCollectives(self.persistent, self._global_ranks)
         self._registry.add(self)
 
-    def _connect(self) -> Connections:
+    def _connect(self) -> dict[int, Link]:
+        """Make the connections of a group of several ranks; return the links of its collectives."""
         try:
-            return Connections(self._mesh, self._options, self._activity.describe)
+            connections = Connections(self._mesh, self._options, self._activity.describe)
         except BaseException:
             self._mesh.close()
             raise
+        self._connections = connections
+        self._monitor = connections.monitor
+        self._scratch = connections.scratch
+        self._selector = connections.selector
+        self._executor = connections.executor
+        return connections.links
 
     @classmethod
     def join(
@@ -111,28 +122,50 @@ class Group:
         registry: GroupRegistry | None = None,
     ) -> Group:
         """Return a group of ranks that find each other through a store; the arguments are `RingProcessGroup`'s."""
-        names = tuple(range(world_size) if global_ranks is None else global_ranks)
-        options, registry = options or RingOptions(), registry or GroupRegistry()
-        if world_size == 1:
-            mesh = Mesh(Directory((RankRecord(1, devices=options.devices),), names, generation), rank)
-        else:
+        if global_ranks is None:
+            global_ranks = range(world_size)
+        names = tuple(global_ranks)
+        options = options or RingOptions()
+        registry = registry or GroupRegistry()
+        if world_size > 1:
             mesh = rendezvous(store, rank, names, join_timeout, options, generation, registry.await_peer_failure)
+        else:
+            record = RankRecord(1, devices=options.devices)
+            mesh = Mesh(Directory((record,), names, generation), rank)
         return cls(mesh, timeout, options, registry)
 
     def next_generation(self, directory: Directory, timeout: timedelta) -> Group:
-        """Return the group of the ranks of `directory`, which is made of this group's by `Directory.without`.
+        """Return a group of the ranks in `directory`, which `Directory.without` made from this group's directory.
 
         All of these ranks call it; they need no store. This group is left, as by `leave`, but keeps its listeners: if
-        it fails, it can be called again, with a directory of a later generation. Ranks that call it earlier wait for
-        those that are still in this generation, or have failed and not called it again, for at most `timeout`.
+        the call fails, call it again, with a directory of a later generation. Ranks that call it early wait at most
+        `timeout` for ranks that are still in this generation, or have failed and not called it again.
 
         Raises:
             ConfigError: This rank is not in the directory; the directory is not of a later generation; or the group was
                 made without `RingOptions.keeps_listening`, or has been left. Nothing has changed.
             CyxtrainError: The errors of `mesh.connect`.
         """
-        name, listeners = self._global_ranks[self.rank], self._mesh.listeners
-        if listeners is None or not (self._options.keeps_listening and name in directory.global_ranks):
+        name = self._global_ranks[self.rank]
+        self._check_next(directory, name)
+        rank = directory.global_ranks.index(name)
+        self.leave(keeps_listening=True)
+        listeners = self._mesh.listeners
+        if listeners is None:
+            raise CyxtrainError(
+                f"rank {name} cannot begin generation {directory.generation}: a thread of its old one still runs. "
+                "Start all ranks again."
+            )
+        mesh = Mesh(directory, rank)
+        if len(directory.global_ranks) > 1:
+            mesh = connect(directory, rank, listeners, self._options, Deadline(timeout.total_seconds()))
+            self._mesh.listeners = None
+        return Group(mesh, self.timeout, self._options, self._registry)
+
+    def _check_next(self, directory: Directory, name: int) -> None:
+        """Refuse a directory with which this rank, `name` in the world, cannot begin a generation."""
+        keeps_listening = self._options.keeps_listening and self._mesh.listeners is not None
+        if not keeps_listening or name not in directory.global_ranks:
             raise ConfigError(
                 f"rank {name} cannot begin generation {directory.generation} with ranks {directory.global_ranks}: it "
                 "must be one of them, and its group made with RingOptions(keeps_listening=True), and not followed by "
@@ -141,20 +174,8 @@ class Group:
         if directory.generation <= self._generation:
             raise ConfigError(
                 f"a group of generation {directory.generation} cannot follow one of generation {self._generation}: "
-                "make its directory by Directory.without."
+                "make its directory with Directory.without."
             )
-        rank = directory.global_ranks.index(name)
-        self.leave(keeps_listening=True)
-        if self._mesh.listeners is None:
-            raise CyxtrainError(
-                f"rank {name} cannot begin generation {directory.generation}: its old one does not end. Start all "
-                "ranks again."
-            )
-        mesh = Mesh(directory, rank)
-        if len(directory.global_ranks) > 1:
-            mesh = connect(directory, rank, listeners, self._options, Deadline(timeout.total_seconds()))
-            self._mesh.listeners = None
-        return Group(mesh, self.timeout, self._options, self._registry)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -179,20 +200,29 @@ class Group:
         return self._global_ranks[rank]
 
     def collective_thread(self, *, asynchronous: bool) -> CollectiveThread | None:
-        """Return the thread that makes a call for the caller; None: the caller makes it."""
+        """Return the thread that makes a call for the caller; None if the caller makes it."""
         self._activity.thread = threading.get_ident()
-        overlaps = self._connections is not None and self._connections.overlaps
-        if self._collective_thread is None and asynchronous and not self._left and overlaps:
-            with self._lock:
-                self._collective_thread = self._collective_thread or CollectiveThread()
-        collective_thread = self._collective_thread
-        if collective_thread is None or collective_thread.is_current or not (asynchronous or collective_thread.busy):
+        if asynchronous and self._collective_thread is None:
+            self._start_collective_thread()
+        thread = self._collective_thread
+        if thread is None or thread.is_current:
             return None
-        return collective_thread
+        # A call must not overtake those that wait in the thread's queue.
+        if asynchronous or thread.busy:
+            return thread
+        return None
+
+    def _start_collective_thread(self) -> None:
+        """Start the thread, unless the group has been left or is faster without one."""
+        if self._left or self._connections is None or not self._connections.overlaps:
+            return
+        with self._lock:
+            if self._collective_thread is None:
+                self._collective_thread = CollectiveThread()
 
     @property
     def transport(self) -> str:
-        """How collectives reach other ranks; see `Connections`. Alone: "none"."""
+        """How collectives reach other ranks; see `Connections`. With one rank: "none"."""
         return "none" if self._connections is None else self._connections.transport
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
@@ -200,7 +230,8 @@ class Group:
 
         If it raises, the elements are undefined: some may be partial sums.
         """
-        if has_plain_memory(tensor):  # a small one is done in less time than the preparation of others takes
+        # A small reduction takes less time than the preparation of the others.
+        if has_plain_memory(tensor):
             with self._lock:
                 small = self.persistent.find(Kind.ALL_REDUCE, tensor, reduction)
                 if small is not None:
@@ -210,14 +241,14 @@ class Group:
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
-            is_prepared = self._run_prepared(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction)
-            if not is_prepared:
-                operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
-                stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
-                self._executor.run(operation, stages, timeout or self.timeout)
+            if self._run_prepared(Kind.ALL_REDUCE, tensor, memory, memory, timeout, reduction):
+                copy_back(flat, tensor)
+                return
+            operation, plan = self._plan(Kind.ALL_REDUCE, tensor, flat, reduction)
+            stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+            self._executor.run(operation, stages, timeout or self.timeout)
             copy_back(flat, tensor)
-            if not is_prepared:
-                self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
+            self._staged.create_after(self, Kind.ALL_REDUCE, tensor, reduction, timeout)
 
     def _run_prepared(
         self,
@@ -229,10 +260,8 @@ class Group:
         reduction: Reduction = Reduction.NONE,
         root: int | None = None,
     ) -> bool:
-        """Do a small reduction, or a collective by way of shared memory; return whether this is one of them."""
-        self._check_root(root)
-        prepared: SmallReduction | StagedCopy | StagedReduction | None
-        prepared = self.persistent.find(kind, tensor, reduction, self._root_name(root))
+        """Do a small reduction, or a collective through shared memory; return whether this is one of them."""
+        prepared: _Prepared | None = self.persistent.find(kind, tensor, reduction, self._root_name(root))
         if prepared is None:
             prepared = self._staged.find(kind, tensor, reduction, root)
         if prepared is None:
@@ -254,8 +283,8 @@ class Group:
         with self._lock:
             if not self._run_prepared(Kind.REDUCE, tensor, memory, memory, timeout, reduction, root=dst):
                 operation, plan = self._plan(Kind.REDUCE, tensor, flat, reduction, dst)
-                rank, size = self.rank, self.world_size
-                stages = plan.stages(lambda spans: algorithms.gather(rank, size, spans, dst, spans[rank]))
+                rank = self.rank
+                stages = plan.stages(lambda spans: algorithms.gather(rank, self.world_size, spans, dst, spans[rank]))
                 self._executor.run(operation, stages, timeout or self.timeout)
         if self.rank == dst:
             copy_back(flat, tensor)
@@ -270,7 +299,7 @@ class Group:
     ) -> None:
         """Reduce the flat `source`; each rank gets its part, bitwise identical to `all_reduce`.
 
-        `sizes` are those of the parts, by rank; None: all are as long as the output.
+        `sizes` has the number of elements in each rank's part; None: all parts have as many as the output.
         """
         if sizes is not None and len(set(sizes)) > 1:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
@@ -279,8 +308,8 @@ class Group:
         target = flat_view_of(output)
         if overlap(target, source):
             target = torch.empty_like(target)
+        memories = (memory_of(source), memory_of(target))
         with self._lock:
-            memories = memory_of(source), memory_of(target)
             if self._run_prepared(Kind.REDUCE_SCATTER, output, *memories, timeout, reduction):
                 copy_back(target, output)
                 return
@@ -294,15 +323,14 @@ class Group:
     def _reduce_scatter_uneven(
         self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None, sizes: Sequence[int]
     ) -> None:
-        flat, end = source.clone(), sum(sizes[: self.rank + 1])
+        flat = source.clone()
         check_target(output)
-        # Ranks must agree on all sizes; a header holds only a few.
-        shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
         with self._lock:
-            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
+            operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction, shape=_shape_of_parts(sizes))
             stages = plan.stages(lambda spans: self._selector.all_gather(spans, flat.element_size()))
             self._executor.run(operation, stages, timeout or self.timeout)
-        write(flat[end - sizes[self.rank] : end], output)
+        first = sum(sizes[: self.rank])
+        write(flat[first : first + sizes[self.rank]], output)
 
     def _plan(
         self,
@@ -314,7 +342,7 @@ class Group:
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Operation, ReductionPlan]:
         """Number a reduction of `flat`; an unsupported dtype is refused before."""
-        # Where every rank sums all elements they must keep the same one of two NaNs, wherever their memory begins.
+        # If every rank sums all elements, all must keep the same one of two NaNs: NumPy chooses it by the address.
         use_numpy = not is_latency_bound(self.world_size, flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, use_numpy=use_numpy)
         operation = self._operation(kind, tensor, reduction, dst, shape)
@@ -342,7 +370,8 @@ class Group:
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
         """Copy the tensor of every rank into the flat `gathered` of all."""
         spans = even_spans(tensor.numel(), self.world_size)
-        own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
+        own = gathered[slice(*spans[self.rank])]
+        source = flat_view_of(tensor)
         memory = memory_of(gathered)
         with self._lock:
             if source.data_ptr() != own.data_ptr():
@@ -390,7 +419,8 @@ class Group:
         timeout: timedelta | None = None,
     ) -> None:
         """Send `send[r]` of the flat source to each rank r, and receive from it into `receive[r]`."""
-        (begin, end), (first, last) = send[self.rank], receive[self.rank]
+        begin, end = send[self.rank]
+        first, last = receive[self.rank]
         if end - begin != last - first:
             raise ConfigError(
                 f"all_to_all: rank {self._global_ranks[self.rank]} sends {end - begin} elements to itself and "
@@ -425,12 +455,16 @@ class Group:
         mailbox = self._connections.mailbox
         failure: CyxtrainError | None = None
         try:
-            (mailbox.post_receive if receiving else mailbox.post_send)(message)
+            if receiving:
+                mailbox.post_receive(message)
+            else:
+                mailbox.post_send(message)
         except CyxtrainError as error:
             self._connections.monitor.is_raised = True
             failure = in_call(error, operation.describe())
+        # Raised here, its context is the exception that the caller is handling.
         if failure is not None:
-            raise failure  # here, so that its context is the exception that the caller is handling
+            raise failure
         return mailbox, message
 
     def _operation(
@@ -442,21 +476,23 @@ class Group:
         shape: tuple[int, ...] | None = None,
     ) -> Operation:
         """Number the next collective; the caller holds the lock until it has run."""
-        self._check_root(root)
-        code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
-        if shape is None:
-            shape = () if tensor is None else tuple(tensor.shape)
         name = self._root_name(root)
-        self._begin(operation := Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
+        code = 0
+        if tensor is not None:
+            code = dtype_code(check_tensor(tensor).dtype)
+            if shape is None:
+                shape = tuple(tensor.shape)
+        operation = Operation(kind, self.sequence + 1, reduction, code, shape or (), name, self._generation)
+        self._begin(operation)
         return operation
 
     def _root_name(self, root: int | None) -> int:
-        """Return a root's rank in the world, as headers name it."""
-        return NO_ROOT if root is None else self._global_ranks[root]
-
-    def _check_root(self, root: int | None) -> None:
-        if root is not None and not 0 <= root < self.world_size:
+        """Return a root's rank in the world, as headers name it; refuse a root that is not in the group."""
+        if root is None:
+            return NO_ROOT
+        if not 0 <= root < self.world_size:
             raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
+        return self._global_ranks[root]
 
     def _begin(self, operation: Numbered) -> None:
         """Make an operation the current one, unless the group has failed."""
@@ -473,19 +509,24 @@ class Group:
 
     @property
     def raised_failure(self) -> CyxtrainError | None:
-        """The error that ended this group, once this rank's program has seen it; else None."""
-        return self._monitor.failure if self._monitor is not None and self._monitor.is_raised else None
+        """The error that ended this group, once this rank's program has seen it; otherwise None."""
+        monitor = self._monitor
+        return monitor.failure if monitor is not None and monitor.is_raised else None
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
-        """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""
+        """Call a function once, in any thread, when the group fails; at once if it has failed already."""
         if self._monitor is not None:
             self._monitor.call_on_failure(function)
 
     def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
         """Return the error that ended this group, as this rank raises it; wait for it at most `seconds`."""
         monitor = self._monitor
-        failure = None if monitor is None else monitor.await_failure(seconds) if seconds else monitor.failure
-        if monitor is None or failure is None:
+        if monitor is None:
+            return None
+        failure = monitor.failure
+        if seconds:
+            failure = monitor.await_failure(seconds)
+        if failure is None:
             return None
         monitor.is_raised = True
         return in_call(failure, during)
@@ -498,36 +539,57 @@ class Group:
             self.fail("it left while another of its threads was in a collective.")
             self._lock.acquire()
         try:
-            left, self._left, self._staged = self._left, True, StagedCollectives(self.persistent, self._global_ranks)
-            if self._connections is not None and not left:
-                peer_failure = self._registry.peer_failure(self._created_at)
-                if peer_failure is not None:  # the cause: a goodbye would be reported instead
-                    self._connections.monitor.fail(peer_failure)
-                self._connections.disconnect(self.sequence)
+            if not self._left:
+                self._left = True
+                self._disconnect()
             if not keeps_listening:
                 self._mesh.close()
         finally:
             self._lock.release()
 
+    def _disconnect(self) -> None:
+        # Without its staged collectives, the group lets go of their shared memory.
+        self._staged = StagedCollectives(self.persistent, self._global_ranks)
+        if self._connections is None:
+            return
+        peer_failure = self._registry.peer_failure(self._created_at)
+        # The other ranks should see the cause, not a goodbye.
+        if peer_failure is not None:
+            self._connections.monitor.fail(peer_failure)
+        self._connections.disconnect(self.sequence)
+
     def peer_failure(self, since: float) -> CyxtrainError | None:
         """Return the error of a group that lost a rank, if it is still open or failed after `since`."""
-        monitor, lost = self._monitor, (PeerLostError, PeerSilentError, DistributedTrainingError)
-        if monitor is None or not isinstance(monitor.failure, lost):
+        monitor = self._monitor
+        if monitor is None or not isinstance(monitor.failure, _LOST_RANK_ERRORS):
             return None
-        return None if self._left and monitor.failed_at < since else monitor.failure
+        if self._left and monitor.failed_at < since:
+            return None
+        return monitor.failure
 
     def abandon(self) -> None:
         """Close all connections without a goodbye, as a forked child does."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
-        self._collective_thread, self._staged = None, StagedCollectives(self.persistent, self._global_ranks)
+        self._collective_thread = None
+        self._staged = StagedCollectives(self.persistent, self._global_ranks)
         if self._connections is not None:
             self._connections.abandon()
 
     def fail(self, reason: str | CyxtrainError) -> None:
         """End the group because of an error of this rank, and tell all ranks why."""
-        if self._monitor is not None:
+        if self._monitor is None:
+            return
+        if not isinstance(reason, CyxtrainError):
             rank = self._global_ranks[self.rank]
-            error = reason if isinstance(reason, CyxtrainError) else None
-            self._monitor.is_raised = True
-            self._monitor.fail(error or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
+            reason = PeerLostError(f"rank {rank} has ended: {reason}", rank=rank)
+        self._monitor.is_raised = True
+        self._monitor.fail(reason)
+
+
+def _shape_of_parts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape for the header: ranks must agree on all sizes, and a header has room for a few."""
+    if len(sizes) <= MAX_DIMENSIONS:
+        return tuple(sizes)
+    digest = zlib.crc32(repr(list(sizes)).encode())
+    return (sum(sizes), digest)

@@ -22,7 +22,8 @@ class NamedGroup(dist.ProcessGroup):
     _name = "ring"
     _description = "ring"
     _devices: Sequence[str] = ()
-    supports_splitting = False  # PyTorch asks if the default group is bound to a device, as NCCL's is
+    # PyTorch asks for it if the default group is bound to a device, as NCCL's is.
+    supports_splitting = False
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
@@ -54,5 +55,8 @@ class NamedGroup(dist.ProcessGroup):
         """Return the description that PyTorch gave."""
         return self._description
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    # Other names of the same methods, which PyTorch's Python code uses.
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)

@@ -33,7 +33,7 @@ from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 ANY_SOURCE = -1
 _CLOSE_SECONDS = 5.0
 _LONG_SECONDS = 1.0
-"""After this wait a rank reports to all for whom it waits."""
+"""After this wait a rank tells all ranks which one it waits for."""
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Message:
 
 @dataclass
 class _Inbox:
-    """What arrives from one rank: a header in parts, then a payload, for a recv or kept for a later one."""
+    """Data arriving from one rank: a header in parts, then a payload, for a recv or kept for a later one."""
 
     head: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     have: int = 0
@@ -78,6 +78,7 @@ class _Sleeper:
         self._poller.wait([*readers, self._receiver], writers, deadline)
 
     def wake(self) -> None:
+        # One byte only: `clear` takes no more.
         if not self._woken:
             self._woken = True
             self._sender.send(b"!")
@@ -125,7 +126,8 @@ class Mailbox:
         with self._lock:
             self._receives.append(message)
             self._wake_all()
-            for peer in self._inboxes if message.peer == ANY_SOURCE else (message.peer,):
+            peers = [*self._inboxes] if message.peer == ANY_SOURCE else [message.peer]
+            for peer in peers:
                 if not message.done:
                     self._deliver(peer)
             self.progress()
@@ -135,16 +137,22 @@ class Mailbox:
         since = time.monotonic()
         try:
             while not self._finish_or_sleep(message, deadline):
-                if message.peer != ANY_SOURCE and time.monotonic() - since >= _LONG_SECONDS:
-                    with self._monitor.waiting(message.operation, self._links[message.peer].rank, since):
-                        while not self._finish_or_sleep(message, deadline):
-                            pass
+                has_waited_long = time.monotonic() - since >= _LONG_SECONDS
+                if has_waited_long and message.peer != ANY_SOURCE:
+                    self._wait_and_report(message, deadline, since)
                     return
         except CyxtrainError as error:
             self._monitor.is_raised = True
             raise in_call(error, message.operation.describe()) from None
 
+    def _wait_and_report(self, message: Message, deadline: Deadline, since: float) -> None:
+        """Continue to wait, and tell all ranks which one this rank has been waiting for."""
+        with self._monitor.waiting(message.operation, self._links[message.peer].rank, since):
+            while not self._finish_or_sleep(message, deadline):
+                pass
+
     def _finish_or_sleep(self, message: Message, deadline: Deadline) -> bool:
+        """Return whether a message is done; if it is not, sleep until any message can move."""
         with self._lock:
             self.progress()
             if message.done:
@@ -165,13 +173,18 @@ class Mailbox:
         return False
 
     def _timeout_error(self, message: Message, deadline: Deadline) -> CyxtrainError:
-        peer = None if message.peer == ANY_SOURCE else self._links[message.peer].rank
+        peer: int | None = None
+        awaited = "any rank"
+        if message.peer != ANY_SOURCE:
+            peer = self._links[message.peer].rank
+            awaited = f"rank {peer}"
+        during = message.operation.describe()
         return CollectiveTimeoutError(
-            f"rank {self._monitor.rank} timed out in {message.operation.describe()}: it waited for "
-            f"{'any rank' if peer is None else f'rank {peer}'} until its timeout of {deadline.seconds:g} s was over. "
-            "Is there a matching call with the same tag? collective_timeout_ms sets the timeout.",
+            f"rank {self._monitor.rank} timed out in {during}: it waited for {awaited} until its timeout of "
+            f"{deadline.seconds:g} s was over. Is there a matching call with the same tag? collective_timeout_ms sets "
+            "the timeout.",
             rank=peer,
-            during=message.operation.describe(),
+            during=during,
         )
 
     def progress(self) -> None:
@@ -188,7 +201,7 @@ class Mailbox:
             except CyxtrainError:
                 raise
             except BaseException as error:
-                # Ctrl-C, say, between a system call and the count of its bytes.
+                # Ctrl-C, say, may come between a system call and the count of its bytes.
                 rank = self._monitor.rank
                 reason = f"rank {rank} was interrupted in a message by {error!r}: start all ranks again."
                 self._monitor.fail(PeerLostError(reason, rank=rank))
@@ -198,7 +211,8 @@ class Mailbox:
         """Return the links that messages wait to (receive from, send to)."""
         with self._lock:
             readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._expects_from(peer)]
-            return readers, [self._links[peer] for peer, outbox in self._outboxes.items() if outbox]
+            writers: list[Pollable] = [self._links[peer] for peer, outbox in self._outboxes.items() if outbox]
+            return readers, writers
 
     def close(self) -> None:
         """Wait until no thread waits on a link; stopped links wake them."""
@@ -209,11 +223,15 @@ class Mailbox:
             self._idle.clear()
 
     def _expects_from(self, peer: int) -> bool:
-        inbox = self._inboxes[peer]
-        if inbox.current is not None or any(message.peer == peer for message in self._receives):
+        if self._awaits(peer):
             return True
-        anyone = any(message.peer == ANY_SOURCE for message in self._receives)
-        return anyone and (not inbox.ended or self._all_ended())
+        accepts_any = any(message.peer == ANY_SOURCE for message in self._receives)
+        return accepts_any and (not self._inboxes[peer].ended or self._all_ended())
+
+    def _awaits(self, peer: int) -> bool:
+        """Return whether a message must come from this rank: it has begun, or a recv names the rank."""
+        has_begun = self._inboxes[peer].current is not None
+        return has_begun or any(message.peer == peer for message in self._receives)
 
     def _all_ended(self) -> bool:
         return all(inbox.ended for inbox in self._inboxes.values())
@@ -234,31 +252,31 @@ class Mailbox:
             while self._expects_from(peer) and self._receive(peer):
                 pass
         except LinkBroken as broken:
-            inbox = self._inboxes[peer]
-            awaited = inbox.current is not None or any(message.peer == peer for message in self._receives)
-            if awaited or not self._monitor.await_goodbye(broken.rank):
+            if self._awaits(peer) or not self._monitor.await_goodbye(broken.rank):
                 raise
-            inbox.ended = True  # a recv from any source may still be served by the others
+            # The other ranks may still serve a recv from any source.
+            self._inboxes[peer].ended = True
             if self._all_ended():
                 raise
 
     def _receive(self, peer: int) -> bool:
-        inbox, link = self._inboxes[peer], self._links[peer]
-        if inbox.current is None:
+        inbox = self._inboxes[peer]
+        link = self._links[peer]
+        message = inbox.current
+        if message is None:
             count = link.receive(memoryview(inbox.head)[inbox.have :])
             inbox.have += count
             if inbox.have == HEADER_BYTES:
                 inbox.have = 0
                 self._begin(peer, inbox)
             return count > 0
-        message = inbox.current
         count = link.receive(message.data[message.moved :])
         message.moved += count
         self._finish(peer, inbox, message)
         return count > 0
 
     def _begin(self, peer: int, inbox: _Inbox) -> None:
-        """Find the recv for a header; keep the payload if there is none yet."""
+        """Find the recv for a header; keep the payload if no recv matches yet."""
         rank = self._links[peer].rank
         try:
             if is_damaged(inbox.head, self._links[peer].checksums):
@@ -271,21 +289,24 @@ class Mailbox:
                 message = Message(operation, peer, _allocate(payload_bytes))
                 inbox.unclaimed.append(message)
         except FrameError as error:
-            failure = PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)
+            failure = PeerLostError(f"rank {rank} sent bytes that are not a message: {error}.", rank=rank)
             raise self._monitor.fail(failure) from None
-        inbox.current, inbox.sum = message, payload_sum(inbox.head)
+        inbox.current = message
+        inbox.sum = payload_sum(inbox.head)
         self._finish(peer, inbox, message)
 
     def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
-        if message.moved == len(message.data):
-            checksums = self._links[peer].checksums
-            if checksums is not None and checksums.of(message.data) != inbox.sum:
-                rank = self._links[peer].rank
-                raise self._monitor.fail(damaged(rank, self._monitor.rank, message.operation.describe())).again()
-            inbox.current = None
-            self._complete(message)
-            if inbox.unclaimed:
-                self._deliver(peer)
+        """Check and complete a message whose payload has arrived."""
+        if message.moved < len(message.data):
+            return
+        checksums = self._links[peer].checksums
+        if checksums is not None and checksums.of(message.data) != inbox.sum:
+            rank = self._links[peer].rank
+            raise self._monitor.fail(damaged(rank, self._monitor.rank, message.operation.describe())).again()
+        inbox.current = None
+        self._complete(message)
+        if inbox.unclaimed:
+            self._deliver(peer)
 
     def _complete(self, message: Message) -> None:
         message.done = True
@@ -297,7 +318,7 @@ class Mailbox:
             sleeper.wake()
 
     def _claim(self, operation: Operation, peer: int) -> Message | None:
-        """Return the oldest recv that matches, which no longer waits; None: there is none."""
+        """Return the oldest recv that matches, and remove it from the waiting ones; None if no recv matches."""
         for message in self._receives:
             if message.peer in (peer, ANY_SOURCE) and message.tag == operation.root:
                 self._check(message, operation, self._links[peer].rank)
@@ -309,7 +330,8 @@ class Mailbox:
     def _deliver(self, peer: int) -> None:
         """Give complete early messages to the recvs that match."""
         inbox = self._inboxes[peer]
-        for kept in [kept for kept in inbox.unclaimed if kept.done]:
+        complete = [kept for kept in inbox.unclaimed if kept.done]
+        for kept in complete:
             message = self._claim(kept.operation, peer)
             if message is not None:
                 inbox.unclaimed.remove(kept)
@@ -330,8 +352,8 @@ class Mailbox:
 
 
 def _allocate(payload_bytes: int) -> memoryview:
-    """Return memory of that size, which the kernel provides only as it fills."""
+    """Return memory of this size; the kernel provides its pages only as they fill."""
     try:
         return np.empty(payload_bytes, np.uint8).data
     except (MemoryError, ValueError):
-        raise FrameError(f"{payload_bytes} bytes that nobody has asked for, and no memory to keep them") from None
+        raise FrameError(f"{payload_bytes} bytes that no recv asked for, and no memory to keep them") from None

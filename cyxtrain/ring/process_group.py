@@ -1,4 +1,4 @@
-"""The ring's operations as PyTorch calls them: its arguments are checked, and converted to those of `Group`.
+"""The ring's operations as PyTorch calls them: arguments are checked, and converted for `Group`.
 
 PyTorch 2.11 and 2.13 name some methods differently; both names are defined.
 """
@@ -22,7 +22,7 @@ from cyxtrain.ring.messages import ANY_SOURCE
 from cyxtrain.ring.schedules.algorithms import neighbouring
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.schedules.summation import Span
-from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, replace, write
+from cyxtrain.ring.wire.payload import addresses_of, check_target, copy_back, flat_view_of, replace, write
 from cyxtrain.ring.work import MessageWork, collective, timeout_of
 
 _TENSORS = {Tensor}
@@ -45,25 +45,30 @@ class RingOperations:
     @collective("all_reduce", short=("op", "timeout"))
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce in place, on all ranks."""
-        given, reduction, timeout = as_list(tensors, "all_reduce"), reduction_of(opts), timeout_of(opts)
-        if len(given) == 1 and given[0].layout is torch.strided:  # the usual case; the rest takes longer
+        given = as_list(tensors, "all_reduce")
+        reduction = reduction_of(opts)
+        timeout = timeout_of(opts)
+        # The usual case, before the checks that take longer.
+        if len(given) == 1 and given[0].layout is torch.strided:
             self._group.all_reduce(given[0], reduction, timeout)
             return given
-        for tensor, part in parted(given):
-            reduce = sparse.all_reduce if part.layout is torch.sparse_coo else Group.all_reduce
-            reduce(self._group, part, reduction, timeout)
-            if part is not tensor:
-                replace(tensor, part)
+        for tensor, separate in separated(given):
+            if separate.layout is torch.sparse_coo:
+                sparse.all_reduce(self._group, separate, reduction, timeout)
+            else:
+                self._group.all_reduce(separate, reduction, timeout)
+            if separate is not tensor:
+                replace(tensor, separate)
         return given
 
     @collective("reduce", short=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce in place on one rank; the others keep what they had."""
+        """Reduce in place on one rank; other ranks' tensors do not change."""
         given = as_list(tensors, "reduce")
-        for tensor, part in parted(given):
-            self._group.reduce(part, reduction_of(opts), opts.rootRank, timeout_of(opts))
-            if part is not tensor:
-                replace(tensor, part)
+        for tensor, separate in separated(given):
+            self._group.reduce(separate, reduction_of(opts), opts.rootRank, timeout_of(opts))
+            if separate is not tensor:
+                replace(tensor, separate)
         return given
 
     @collective("broadcast", short=("root", "timeout"))
@@ -77,8 +82,10 @@ class RingOperations:
     @collective("all_gather", tensors=2)
     def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to all, into lists; the work's result has a row per rank, as NCCL's."""
+        lists = as_lists(output_lists, "all_gather")
+        tensors = as_list(inputs, "all_gather")
         result = []
-        for outputs, tensor in pairs(as_lists(output_lists, "all_gather"), as_list(inputs, "all_gather"), "all_gather"):
+        for outputs, tensor in pairs(lists, tensors, "all_gather"):
             check_targets(outputs, tensor, self.size(), "all_gather")
             gathered = torch.empty(self.size() * tensor.numel(), dtype=tensor.dtype, device="cpu")
             self._group.all_gather(gathered, tensor, timeout_of(opts))
@@ -94,9 +101,10 @@ class RingOperations:
 
     @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
-        """Reduce a list of tensors, and leaves to each rank its own; they may differ in size."""
+        """Reduce a list of tensors, and leave each rank its own; they may differ in size."""
         given = as_list(outputs, "reduce_scatter")
-        for output, tensors in pairs(given, as_lists(input_lists, "reduce_scatter"), "reduce_scatter"):
+        lists = as_lists(input_lists, "reduce_scatter")
+        for output, tensors in pairs(given, lists, "reduce_scatter"):
             check_length(tensors, self.size(), "reduce_scatter")
             check_dtypes([output, *tensors], "reduce_scatter")
             check_count(tensors[self.rank()], output.numel(), output.dtype, "reduce_scatter")
@@ -106,7 +114,7 @@ class RingOperations:
 
     @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        """Reduce a tensor, and leaves to each rank its own part."""
+        """Reduce a tensor, and leave each rank its own part."""
         self._scatter_reduced(output, tensor, opts)
         return [output]
 
@@ -114,11 +122,13 @@ class RingOperations:
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to one, into a list of tensors."""
         (tensor,) = as_list(inputs, "gather", count=1)
-        receives = self.rank() == opts.rootRank
-        outputs = as_lists(output_lists, "gather")[0] if receives else []
-        if receives:
+        outputs: list[Tensor] = []
+        count = 0
+        if self.rank() == opts.rootRank:
+            outputs = as_lists(output_lists, "gather")[0]
             check_targets(outputs, tensor, self.size(), "gather")
-        gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype, device="cpu")
+            count = self.size() * tensor.numel()
+        gathered = torch.empty(count, dtype=tensor.dtype, device="cpu")
         self._group.gather(gathered, tensor, opts.rootRank, timeout_of(opts))
         unpack(gathered, outputs)
         return outputs
@@ -145,7 +155,7 @@ class RingOperations:
         *,
         opts: Any,
     ) -> Any:
-        """Send a part of a tensor to each rank, and receives one from each; sizes of parts count rows."""
+        """Send a part of a tensor to each rank, and receive one from each; sizes of parts count rows."""
         check_dtypes([output, tensor], "all_to_all")
         send = split_spans(tensor, input_splits, self.size())
         receive = split_spans(output, output_splits, self.size())
@@ -156,7 +166,7 @@ class RingOperations:
 
     @collective("all_to_all", tensors=2)
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-        """Send a tensor to each rank, and receives one from each."""
+        """Send a tensor to each rank, and receive one from each."""
         check_dtypes([*outputs, *inputs], "all_to_all")
         check_length(outputs, self.size(), "all_to_all")
         check_length(inputs, self.size(), "all_to_all")
@@ -179,18 +189,23 @@ class RingOperations:
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have called it; name a missing one otherwise, in Gloo's words too."""
         at_once = timeout == timedelta(0)
+        if at_once:
+            timeout = timedelta(microseconds=1)
         try:
-            self._group.barrier(timedelta(microseconds=1) if at_once else timeout)
+            self._group.barrier(timeout)
         except CyxtrainError as error:
-            words = f"Rank {error.rank} failed to pass monitoredBarrier"
-            if self.rank() > 0:
-                words = (
-                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
-                    "send/recv from rank 0"
-                )
-            elif at_once:
-                words = "Rank 0 timed out in monitoredBarrier"
-            raise error_from_facts(error.to_facts() | {"message": f"{words}: {error}"}) from None
+            message = f"{self._in_gloos_words(error, at_once=at_once)}: {error}"
+            raise error_from_facts(error.to_facts() | {"message": message}) from None
+
+    def _in_gloos_words(self, error: CyxtrainError, *, at_once: bool) -> str:
+        if self.rank() > 0:
+            return (
+                f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
+                "send/recv from rank 0"
+            )
+        if at_once:
+            return "Rank 0 timed out in monitoredBarrier"
+        return f"Rank {error.rank} failed to pass monitoredBarrier"
 
     def make_gradient_buffers(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedGradientBuffer | None]:
         """Return zeroed buffers in shared memory, or None for each that cannot be; all ranks call it."""
@@ -206,7 +221,8 @@ class RingOperations:
         """Do `allgather` of each tensor; PyTorch gives one list of outputs per rank."""
         for outputs in output_lists:
             check_length(outputs, len(inputs), "all_gather", "input")
-        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
+        lists_by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        return self.allgather(lists_by_tensor, inputs, opts)
 
     @collective("all_gather", tensors=2)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
@@ -250,20 +266,25 @@ class RingOperations:
         return self._message("recv", tensors, src, tag, receiving=True)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
-        """Begin to receive from whoever sends first."""
+        """Begin to receive from the rank that sends first."""
         return self._message("recvAnySource", tensors, ANY_SOURCE, tag, receiving=True)
 
     def _message(self, name: str, tensors: list[Tensor], peer: int, tag: int, *, receiving: bool) -> MessageWork:
         (tensor,) = as_list(tensors, name, count=1)
-        end = torch_compat.begin_profiled(f"ring:{name}", [tensor]) if torch_compat.is_profiling() else None
-        flat = flat_view_of(check_target(tensor) if receiving else tensor)
+        end_profiled = None
+        if torch_compat.is_profiling():
+            end_profiled = torch_compat.begin_profiled(f"ring:{name}", [tensor])
+        if receiving:
+            check_target(tensor)
+        flat = flat_view_of(tensor)
         mailbox, message = self._group.message(flat, peer, tag, receiving=receiving)
 
-        def finish() -> None:  # also keeps the flat tensor alive
+        # It also keeps the flat tensor alive, whose memory the message uses.
+        def finish() -> None:
             if receiving:
                 copy_back(flat, tensor)
-            if end is not None:
-                end()
+            if end_profiled is not None:
+                end_profiled()
 
         return MessageWork(mailbox, message, tensor, finish, self._group.timeout.total_seconds())
 
@@ -274,7 +295,7 @@ class RingOperations:
         self._group.leave()
 
     def fail(self, reason: str | CyxtrainError) -> None:
-        """End the group because of an error of this rank, given as an exception or text, and tell all ranks."""
+        """End the group because of an error of this rank, an exception or a message, and tell all ranks."""
         self._group.fail(reason)
 
     def abort(self) -> None:
@@ -301,12 +322,12 @@ class RingOperations:
 
     @property
     def supports_coalescing(self) -> bool:
-        """PyTorch need not bundle calls for us."""
+        """Whether PyTorch should bundle calls: it need not."""
         return False
 
     @property
     def transport(self) -> str:
-        """How collectives reach other ranks: "unix", say, or "unix within a machine, tcp between"; alone: "none"."""
+        """How collectives reach other ranks: "unix", "tcp" or a mixture; "none" with one rank."""
         return self._group.transport
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -317,7 +338,7 @@ class RingOperations:
         self._group.timeout = timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Groups number their collectives by themselves."""
+        """Do nothing: a group numbers its collectives itself."""
 
     def _get_sequence_number_for_group(self) -> int:
         """Return how many collectives this group has begun."""
@@ -326,8 +347,11 @@ class RingOperations:
 
 def reduction_of(opts: Any) -> Reduction:
     """Return a call's reduction, SUM by default; refuse those that the ring does not have."""
-    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    kind: Any = getattr(op, "op", op)  # a ReduceOp has it, its RedOpType is it
+    op: Any = dist.ReduceOp.SUM
+    if opts is not None:
+        op = getattr(opts, "reduceOp", opts)
+    # A ReduceOp has an `op`, its RedOpType; callers may also pass the RedOpType itself.
+    kind = getattr(op, "op", op)
     try:
         return _REDUCTIONS[kind]
     except (KeyError, TypeError):
@@ -335,42 +359,46 @@ def reduction_of(opts: Any) -> Reduction:
             raise ConfigError(
                 f"a reduction is one of torch.distributed.ReduceOp, as ReduceOp.SUM, not {op!r}."
             ) from None
-        raise ConfigError(
-            f"the ring has no reduction {kind}; it has {', '.join(r.name for r in Reduction if r)}."
-        ) from None
+        known = ", ".join(reduction.name for reduction in _REDUCTIONS.values())
+        raise ConfigError(f"the ring has no reduction {kind}; it has {known}.") from None
 
 
 def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
     """Return a list of tensors, also for a single one; refuse anything else or, if given, another `count`."""
     if isinstance(tensors, Tensor):
         return [tensors]
-    # The usual case; the rest takes longer.
+    # The usual case, before the checks that take longer.
     if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], Tensor):
         return tensors
-    if type(tensors) is list and count in (None, len(tensors)) and {*map(type, tensors)} == _TENSORS:
-        return tensors
-    if not isinstance(tensors, Sequence) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise ConfigError(f"{name}: needs a tensor, or a list of tensors, got {_kind(tensors)}.")
+    if type(tensors) is not list or set(map(type, tensors)) != _TENSORS:
+        _check_tensors(tensors, name)
+        tensors = list(tensors)
     if not tensors or count not in (None, len(tensors)):
         raise ConfigError(f"{name}: needs {count or 'at least one'} tensor, got {len(tensors)}.")
-    return list(tensors)
+    return tensors
+
+
+def _check_tensors(tensors: Any, name: str) -> None:
+    """Refuse an argument that is not a sequence of tensors."""
+    if not isinstance(tensors, Sequence) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ConfigError(f"{name}: needs a tensor, or a list of tensors, got {_type_name(tensors)}.")
 
 
 def as_lists(lists: Any, name: str) -> list[list[Tensor]]:
     """Return a list of lists of tensors, also for a single list."""
-    if not isinstance(lists, (list, tuple, Sequence)) or not lists:
-        raise ConfigError(f"{name}: needs a list of tensors, got {_kind(lists)}.")
+    if not isinstance(lists, Sequence) or not lists:
+        raise ConfigError(f"{name}: needs a list of tensors, got {_type_name(lists)}.")
     if isinstance(lists[0], Tensor):
         return [as_list(lists, name)]
     return [as_list(tensors, name) for tensors in lists]
 
 
-def _kind(given: Any) -> str:
+def _type_name(given: Any) -> str:
     """Name the type of an argument and of its items."""
-    if isinstance(given, (list, tuple)):
-        inside = {_kind(part) for part in given}
-        return f"a {type(given).__name__} of {' and '.join(sorted(inside)) or 'nothing'}"
-    return type(given).__name__
+    if not isinstance(given, (list, tuple)):
+        return type(given).__name__
+    items = sorted({_type_name(item) for item in given})
+    return f"a {type(given).__name__} of {' and '.join(items) or 'nothing'}"
 
 
 def pairs(one: Sequence[_One], other: Sequence[_Other], name: str) -> list[tuple[_One, _Other]]:
@@ -440,9 +468,9 @@ def unpack(flat: Tensor, outputs: Sequence[Tensor]) -> None:
         write(flat[index * count : (index + 1) * count], output)
 
 
-def parted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each tensor with what to change in its place: itself or, if any two share memory, a copy."""
-    if len(tensors) == 1 or not _meet([(tensor, place) for place, tensor in enumerate(tensors)]):
+def separated(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return each tensor with the one to change in its place: itself or, if any two share memory, a copy."""
+    if len(tensors) == 1 or not _may_share_memory(tensors):
         return [(tensor, tensor) for tensor in tensors]
     for tensor in tensors:
         if tensor.layout is torch.strided:
@@ -452,27 +480,27 @@ def parted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def snapshot(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the inputs, or copies if writing one output would change another one's input."""
-    sides = (inputs, outputs)
-    if len(inputs) > 1 and _meet([(tensor, place) for side in sides for place, tensor in enumerate(side)]):
+    if len(inputs) > 1 and _may_share_memory(inputs, outputs):
         return [tensor.detach().clone() for tensor in inputs]
     return inputs
 
 
-def _meet(placed: Sequence[tuple[Tensor, int]]) -> bool:
-    """Return whether tensors of different places share memory or may: interlaced and sparse ones count."""
-    if any(tensor.layout is not torch.strided for tensor, _ in placed):
-        return True
-    spans = sorted((*_span(tensor), place) for tensor, place in placed if tensor.numel())
-    reached, whose = 0, -1
-    for begin, end, place in spans:
-        if begin < reached and place != whose:
+def _may_share_memory(*lists: Sequence[Tensor]) -> bool:
+    """Return whether tensors at different places in lists may share memory: interlaced and sparse ones count."""
+    spans = []
+    for tensors in lists:
+        for place, tensor in enumerate(tensors):
+            if tensor.layout is not torch.strided:
+                return True
+            if tensor.numel():
+                begin, end = addresses_of(tensor)
+                spans.append((begin, end, place))
+    furthest_end = 0
+    furthest_place = -1
+    for begin, end, place in sorted(spans):
+        if begin < furthest_end and place != furthest_place:
             return True
-        if end > reached:
-            reached, whose = end, place
+        if end > furthest_end:
+            furthest_end = end
+            furthest_place = place
     return False
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first and last address of a tensor's memory."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

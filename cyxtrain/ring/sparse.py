@@ -22,13 +22,16 @@ def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: time
     """
     if reduction not in (Reduction.SUM, Reduction.AVG):
         raise ConfigError(f"all_reduce: sparse tensors have SUM and AVG, not {reduction.name}. Call to_dense() first.")
-    with torch.inference_mode(tensor.is_inference()):  # PyTorch coalesces a tensor only in the mode it was made in
+    # PyTorch coalesces a tensor only in the mode it was made in.
+    with torch.inference_mode(tensor.is_inference()):
         own = tensor.detach().coalesce()
-        indices, values = own.indices().cpu(), own.values().cpu()
+        indices = own.indices().cpu()
+        values = own.values().cpu()
     with group.exclusive():
         counts = _counts(group, indices.shape[0], values.shape[0], tensor.shape, timeout)
-        rows, values = (_gather(group, part, counts, timeout) for part in (indices.t().contiguous(), values))
-    indices, values = _added(rows.t(), values, counts)
+        all_indices = _gather(group, indices.t().contiguous(), counts, timeout).t()
+        all_values = _gather(group, values, counts, timeout)
+    indices, values = _sum_by_index(all_indices, all_values, counts)
     if reduction is Reduction.AVG:
         divide(values.view(-1), group.world_size)
     whole = torch.sparse_coo_tensor(
@@ -38,7 +41,7 @@ def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: time
 
 
 def _counts(group: Group, sparse_dim: int, count: int, shape: torch.Size, timeout: timedelta | None) -> list[int]:
-    """Return by rank how many elements it has; raise on all ranks if the tensors differ in size."""
+    """Return the number of elements on each rank; raise on all ranks if the tensors differ in size."""
     own = torch.tensor([count, sparse_dim, *shape], device="cpu")
     facts = torch.empty(group.world_size * own.numel(), dtype=own.dtype, device="cpu")
     group.all_gather(facts, own, timeout)
@@ -46,19 +49,19 @@ def _counts(group: Group, sparse_dim: int, count: int, shape: torch.Size, timeou
     for rank, row in enumerate(rows):
         if row[1:] != rows[0][1:]:
             raise CollectiveMismatchError(
-                f"all_reduce of sparse tensors: rank {group.global_rank(0)} has {_told(rows[0])}, rank "
-                f"{group.global_rank(rank)} has {_told(row)}. Give tensors of one size on all ranks.",
+                f"all_reduce of sparse tensors: rank {group.global_rank(0)} has {_size(rows[0])}, rank "
+                f"{group.global_rank(rank)} has {_size(row)}. Pass tensors of the same size on all ranks.",
                 rank=group.global_rank(rank),
             )
     return [row[0] for row in rows]
 
 
-def _told(row: list[int]) -> str:
+def _size(row: list[int]) -> str:
     return f"size {row[2:]} with {row[1]} sparse dimensions"
 
 
 def _gather(group: Group, part: Tensor, counts: list[int], timeout: timedelta | None) -> Tensor:
-    """Return the rows of all ranks, each of which has its own number."""
+    """Return the rows of all ranks, one rank after the other; `counts` has each rank's number of rows."""
     per_row = part.shape[1:].numel()
     source = part.reshape(-1)
     target = torch.empty(sum(counts) * per_row, dtype=part.dtype, device="cpu")
@@ -67,7 +70,7 @@ def _gather(group: Group, part: Tensor, counts: list[int], timeout: timedelta | 
     return target.view(sum(counts), *part.shape[1:])
 
 
-def _added(indices: Tensor, values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+def _sum_by_index(indices: Tensor, values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """Return each index once, in order, with the sum of its values, added rank by rank."""
     unique, places = torch.unique(indices, dim=1, return_inverse=True)
     sums = values.new_zeros(unique.shape[1], *values.shape[1:])

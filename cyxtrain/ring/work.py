@@ -20,22 +20,26 @@ from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
 from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.payload import beside
+from cyxtrain.ring.wire.payload import for_another_thread
 
 _RELEASED: collections.deque[Work] = collections.deque(maxlen=4096)
-"""Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.
+"""The last Works that Python has released, kept alive for PyTorch's C++, which may still call their methods.
 
-It may wait for a work long after the call: DistributedDataParallel does so for the collective that counts its ranks.
-Without its Python half C++ would wait for ever; and nothing tells Python when it does not hold it any more.
+C++ may wait for a Work long after the call: DistributedDataParallel does so for the collective that counts its ranks.
+Without the Python half of the Work, C++ would wait for ever; and nothing tells Python when C++ has released it.
 """
 _KEPT_BYTES = 4096
-"""Of a result of such a work; what is larger would keep memory."""
+"""The largest result that such a Work keeps; a larger one would hold memory."""
 
 
 def _small(result: Any) -> Any:
     """Return a small result; None for others."""
-    size = 0 if result is None else sum(tensor.numel() * tensor.element_size() for tensor in _flat(result))
-    return result if size <= _KEPT_BYTES else None
+    if result is None:
+        return None
+    size = sum(tensor.numel() * tensor.element_size() for tensor in _flat(result))
+    if size > _KEPT_BYTES:
+        return None
+    return result
 
 
 class DoneWork(Work):
@@ -72,7 +76,7 @@ class DoneWork(Work):
 
 
 class KeptDoneWork(DoneWork):
-    """The same for a call of PyTorch's with `async_op=True`."""
+    """A finished collective whose Work PyTorch's C++ may hold: it was called with `async_op=True`."""
 
     def __del__(self, keep: Callable[[Work], None] = _RELEASED.append) -> None:
         self._result = _small(self._result)
@@ -90,15 +94,17 @@ class PostedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is done; return True, or raise its error.
 
-        Raises CollectiveTimeoutError if it is not done after `timeout`, and continues, and CyxtrainError in a callback
-        that waits for a later collective.
+        Raises CollectiveTimeoutError if it is not done after `timeout`; the collective continues. Raises CyxtrainError
+        in a callback that waits for a later collective.
         """
         if self._thread.is_current and not self._pending.done:
             raise CyxtrainError(
                 "a callback of a collective waits for one that was started later, which cannot begin before the "
                 "callback ends. Wait for it outside the callback."
             )
-        seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
+        seconds: float | None = None
+        if timeout is not None and timeout > timedelta(0):
+            seconds = timeout.total_seconds()
         if not self._pending.wait(seconds):
             raise CollectiveTimeoutError(
                 f"wait() timed out after {seconds} s; the collective continues until its deadline."
@@ -115,7 +121,7 @@ class PostedWork(Work):
         return self._pending.done and self._pending.error is None
 
     def exception(self) -> BaseException | None:
-        """Return its error; None: there is none so far."""
+        """Return its error; None if it has not failed so far."""
         return self._pending.error
 
     def result(self) -> list[Any]:
@@ -127,16 +133,17 @@ class PostedWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future with the result or the error.
 
-        Give it a callback that starts a collective before you start another one: otherwise their order differs by rank.
+        If a callback starts a collective, add it before you start another one: otherwise their order differs by rank.
         """
-        over: torch.futures.Future[Any] = torch.futures.Future()
-        outcome = over.then(lambda _: self._pending.outcome())
-        self._pending.when_done(lambda: over.set_result(None))
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        # C++ does not see an error that Python sets on a future, but one that a function of `then` raises.
+        outcome = done.then(lambda _: self._pending.outcome())
+        self._pending.when_done(lambda: done.set_result(None))
         return outcome
 
 
 class KeptPostedWork(PostedWork):
-    """The same for a call of PyTorch's."""
+    """A collective in another thread whose Work PyTorch's C++ may hold."""
 
     def __del__(self, keep: Callable[[Work], None] = _RELEASED.append) -> None:
         self._pending.trim(_small)
@@ -188,7 +195,7 @@ class MessageWork(Work):
         return [self._tensor]
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from; of recv from any source, once it is done."""
+        """Return the rank that a message came from; for a recv from any source, once it is done."""
         if self._message.peer == ANY_SOURCE:
             raise RuntimeError("the source of a recv is known when it has arrived: wait() first.")
         return self._message.peer
@@ -203,15 +210,17 @@ class MessageWork(Work):
         return future
 
     def _finished(self) -> bool:
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
+        finish = self._finish
+        if finish is not None:
+            self._finish = None
             finish()
         return True
 
 
 def _without_inner_frames(error: CyxtrainError, handled: BaseException | None) -> CyxtrainError:
-    """Return an error whose traceback leads to the call only; `handled`: what the caller was handling, shown before."""
-    error.__context__, error.__suppress_context__ = handled, error.__cause__ is not None
+    """Return an error whose traceback leads to the call only; `handled` is the exception that the caller handles."""
+    error.__context__ = handled
+    error.__suppress_context__ = error.__cause__ is not None
     return error.with_traceback(None)
 
 
@@ -225,18 +234,18 @@ class CallOptions(NamedTuple):
 
 
 def timeout_of(opts: Any) -> timedelta | None:
-    """Return a call's own timeout; None for a negative one, which is how PyTorch says none."""
+    """Return a call's own timeout; None if it has none, or PyTorch's unset one, which is negative."""
     timeout = getattr(opts, "timeout", None)
     return timeout if timeout is not None and timeout > timedelta(0) else None
 
 
 _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
-"""By the name of an argument of PyTorch's short forms, the option that it sets."""
+"""The option that each argument of PyTorch's short forms sets."""
 
 
 def _inputs(_: Any, *tensors: Any) -> Any:
-    """Return a collective's second argument; the first of one, and nothing of a barrier."""
-    return tensors[:2][-1:]
+    """Return the input among a collective's arguments: the second one, after the output, or the only one, if any."""
+    return tensors[1:2] if len(tensors) > 1 else tensors
 
 
 def collective(
@@ -245,57 +254,67 @@ def collective(
     """Turn a method that does a collective and returns its result into one that returns PyTorch's work.
 
     Args:
-        name: A profiler shows it with "ring:" before.
+        name: The name in a profiler, after "ring:".
         tensors: Number of arguments that are tensors or lists of them. Another one, `opts`, is PyTorch's options.
         short: Arguments of PyTorch's short form instead of options, in order: "op", "root", "timeout".
         inputs: Returns the input tensors, from the object and these arguments.
     """
-    is_profiling = torch_compat.is_profiling  # small calls take microseconds: a name less to look up
+    # Small calls take microseconds: a local name is faster to look up.
+    is_profiling = torch_compat.is_profiling
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def ask(self: Any, *args: Any, **named: Any) -> DoneWork | PostedWork:
+        def perform(self: Any, *args: Any, **named: Any) -> DoneWork | PostedWork:
             opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
                 opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
-            end = None
+            end_profiled = None
             if is_profiling():
-                end = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
+                end_profiled = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
             thread = self._group.collective_thread(asynchronous=opts.asyncOp)
             if thread is not None:
                 call = functools.partial(method, self, *args[:tensors], **named, opts=opts)
-                return _post(thread, call, end, opts)
+                return _post(thread, call, end_profiled, opts)
             handled = sys.exc_info()[1]
             try:
                 result = method(self, *args[:tensors], **named, opts=opts)
             except CyxtrainError as error:
                 raise _without_inner_frames(error, handled)  # noqa: B904
             except KeyboardInterrupt:
-                # Also between the halves of a collective, where nothing moves: the others are in its second half.
+                # It may come between two parts of a collective, where the executor does not see it: the other ranks
+                # would wait in the second part.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
                 raise
             finally:
-                if end is not None:
-                    end()
-            # C++ may hold the work of a call; not of the package's own calls.
-            return KeptDoneWork(result) if opts.asyncOp and type(opts) is not CallOptions else DoneWork(result)
+                if end_profiled is not None:
+                    end_profiled()
+            if opts.asyncOp and _is_held(opts):
+                return KeptDoneWork(result)
+            return DoneWork(result)
 
-        return ask
+        return perform
 
     return decorate
 
 
+def _is_held(opts: Any) -> bool:
+    """Return whether C++ may hold the Work of a call: it came through PyTorch, with PyTorch's own options."""
+    return type(opts) is not CallOptions
+
+
 def _post(
-    thread: CollectiveThread, call: Callable[[], Any], end: Callable[[], None] | None, opts: Any
+    thread: CollectiveThread, call: Callable[[], Any], end_profiled: Callable[[], None] | None, opts: Any
 ) -> DoneWork | PostedWork:
-    """Make a call in another thread, and call `end` when it is done."""
-    pending = thread.post(beside(call))
-    if end is not None:
-        pending.when_done(end)
-    if opts.asyncOp:
-        return PostedWork(pending, thread) if type(opts) is CallOptions else KeptPostedWork(pending, thread)
-    pending.wait()
-    return DoneWork(pending.outcome())
+    """Make a call in another thread, and call `end_profiled` when it is done."""
+    pending = thread.post(for_another_thread(call))
+    if end_profiled is not None:
+        pending.when_done(end_profiled)
+    if not opts.asyncOp:
+        pending.wait()
+        return DoneWork(pending.outcome())
+    if _is_held(opts):
+        return KeptPostedWork(pending, thread)
+    return PostedWork(pending, thread)
 
 
 def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[str, Any]) -> CallOptions:
@@ -303,12 +322,17 @@ def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[
     if len(given) > len(short):
         raise TypeError(f"{name}: takes {', '.join(short)} after the tensors, got {len(given)} arguments.")
     found = dict(zip(short, given, strict=False))
-    found |= {argument: named.pop(argument) for argument in short if argument in named}
+    for argument in short:
+        if argument in named:
+            found[argument] = named.pop(argument)
     if found.get("root") is not None:
         found["root"] = operator.index(found["root"])
-    return CallOptions(**{_OPTIONS[argument]: value for argument, value in found.items() if value is not None})
+    options = {_OPTIONS[argument]: value for argument, value in found.items() if value is not None}
+    return CallOptions(**options)
 
 
 def _flat(given: Any) -> list[Tensor]:
     """Return all tensors of nested lists."""
-    return [given] if isinstance(given, Tensor) else [tensor for part in given for tensor in _flat(part)]
+    if isinstance(given, Tensor):
+        return [given]
+    return [tensor for part in given for tensor in _flat(part)]

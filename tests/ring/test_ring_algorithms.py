@@ -248,42 +248,6 @@ def test_recursive_doubling_leaves_the_tree_on_every_rank(world_size, count):
 
 
 @everywhere
-def test_telling_all_brings_the_rows_of_all_to_all(world_size, count):
-    sources = [own(rank, count) for rank in range(world_size)]
-    targets = [[None] * (world_size * count) for _ in range(world_size)]
-    schedules = [[algorithms.multicast_rows(rank, world_size, count)] for rank in range(world_size)]
-    ranks = Lockstep(schedules, sources, targets, buffered).run()  # few bytes always fit into the kernel's buffers
-    assert ranks.all_heard()
-    assert {len(apart(schedule)) for schedule in schedules} == {2 * (world_size - 1)}
-    for rank, result in enumerate(ranks.results):
-        rows = [result[row * count : (row + 1) * count] for row in range(world_size)]
-        assert rows == [[None] * count if row == rank else own(row, count) for row in range(world_size)]
-
-
-@everywhere
-def test_collecting_brings_the_rows_of_all_to_rank_0_and_spreading_what_it_made_of_them_to_all(world_size, count):
-    ranks = range(world_size)
-    collecting = [[algorithms.collecting(rank, world_size, count)] for rank in ranks]
-    targets = [[None] * (world_size * count if rank == 0 else 0) for rank in ranks]
-    collected = Lockstep(collecting, [own(rank, count) for rank in ranks], targets, buffered).run()
-    assert collected.received[0] == set(ranks)
-    assert collected.results[0] == [None] * count + [element for rank in ranks[1:] for element in own(rank, count)]
-    spreading = [[algorithms.spreading(rank, world_size, count)] for rank in ranks]
-    spread = Lockstep(spreading, [own(rank, count) for rank in ranks], way=buffered).run()
-    assert spread.results == [own(0, count)] * world_size
-    assert sum(len(apart(schedule)) for schedule in collecting + spreading) == 4 * (world_size - 1)
-
-
-@everywhere
-def test_of_a_meeting_by_way_of_rank_0_nobody_goes_before_all_have_come(world_size, count):
-    schedules = [
-        [algorithms.collecting(rank, world_size, 0), algorithms.spreading(rank, world_size, 0)]
-        for rank in range(world_size)
-    ]
-    assert Lockstep(schedules, [[] for _ in schedules], way=buffered).run().all_heard()
-
-
-@everywhere
 def test_telling_spans_brings_every_span_to_all(world_size, count):
     spans = even_spans(count, world_size)
     schedules = [[algorithms.multicast_spans(rank, world_size, spans[rank], spans)] for rank in range(world_size)]
@@ -349,7 +313,6 @@ def test_who_tells_all_directly_speaks_to_all_before_it_hears_anybody(world_size
     """So that whoever is in another collective and waits for it hears of this one, whomever it waits for."""
     for rank in range(world_size):
         for schedule in (
-            [algorithms.multicast_rows(rank, world_size, 1)],
             [algorithms.multicast_from(rank, world_size, 1, world_size - 1)],
             *([] if world_size > algorithms.FEW_RANKS else [chain_from_rank_0(rank, world_size)]),
         ):

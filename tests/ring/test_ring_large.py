@@ -35,7 +35,7 @@ from cyxtrain.errors import CollectiveMismatchError, PeerLostError
 from cyxtrain.ring import group as group_module
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction
 from cyxtrain.ring.schedules.selector import ORDERS_WRITES, WINDOW_BYTES
-from cyxtrain.ring.shared_memory.meeting import Meeting
+from cyxtrain.ring.shared_memory.barrier import SharedMemoryBarrier
 from cyxtrain.ring.wire.frames import Kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share no memory on this system")
@@ -45,7 +45,7 @@ LARGE = 500_003
 MEETINGS = 8
 """Of an all_reduce of 4 * LARGE elements: two in each window."""
 GARBAGE = -7.0
-MEET = Meeting.all_here
+MEET = SharedMemoryBarrier.arrive
 TCP = RingOptions(transport="tcp")
 
 
@@ -152,7 +152,7 @@ def count_meetings(monkeypatch, change):
         came[name] = came.get(name, 0) + 1
         return change(came[name], meeting) if name == "rank 1" else MEET(meeting)
 
-    monkeypatch.setattr(Meeting, "all_here", counted)
+    monkeypatch.setattr(SharedMemoryBarrier, "arrive", counted)
     return came
 
 
@@ -204,7 +204,7 @@ def test_a_rank_that_comes_late_to_a_window_is_asked_and_the_links_stay_whole(wo
 
 @with_cores((3, 1), (3, 3))
 def test_without_meetings_this_would_be_noticed(world_size, cores, monkeypatch):
-    monkeypatch.setattr(Meeting, "all_here", lambda meeting: ())
+    monkeypatch.setattr(SharedMemoryBarrier, "arrive", lambda meeting: ())
     found = run_threads(world_size, lambda group: go_through(group, 40, 5))
     assert any(wrong for _, wrong in found)
 

@@ -29,7 +29,7 @@ ROOMY = with_cores((2, 2), (3, 3), pytest.param(5, 8, marks=pytest.mark.nightly)
 def mean_of(group):
     """A mean in whose memory the ranks show how far they are."""
     [mean] = group.make_gradient_buffers([(COUNT, torch.float32)])
-    assert len(mean._reduction.meeting.counters) == group.size() - 1
+    assert len(mean._reduction.barrier.counters) == group.size() - 1
     return mean
 
 
@@ -41,14 +41,14 @@ def average(mean, group, seed):
 
 def until_asked(mean, sequence, by=lambda signs: signs):
     """Returns when ranks wait for this one so long that they have asked."""
-    wait_until(lambda: all(sign.has_asked(sequence) for sign in by(mean._reduction.meeting.counters)))
+    wait_until(lambda: all(sign.has_asked(sequence) for sign in by(mean._reduction.barrier.counters)))
 
 
 @with_cores((2, 1), (3, 2), (4, 2))
 def test_ranks_that_share_cores_tell_each_other_by_frames(world_size, cores):
     def rank_main(group):
         [mean] = group.make_gradient_buffers([(COUNT, torch.float32)])
-        return mean._reduction.meeting.counters, average(mean, group, 0)
+        return mean._reduction.barrier.counters, average(mean, group, 0)
 
     assert run_threads(world_size, rank_main) == [([], True)] * world_size
 
@@ -92,7 +92,7 @@ def test_a_rank_that_is_slow_on_the_way_is_not_asked(world_size, cores):
         sequence = group._group.sequence + 1
         found = average(mean, group, 1)
         group.barrier().wait()  # the links are whole
-        return found, [sign.has_asked(sequence) for sign in mean._reduction.meeting.counters]
+        return found, [sign.has_asked(sequence) for sign in mean._reduction.barrier.counters]
 
     assert run_threads(world_size, rank_main) == [(True, [False] * (world_size - 1))] * world_size
 

@@ -108,6 +108,33 @@ def test_ranks_that_share_the_cores_of_one_machine_meet_by_way_of_rank_0(places,
     assert frames == ([others] + [1] * others if crowded else [others] * len(places))
 
 
+def exchanges_of(world_size, oversubscribed):
+    """The exchanges of every rank, as two steps without elements."""
+    ring = tuple(range(world_size))
+    schedules = []
+    for rank in range(world_size):
+        selector = AlgorithmSelector(rank, world_size, ring, oversubscribed=oversubscribed)
+        steps = [Multicast(to, NOTHING, sources, (NOTHING,) * len(sources)) for to, sources in selector.exchanges()]
+        schedules.append(steps)
+    return schedules
+
+
+@pytest.mark.parametrize("oversubscribed", [False, True])
+@pytest.mark.parametrize("world_size", range(2, 10))
+def test_after_both_exchanges_every_rank_has_heard_of_all(world_size, oversubscribed):
+    schedules = exchanges_of(world_size, oversubscribed)
+    assert Lockstep(schedules, [[] for _ in schedules], way=buffered).run().all_heard()
+
+
+@pytest.mark.parametrize("oversubscribed", [False, True])
+@pytest.mark.parametrize("world_size", range(2, 10))
+def test_after_the_first_exchange_ranks_that_sum_have_heard_of_all(world_size, oversubscribed):
+    schedules = [steps[:1] for steps in exchanges_of(world_size, oversubscribed)]
+    ranks = Lockstep(schedules, [[] for _ in schedules], way=buffered).run()
+    summing = ranks.received[:1] if oversubscribed else ranks.received
+    assert all(heard == set(range(world_size)) for heard in summing)
+
+
 def test_ranks_of_one_machine_that_turn_up_one_after_the_other_keep_their_order():
     assert list(routes_of("abab")[0].ring) == [0, 2, 1, 3]
     assert list(routes_of("bbaa")[0].ring) == [0, 1, 2, 3]

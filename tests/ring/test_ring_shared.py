@@ -22,7 +22,7 @@ from worlds import free_port, run_threads
 
 import cyxtrain as cx
 from cyxtrain.config import RingOptions
-from cyxtrain.errors import CollectiveMismatchError, CyxtrainError
+from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.schedules.selector import SHORT_BYTES
@@ -185,6 +185,24 @@ def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
     ranks = {}
     monkeypatch.setattr(owner, what, fail)
     assert run_threads(3, rank_main) == [(None, [3.0] * 3)] * 3
+
+
+def test_an_error_while_the_memory_is_created_names_a_collective_of_the_rings_own():
+    """The program has called none of that name."""
+    during = "broadcast #2 (int64 [1], src 0)"
+
+    class LostRanks:
+        rank = 1
+        world_size = 2
+
+        def broadcast(self, tensor, src, timeout):
+            raise PeerLostError(f"rank 0 was lost. This rank was in {during}.", rank=0, during=during)
+
+    with pytest.raises(PeerLostError) as caught:
+        segment.make_segment(LostRanks(), [4096])
+    expected = f"rank 0 was lost. This rank was in {during}. The ring itself called {during}, to create shared memory."
+    assert str(caught.value) == expected
+    assert (caught.value.rank, caught.value.during) == (0, during)
 
 
 def test_it_needs_unix_sockets_alone_and_no_right_to_read_other_processes():

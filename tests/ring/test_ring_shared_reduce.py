@@ -316,8 +316,8 @@ def test_a_question_is_found_though_another_has_been_asked_since(world_size, cor
         open_staged(group)
         all_reduce(group, torch.zeros(COUNT))
         if group.rank() == 1:
-            meeting = group._group._staged.find(Kind.ALL_REDUCE, torch.zeros(COUNT), Reduction.SUM)._meeting
-            meet, first, asks = meeting.all_here, group._group.sequence + 1, meeting.counters[0].has_asked
+            meeting = group._group._staged.find(Kind.ALL_REDUCE, torch.zeros(COUNT), Reduction.SUM)._barrier
+            meet, first, asks = meeting.arrive, group._group.sequence + 1, meeting.counters[0].has_asked
             wait_until(lambda: asks(first))
             meetings = itertools.count(1)
 
@@ -327,7 +327,7 @@ def test_a_question_is_found_though_another_has_been_asked_since(world_size, cor
                     wait_until(lambda: asks(first + 1))
                 return exchanges
 
-            meeting.all_here = meet_late
+            meeting.arrive = meet_late
         found = [all_reduce(group, torch.ones(COUNT)).unique().tolist() for _ in range(3)]
         group.barrier().wait()  # of frames: no question may be left before them
         return found

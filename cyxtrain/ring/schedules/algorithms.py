@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class OnReceive(enum.IntEnum):
 
 
 class Transfer(NamedTuple):
-    """A send and a receive at once; None: absent. If `peer_first`, received elements are the first operand."""
+    """A send and a receive at once; None if absent. If `peer_first`, received elements are the first operand."""
 
     send_to: int | None
     send: Span
@@ -53,7 +54,6 @@ class Multicast(NamedTuple):
     receive: tuple[Span, ...]
 
 
-SILENCE = Multicast((), NOTHING, (), ())
 Step = Transfer | Multicast
 
 
@@ -65,7 +65,8 @@ def even_spans(count: int, parts: int) -> Spans:
 
 def neighbouring(lengths: Sequence[int]) -> list[Span]:
     """Return consecutive spans of these lengths."""
-    spans, start = [], 0
+    spans = []
+    start = 0
     for length in lengths:
         spans.append((start, start + length))
         start += length
@@ -80,33 +81,34 @@ def dissemination_barrier(rank: int, world_size: int) -> list[Transfer]:
     schedule = []
     distance = 1
     while distance < world_size:
-        ahead, behind = (rank + distance) % world_size, (rank - distance) % world_size
+        ahead = (rank + distance) % world_size
+        behind = (rank - distance) % world_size
         schedule.append(Transfer(ahead, NOTHING, behind, NOTHING))
         distance *= 2
     return schedule
 
 
 def with_agreement(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
-    """Run transfers that receive from `behind` alone, so that no rank leaves before it heard from all.
+    """Run transfers that receive only from `behind`, so that no rank leaves before it has heard from all.
 
-    Few ranks send empty frames first and receive the others' last, so that data waits for nobody; more use a
-    `dissemination_barrier`.
+    Few ranks send empty frames first, and receive those of ranks other than `behind` last, so that data waits for
+    nobody. More ranks use a `dissemination_barrier`.
     """
     if world_size > FEW_RANKS or world_size == 1:
         return [*dissemination_barrier(rank, world_size), *transfers]
-    others = tuple(_others(rank, world_size))
-    first = () if behind is None else (behind,)
-    last = tuple(other for other in others if other != behind)
+    others = others_of(rank, world_size)
+    before = tuple(other for other in others if other == behind)
+    after = tuple(other for other in others if other != behind)
     return [
-        Multicast(others, NOTHING, first, (NOTHING,) * len(first)),
+        Multicast(others, NOTHING, before, (NOTHING,) * len(before)),
         *transfers,
-        Multicast((), NOTHING, last, (NOTHING,) * len(last)),
+        Multicast((), NOTHING, after, (NOTHING,) * len(after)),
     ]
 
 
-def _others(rank: int, world_size: int) -> list[int]:
+def others_of(rank: int, world_size: int) -> tuple[int, ...]:
     """Return all other ranks, the next one first, so that not all start with the same."""
-    return [(rank + distance) % world_size for distance in range(1, world_size)]
+    return tuple((rank + distance) % world_size for distance in range(1, world_size))
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,9 +131,9 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
 
 
 def _join_blocks(rank: int, left: int, distance: int, num_right: int, whole: Span) -> list[Transfer]:
-    """Bring the sum of two blocks to all their ranks; the right one, the world's last, may be shorter than the left.
+    """Bring the sum of two blocks to all their ranks; the right one, if it is the world's last, may be shorter.
 
-    Its ranks exchange with as many on the left, which pass the sum on to twice as many, and so on.
+    The right block's ranks exchange with as many on the left, which pass the sum on to as many, and so on.
     """
     place = rank - left
     if place >= distance:
@@ -153,37 +155,15 @@ def _join_blocks(rank: int, left: int, distance: int, num_right: int, whole: Spa
 
 def multicast_spans(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
     """Bring the span `send` of every rank's source to `receive[r]` on all others. Cost: N - 1 frames, one round."""
-    others = tuple(_others(rank, world_size))
+    others = others_of(rank, world_size)
     return Multicast(others, send, others, tuple(receive[other] for other in others))
-
-
-@functools.lru_cache(maxsize=256)
-def multicast_rows(rank: int, world_size: int, count: int) -> Multicast:
-    """Bring every rank's source to a row of all others' target. Cost: N - 1 frames, one round."""
-    return multicast_spans(rank, world_size, (0, count), even_spans(count, world_size))
-
-
-@functools.lru_cache(maxsize=256)
-def collecting(rank: int, world_size: int, count: int) -> Multicast:
-    """Bring every rank's source to a row of the target on rank 0. Cost: one frame from each other rank."""
-    if rank != 0:
-        return Multicast((0,), (0, count), (), ())
-    others, rows = tuple(_others(rank, world_size)), even_spans(count, world_size)
-    return Multicast((), NOTHING, others, tuple(rows[other] for other in others))
-
-
-@functools.lru_cache(maxsize=256)
-def spreading(rank: int, world_size: int, count: int) -> Multicast:
-    """Bring the source of rank 0 to the target of all others. Cost: N - 1 frames."""
-    if rank != 0:
-        return Multicast((), NOTHING, (0,), ((0, count),))
-    return Multicast(tuple(_others(rank, world_size)), (0, count), (), ())
 
 
 @functools.lru_cache(maxsize=256)
 def multicast_from(rank: int, world_size: int, count: int, src: int) -> Multicast:
     """Bring the source of `src` to all others, who also hear from each other. Cost: N - 1 frames, one round."""
-    spans = [(0, count) if other == src else NOTHING for other in range(world_size)]
+    spans = [NOTHING] * world_size
+    spans[src] = (0, count)
     return multicast_spans(rank, world_size, spans[rank], spans)
 
 
@@ -194,7 +174,8 @@ def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
     Cost: N - 1 frames, (N - 1) / N of the buffer each way.
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), section 4.
     """
-    ahead, behind = (rank + 1) % world_size, (rank - 1) % world_size
+    ahead = (rank + 1) % world_size
+    behind = (rank - 1) % world_size
     return [
         Transfer(
             ahead,
@@ -211,7 +192,8 @@ def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
 def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) -> list[Transfer]:
     """Bring `spans[r]` of every rank r to all, along `ring`. Cost: N - 1 frames, (N - 1) / N of the bytes."""
     place = ring.index(rank)
-    ahead, behind = ring[(place + 1) % world_size], ring[(place - 1) % world_size]
+    ahead = ring[(place + 1) % world_size]
+    behind = ring[(place - 1) % world_size]
     return [
         Transfer(ahead, spans[ring[place - step]], behind, spans[ring[place - 1 - step]])
         for step in range(world_size - 1)
@@ -225,42 +207,62 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ri
     """
     if world_size == 1:
         return []
-    own, first = ring.index(rank), ring.index(src)
-    place = (own - first) % world_size
-    behind = None if place == 0 else ring[own - 1]
-    ahead = None if place == world_size - 1 else ring[(own + 1) % world_size]
+    first = ring.index(src)
+    chain = [*ring[first:], *ring[:first]]
+    place = chain.index(rank)
+    behind: int | None = None
+    ahead: int | None = None
+    if place > 0:
+        behind = chain[place - 1]
+    if place < world_size - 1:
+        ahead = chain[place + 1]
     pieces = [(start, min(start + segment, count)) for start in range(0, count, segment)]
+    return with_agreement(rank, world_size, behind, _pass_on(pieces, behind, ahead))
+
+
+def _pass_on(pieces: Sequence[Span], behind: int | None, ahead: int | None) -> list[Transfer]:
+    """Receive pieces from the rank behind, and send each to the rank ahead while the next one arrives."""
     if behind is None:
-        return with_agreement(rank, world_size, None, [Transfer(ahead, piece, None, NOTHING) for piece in pieces])
-    schedule = []
-    for index, piece in enumerate(pieces):
-        forward = ahead if index > 0 else None
-        schedule.append(Transfer(forward, pieces[index - 1] if index else NOTHING, behind, piece))
-    if ahead is not None and pieces:
+        return [Transfer(ahead, piece, None, NOTHING) for piece in pieces]
+    if not pieces:
+        return []
+    schedule = [Transfer(None, NOTHING, behind, pieces[0])]
+    for previous, piece in itertools.pairwise(pieces):
+        schedule.append(Transfer(ahead, previous, behind, piece))
+    if ahead is not None:
         schedule.append(Transfer(ahead, pieces[-1], None, NOTHING))
-    return with_agreement(rank, world_size, behind, schedule)
+    return schedule
 
 
 def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Span) -> list[Transfer]:
     """Bring the span `own` of every rank to `spans[r]` on rank `dst`. Cost: ceil(log2 N) empty frames, one of data."""
     schedule = dissemination_barrier(rank, world_size)
     if rank != dst:
-        return [*schedule, Transfer(dst, own, None, NOTHING)]
-    return schedule + [Transfer(None, NOTHING, other, spans[other]) for other in range(world_size) if other != dst]
+        schedule.append(Transfer(dst, own, None, NOTHING))
+        return schedule
+    for other in range(world_size):
+        if other != dst:
+            schedule.append(Transfer(None, NOTHING, other, spans[other]))
+    return schedule
 
 
 def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Span) -> list[Transfer]:
     """Bring `spans[r]` on rank `src` to the span `own` of rank r. Cost: ceil(log2 N) empty frames, one of data."""
     schedule = dissemination_barrier(rank, world_size)
     if rank != src:
-        return [*schedule, Transfer(None, NOTHING, src, own)]
-    return schedule + [Transfer(other, spans[other], None, NOTHING) for other in range(world_size) if other != src]
+        schedule.append(Transfer(None, NOTHING, src, own))
+        return schedule
+    for other in range(world_size):
+        if other != src:
+            schedule.append(Transfer(other, spans[other], None, NOTHING))
+    return schedule
 
 
 def all_to_all(rank: int, world_size: int, send: Sequence[Span], receive: Sequence[Span]) -> list[Transfer]:
-    """Bring `send[r]` of the source to rank r, and what it sends to `receive[r]`. Cost: N - 1 frames."""
+    """Bring `send[r]` of the source to rank r, and that rank's elements to `receive[r]`. Cost: N - 1 frames."""
     schedule = []
     for distance in range(1, world_size):
-        ahead, behind = (rank + distance) % world_size, (rank - distance) % world_size
+        ahead = (rank + distance) % world_size
+        behind = (rank - distance) % world_size
         schedule.append(Transfer(ahead, send[ahead], behind, receive[behind]))
     return schedule

@@ -28,6 +28,7 @@ class Reduction(enum.IntEnum):
     BOR = 7
     BXOR = 8
 
+    # The hash of an enum is slow Python code.
     __hash__ = int.__hash__
 
 
@@ -54,9 +55,14 @@ def lasting() -> contextlib.AbstractContextManager[object]:
 
 def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
     """Multiply; PyTorch's own kernel rounds differently in vectors than at the end of a piece."""
-    ours, theirs, result = (torch.view_as_real(tensor) for tensor in (one, other, out))
-    a, b, c, d = ours[:, 0], ours[:, 1], theirs[:, 0], theirs[:, 1]
-    result[:, 0], result[:, 1] = a * c - b * d, a * d + b * c
+    ours = torch.view_as_real(one)
+    theirs = torch.view_as_real(other)
+    real = ours[:, 0] * theirs[:, 0] - ours[:, 1] * theirs[:, 1]
+    imaginary = ours[:, 0] * theirs[:, 1] + ours[:, 1] * theirs[:, 0]
+    # `out` is one of the operands: both parts are calculated before either is written.
+    result = torch.view_as_real(out)
+    result[:, 0] = real
+    result[:, 1] = imaginary
 
 
 def _smaller(one: Tensor, other: Tensor, out: Tensor) -> None:
@@ -85,11 +91,11 @@ _OPERATORS: dict[Reduction, tuple[Callable[..., Any], np.ufunc]] = {
     Reduction.BOR: (torch.bitwise_or, np.bitwise_or),
     Reduction.BXOR: (torch.bitwise_xor, np.bitwise_xor),
 }
-"""PyTorch's and NumPy's."""
+"""PyTorch's operator and NumPy's."""
 _UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {
     getattr(torch, name): getattr(np, name) for name in ("uint16", "uint32", "uint64")
 }
-_QUICK: dict[torch.dtype, type[np.number[Any]]] = {
+_FASTER_IN_NUMPY: dict[torch.dtype, type[np.number[Any]]] = {
     getattr(torch, name): getattr(np, name) for name in ("float32", "float64", "int32", "int64")
 }
 """Dtypes that NumPy adds with the same result, and small arrays in a third of the time."""
@@ -97,11 +103,13 @@ _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
 
 
 def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[Any]] | None:
-    """Return NumPy's type of elements that it adds faster and with the same result; None: it does not.
+    """Return NumPy's type for a dtype that NumPy adds faster than PyTorch, with the same result; None for others.
 
     Which of two NaNs stays depends on the operands' order and place: ranks must sum alike, in pieces that end alike.
     """
-    return _QUICK.get(dtype) if reduction in (Reduction.SUM, Reduction.AVG) else None
+    if reduction not in (Reduction.SUM, Reduction.AVG):
+        return None
+    return _FASTER_IN_NUMPY.get(dtype)
 
 
 class Calculation(NamedTuple):
@@ -138,17 +146,20 @@ def _add_silently(one: Any, other: Any, out: Any) -> None:
 def calculation_of(reduction: Reduction, dtype: torch.dtype, *, use_numpy: bool = False) -> Calculation:
     """Return how a reduction of a dtype is calculated, by NumPy only if `use_numpy`; refuse unsupported ones."""
     _check_reduction(reduction, dtype)
-    if dtype in _UNSIGNED:  # PyTorch lacks arithmetic for wide unsigned integers
-        return Calculation(_OPERATORS[reduction][1], _as_array(_UNSIGNED[dtype]))
-    array = added_by_numpy(reduction, dtype) if use_numpy else None
-    if array is not None:
-        return Calculation(_add_silently, _as_array(array))
+    torch_operator, numpy_operator = _OPERATORS[reduction]
+    # PyTorch lacks arithmetic for wide unsigned integers.
+    if dtype in _UNSIGNED:
+        return Calculation(numpy_operator, _as_array(_UNSIGNED[dtype]))
+    if use_numpy:
+        array = added_by_numpy(reduction, dtype)
+        if array is not None:
+            return Calculation(_add_silently, _as_array(array))
     if dtype.is_complex and reduction is Reduction.PRODUCT:
         return Calculation(_multiply_complex, _as_tensor)
+    # PyTorch adds no complex halves on CPUs; real and imaginary parts add up separately.
     if dtype.is_complex:
-        # PyTorch adds no complex halves on CPUs; real and imaginary parts add up separately.
-        return Calculation(_OPERATORS[reduction][0], _as_parts, parts=2)
-    return Calculation(_OPERATORS[reduction][0], _as_tensor)
+        return Calculation(torch_operator, _as_parts, parts=2)
+    return Calculation(torch_operator, _as_tensor)
 
 
 class Scratch:
@@ -161,18 +172,19 @@ class Scratch:
         self.memory = memory_of(self._flat)
 
     def of(self, dtype: torch.dtype, how: Calculation) -> Any:
-        """Return it as an array of a dtype's elements."""
+        """Return the memory as an array of a dtype's elements."""
         view = self._views.get((dtype, how.view))
         if view is None:
             with lasting():
-                view = self._views[dtype, how.view] = how.view(self._flat.view(dtype), self.memory)
+                view = how.view(self._flat.view(dtype), self.memory)
+            self._views[dtype, how.view] = view
         return view
 
 
 class Combiner:
     """Combines received elements in a scratch with a flat tensor, in place; refuses unsupported dtypes.
 
-    NumPy is used, if asked for, where it adds as PyTorch does: `added_by_numpy`.
+    With `use_numpy`, NumPy adds the dtypes that it adds like PyTorch: see `added_by_numpy`.
     """
 
     def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, use_numpy: bool = False) -> None:
@@ -185,7 +197,8 @@ class Combiner:
 
     def combine(self, first: int, end: int, *, peer_first: bool = False) -> None:
         """Combine scratch[: end - first] into flat[first:end]; the first operand's NaN stays."""
-        ours, theirs = self._flat[first * self._parts : end * self._parts], self._scratch[: (end - first) * self._parts]
+        ours = self._flat[first * self._parts : end * self._parts]
+        theirs = self._scratch[: (end - first) * self._parts]
         if peer_first:
             self._operator(theirs, ours, out=ours)
         else:
@@ -207,7 +220,8 @@ def divide(flat: Tensor, divisor: int) -> None:
         array = np.frombuffer(memory_of(flat), _UNSIGNED[flat.dtype])
         np.floor_divide(array, array.dtype.type(divisor), out=array)
     elif flat.dtype is torch.bool:
-        return  # the mean of booleans is whether any is true
+        # The mean of booleans is whether any is true, which is their sum already.
+        return
     elif flat.is_complex():
         torch.view_as_real(flat).div_(divisor)
     elif flat.is_floating_point():

@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 
 
 class ReductionPlan:
-    """The stages that reduce a flat tensor in place; `combiner` is of it and the scratch."""
+    """The stages that reduce a flat tensor in place; `combiner` combines it with the scratch."""
 
     def __init__(
         self,
@@ -64,17 +64,20 @@ class ReductionPlan:
 
     def by_doubling(self) -> Iterator[Stage]:
         """Leave all elements reduced on every rank, in as few rounds as possible."""
-        rank, world_size = self._selector.rank, self._selector.world_size
-        yield Stage(algorithms.recursive_doubling(rank, world_size, self._flat.numel()), self._buffers())
+        world_size = self._selector.world_size
+        schedule = algorithms.recursive_doubling(self._selector.rank, world_size, self._flat.numel())
+        yield Stage(schedule, self._buffers())
         if self._averages:
             divide(self._flat, world_size)
 
     def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> Iterator[Stage]:
-        """Leave this rank's span reduced and the others partial; then move the spans as `rest` says."""
+        """Leave this rank's span reduced and the others partial; then move the spans by the schedule `rest`."""
+        rank = self._selector.rank
+        world_size = self._selector.world_size
         buffers = self._buffers()
-        yield Stage(algorithms.reduce_scatter(self._selector.rank, self._selector.world_size, spans), buffers)
+        yield Stage(algorithms.reduce_scatter(rank, world_size, spans), buffers)
         if self._averages:
-            divide(self._flat[slice(*spans[self._selector.rank])], self._selector.world_size)
+            divide(self._flat[slice(*spans[rank])], world_size)
         if rest is not None:
             yield Stage(rest, buffers)
 

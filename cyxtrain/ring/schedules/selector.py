@@ -1,7 +1,7 @@
 """Selects the schedule of a collective.
 
-The order of summation follows from world size and bytes alone. The place of the ranks decides only how elements travel:
-on one machine by way of shared memory; across machines, copies along a ring enter each machine once.
+The order of summation follows from world size and bytes alone. The machines of the ranks decide only how elements are
+moved: on one machine through shared memory; across machines, copies along a ring enter each machine once.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Step
+from cyxtrain.ring.schedules.algorithms import Step, others_of
 from cyxtrain.ring.schedules.summation import Spans
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
@@ -21,7 +22,14 @@ SHORT_BYTES = 1 << 14
 SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 WINDOW_BYTES = 2 << 20
-"""Bytes that a rank has in shared memory at once: with more they leave the cache, and two copies cost more."""
+"""Bytes that a rank has in shared memory at once: more would leave the cache, and two copies would take longer."""
+
+
+class Peers(NamedTuple):
+    """The ranks that one rank sends its frame to in an exchange, and the ranks that it then receives from."""
+
+    to: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,31 +38,35 @@ class AlgorithmSelector:
 
     rank: int
     world_size: int
-    ring: tuple[int, ...]  # all ranks, those of one machine next to each other
-    shares_memory: bool = False  # whether they are few, on one machine, and Unix sockets connect them all
-    oversubscribed: bool = False  # three or more share the cores of one machine: fewer messages are then faster
-    core_per_rank: bool = False  # whether all are on one machine, with a core for each
+    ring: tuple[int, ...]
+    """All ranks, ordered by machine."""
+    shares_memory: bool = False
+    """Whether the ranks are few, on one machine, and Unix sockets connect them all."""
+    oversubscribed: bool = False
+    """Whether three or more ranks share fewer cores of one machine: fewer messages are then faster."""
+    core_per_rank: bool = False
+    """Whether all ranks are on one machine, with a core for each."""
 
     def is_staged(self, count: int, item_bytes: int) -> bool:
-        """Return whether so many elements go by way of shared memory, if frames carry no checksums."""
+        """Return whether so many elements go through shared memory, if frames carry no checksums."""
         return self.shares_memory and count * item_bytes > SHORT_BYTES
 
     def is_tiny(self, count: int, item_bytes: int) -> bool:
-        """Return whether elements are so few that no send waits, and a round costs more than they do."""
+        """Return whether elements are so few that no send blocks, and a round takes longer than their bytes."""
         return 1 < self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
-    def exchanges(self) -> tuple[Multicast, Multicast]:
-        """Return how the frames of all ranks reach those that reduce, and how the result reaches the others."""
-        if self.oversubscribed:
-            return (
-                algorithms.collecting(self.rank, self.world_size, 1),
-                algorithms.spreading(self.rank, self.world_size, 1),
-            )
-        return algorithms.multicast_rows(self.rank, self.world_size, 1), SILENCE
+    def exchanges(self) -> tuple[Peers, Peers]:
+        """Return how all frames reach the ranks that reduce, and how the result reaches the others."""
+        others = others_of(self.rank, self.world_size)
+        if not self.oversubscribed:
+            return Peers(to=others, sources=others), Peers()
+        if self.rank == 0:
+            return Peers(sources=others), Peers(to=others)
+        return Peers(to=(0,)), Peers(sources=(0,))
 
     @property
     def uses_counters(self) -> bool:
-        """Whether ranks publish progress counters in shared memory: each has a core to poll, and writes keep order."""
+        """Whether ranks publish progress counters in shared memory: each has a core to poll them."""
         return self.core_per_rank and ORDERS_WRITES
 
     @property

@@ -1,9 +1,9 @@
 """The order of summation, once: a pure function of (number of leaves, element count, bytes per element).
 
-A leaf is what one rank brings. Up to 256 KiB, all elements are summed by one binary tree. More are cut into as many
-chunks as there are leaves, and each chunk is summed along the ring of leaves. (The sum of two leaves is the same both
-ways.) Messages, shared memory and small reductions move elements in different ways, and all add them up in this order:
-every rank gets the same bits.
+A leaf is one rank's contribution. Up to 256 KiB, all elements are summed by one binary tree. More elements are cut into
+as many chunks as there are leaves, and each chunk is summed along the ring of leaves. (The sum of two leaves is the
+same both ways.) Messages, shared memory and small reductions move elements in different ways, and all add them up in
+this order: every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def summation_order(leaves: int, count: int, item_bytes: int, chunk: int) -> tup
 
 @functools.cache
 def binary_tree(leaves: int) -> tuple[Addition, ...]:
-    """Add up neighbours, then neighbouring pairs, and so on; what has no neighbour joins in a later round."""
+    """Add up neighbours, then neighbouring pairs, and so on; a leaf without a neighbour joins in a later round."""
     additions = []
     distance = 1
     while distance < leaves:

@@ -3,7 +3,7 @@
 A frame is hashed by XXH3 with a secret seed, and that digest by BLAKE2s with a secret key (RFC 7693): XXH3's digest of
 a few bytes is a bijection of the seed, so that one empty frame would reveal it.
 
-This is no message authentication code. XXH3 "is labeled non-cryptographic, and is not meant to avoid intentional
+This is not a message authentication code. XXH3 "is labeled non-cryptographic, and is not meant to avoid intentional
 collisions" (doc/xxhash_spec.md), and a frame can be replayed wherever the same header is expected. If the run has no
 secret, everyone who reaches the store can read the key.
 """
@@ -21,24 +21,25 @@ SUM_BYTES = 8
 class Checksums:
     """The keyed checksums of one group. Cost: one read of the bytes, and about a microsecond.
 
-    `key` is the run's secret, or what rank 0 made in its place; `run` the random name of the group's rendezvous, so
-    that no two groups have the same checksums.
+    `key` is the run's secret, or one that rank 0 has made. `run` is the random name of the group's rendezvous, so that
+    no two groups have the same checksums.
     """
 
     def __init__(self, key: bytes, run: str) -> None:
         derived = hmac.digest(key, b"cyxtrain checksums" + run.encode(), "sha256")
-        self._seed, self._key = int.from_bytes(derived[:8], "big"), derived[8:]
+        self._seed = int.from_bytes(derived[:8], "big")
+        self._key = derived[8:]
 
     def of(self, data: bytes | bytearray | memoryview) -> bytes:
         """Return the checksum of some bytes."""
         return self._sealed(xxh3_64_digest(data, self._seed))
 
     def begin(self) -> xxh3_64:
-        """Return what to `update` with bytes that arrive in pieces."""
+        """Return a hash to `update` with bytes that arrive in pieces."""
         return xxh3_64(seed=self._seed)
 
     def end(self, begun: xxh3_64) -> bytes:
-        """Return the checksum of all those bytes."""
+        """Return the checksum of all bytes that the hash was updated with."""
         return self._sealed(begun.digest())
 
     def _sealed(self, digest: bytes) -> bytes:

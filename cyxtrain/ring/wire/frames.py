@@ -2,7 +2,7 @@
 
 A data frame is a header of `HEADER_BYTES` and a payload. The header names the collective completely: the receiver knows
 the expected header and compares bytes before it uses the payload, so that a hostile length never allocates memory. A
-control frame is a short JSON text on the control connection.
+control frame is a short JSON object on the control connection.
 
 Header, big-endian: magic "CX", protocol version (u8), generation (u32), operation, reduction, dtype and number of
 dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), and two checksums
@@ -36,10 +36,11 @@ EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
 HEADER_BYTES = EXPECTED_BYTES + len(_NO_SUMS)
 _CONTROL = struct.Struct(">2sBBI8s")
 CONTROL_HEADER_BYTES = _CONTROL.size + SUM_BYTES
-_TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
+_LONGEST_STRING = 2000
+"""Characters of a string in a control frame; JSON makes up to twelve bytes of one."""
 CONTROL_MAX_BYTES = 64 * 1024
 NO_ROOT = -1
-_OPENS = (
+_HANDSHAKE_HINT = (
     " The all_gather of one int64 is the handshake at the start of fit, evaluate, predict, save_checkpoint, barrier "
     "and DistributedDataParallel, and at the end of a program (finalize). A rank whose program caught an error gets "
     "there too early: read that rank's output."
@@ -51,7 +52,7 @@ class FrameError(Exception):
 
 
 class DamagedError(FrameError):
-    """The received bytes are not those that were sent."""
+    """The received bytes differ from the bytes that were sent."""
 
 
 class Kind(enum.IntEnum):
@@ -68,13 +69,15 @@ class Kind(enum.IntEnum):
     ALL_TO_ALL = 9
     MESSAGE = 10
 
-    __hash__ = int.__hash__  # the hash of an enum is slow Python code
+    # The hash of an enum is slow Python code.
+    __hash__ = int.__hash__
 
 
 _ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
 """What errors call an operation's root; "dst" in the others."""
 
 
+# A dtype's place is its number on the wire.
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -90,7 +93,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     try:
         return _DTYPE_CODES[dtype]
     except KeyError:
-        raise CyxtrainError(f"Tensors of {dtype} cannot travel over the ring; convert them first.") from None
+        raise CyxtrainError(f"the ring does not carry tensors of {dtype}; convert them first.") from None
 
 
 class Operation(NamedTuple):
@@ -111,21 +114,35 @@ class Operation(NamedTuple):
 
     def describe(self) -> str:
         """Return a description, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
-        facts = [] if self.reduction is Reduction.NONE else [self.reduction.name]
+        facts = self._facts()
+        if self.kind is Kind.MESSAGE:
+            facts.append(f"tag {self.root}")
+            return f"message ({', '.join(facts)})"
+        numbered = f"{self.kind.name.lower()} #{self.sequence}"
+        if not facts:
+            return numbered
+        return f"{numbered} ({', '.join(facts)})"
+
+    def _facts(self) -> list[str]:
+        facts = []
+        if self.reduction is not Reduction.NONE:
+            facts.append(self.reduction.name)
         if self.dtype:
-            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # ranks may differ in it
-            facts.append(str(_DTYPES[self.dtype - 1]).removeprefix("torch.") + shape)
+            dtype = str(_DTYPES[self.dtype - 1]).removeprefix("torch.")
+            # The shapes of an all_to_all may differ by rank.
+            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"
+            facts.append(dtype + shape)
         if self.root != NO_ROOT and self.kind is not Kind.MESSAGE:
             facts.append(f"{_ROOTS.get(self.kind, 'dst')} {self.root}")
         if self.generation:
             facts.append(f"generation {self.generation}")
-        if self.kind is Kind.MESSAGE:
-            return f"message ({', '.join([*facts, f'tag {self.root}'])})"
-        return f"{self.kind.name.lower()} #{self.sequence}" + (f" ({', '.join(facts)})" if facts else "")
+        return facts
 
     def payload_bytes(self) -> int:
         """Return the bytes of a whole tensor of `shape`."""
-        return math.prod(self.shape) * (_DTYPES[self.dtype - 1].itemsize if self.dtype else 0)
+        if not self.dtype:
+            return 0
+        return math.prod(self.shape) * _DTYPES[self.dtype - 1].itemsize
 
 
 @functools.lru_cache(maxsize=1024)
@@ -156,9 +173,18 @@ def in_call(error: CyxtrainError, here: str) -> CyxtrainError:
     """Return a copy of a group's error that names the call, or the operation, in which this rank was."""
     message = str(error)
     if here not in message:
-        gap = "" if message.endswith("\n") else " " if message.endswith(".") else ". "  # a traceback ends its last line
-        message = f"{message}{gap}This rank was in {here}."
+        message = append_sentence(message, f"This rank was in {here}.")
     return error_from_facts(error.to_facts() | {"message": message, "during": here})
+
+
+def append_sentence(message: str, sentence: str) -> str:
+    """Return an error's message with one more sentence."""
+    # The last line of a message with a traceback has ended already.
+    if message.endswith("\n"):
+        return message + sentence
+    if message.endswith("."):
+        return f"{message} {sentence}"
+    return f"{message}. {sentence}"
 
 
 def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -195,19 +221,26 @@ def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> Collect
     """Return the error of `rank` in `operation`, which received the header `found` of another one from `peer`."""
     ours = operation.describe()
     try:
-        theirs = decode_header(found)[0].describe()
+        other, _ = decode_header(found)
+        theirs = other.describe()
     except FrameError as error:
         theirs = f"something unreadable ({error})"
-    opens = any(call.startswith("all_gather ") and call.endswith("(int64 [1])") for call in (ours, theirs))
+    hint = ""
+    if _may_be_handshake(ours) or _may_be_handshake(theirs):
+        hint = _HANDSHAKE_HINT
     if theirs == ours:
         theirs = f"{theirs} with other sizes"
     return CollectiveMismatchError(
         f"the ranks do not call the same collective: rank {rank} is in {ours}, rank {peer} is in {theirs}. "
-        "Every rank must make the same calls, in the same order, with the same shapes, dtypes and reductions."
-        f"{_OPENS if opens else ''}",
+        f"Every rank must make the same calls, in the same order, with the same shapes, dtypes and reductions.{hint}",
         rank=peer,
         during=ours,
     )
+
+
+def _may_be_handshake(call: str) -> bool:
+    """Return whether a described call looks like the handshake of `fit` and other methods."""
+    return call.startswith("all_gather ") and call.endswith("(int64 [1])")
 
 
 def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
@@ -264,15 +297,18 @@ class Control(enum.IntEnum):
 
 
 def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) -> bytes:
-    """Return a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
-    short = {key: value[:_TEXT_MAX] if isinstance(value, str) else value for key, value in facts.items()}
+    """Return a control frame; strings are cut so that it stays below `CONTROL_MAX_BYTES`."""
+    short = dict(facts)
+    for name, fact in facts.items():
+        if isinstance(fact, str):
+            short[name] = fact[:_LONGEST_STRING]
     body = json.dumps(short).encode()
     head = _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body), checksums.of(body))
     return head + checksums.of(head) + body
 
 
 def take_control_frame(received: bytearray, checksums: Checksums) -> tuple[Control, dict[str, Any]] | None:
-    """Remove the first control frame from `received`, and return (kind, facts); None: it is incomplete."""
+    """Remove the first control frame from `received`, and return (kind, facts); None if it is incomplete."""
     if len(received) < CONTROL_HEADER_BYTES:
         return None
     magic, version, kind, length, body_sum = _CONTROL.unpack_from(received)
@@ -290,14 +326,18 @@ def take_control_frame(received: bytearray, checksums: Checksums) -> tuple[Contr
     if checksums.of(body) != body_sum:
         raise DamagedError("the body of a control frame is damaged")
     facts = json_object(body)
-    return Control(kind), {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+    for name, fact in facts.items():
+        if isinstance(fact, str):
+            facts[name] = printable(fact)
+    return Control(kind), facts
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in untrusted bytes; raise `FrameError` if there is none."""
+    """Return the JSON object in untrusted bytes; raise `FrameError` for other bytes."""
     try:
         found = json.loads(data.decode())
-    except (ValueError, RecursionError):  # nested deeper than Python's stack
+    # A RecursionError: it is nested deeper than Python's stack.
+    except (ValueError, RecursionError):
         raise FrameError("the bytes are not JSON") from None
     if not isinstance(found, dict):
         raise FrameError("the bytes are not a JSON object")

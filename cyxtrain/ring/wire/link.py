@@ -1,4 +1,4 @@
-"""A connection to a peer, which sends and receives what it can now and never waits.
+"""A connection to a peer that sends and receives as much as it can without waiting.
 
 Only `Poller.wait` waits, always with a `Deadline`.
 """
@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from cyxtrain.errors import reason_of
 from cyxtrain.ring.wire.checksums import Checksums
@@ -46,7 +47,7 @@ _DATA_OPTIONS = {
 }
 LOST_PACKETS = (
     "large packets get lost on the way, although short ones arrived (path MTU), or the network was cut. Set the same "
-    "MTU on all interfaces of the way (ip link set dev eth0 mtu 1400), or allow ICMP's 'fragmentation needed'"
+    "MTU on all interfaces of the path (ip link set dev eth0 mtu 1400), or allow ICMP's 'fragmentation needed'"
 )
 _NEAR_SEND_BYTES = 1 << 19
 """Bytes in flight on the same machine, so that they stay in a cache."""
@@ -108,9 +109,13 @@ def watch_over(sock: socket.socket) -> None:
     _set_options(sock, _CONTROL_OPTIONS)
 
 
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6)
+
+
 def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
     """Set the options that this system has; a closed connection takes none."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    if not _is_tcp(sock):
         return
     options = {"TCP_NODELAY": 1, **options}
     with contextlib.suppress(OSError):
@@ -123,10 +128,11 @@ def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
 
 
 def _stay_in_cache(sock: socket.socket) -> None:
-    """Limit a local connection's send buffer to what stays in a cache: 1.5 times as fast from 4 MiB on."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    """Limit a local connection's send buffer so that it stays in a cache: 1.5 times as fast from 4 MiB on."""
+    if not _is_tcp(sock):
         return
-    with contextlib.suppress(OSError):  # it has ended already
+    # The connection may have ended already.
+    with contextlib.suppress(OSError):
         if sock.getsockname()[0] == sock.getpeername()[0]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_SEND_BYTES)
 
@@ -149,8 +155,8 @@ class Link:
 
     @property
     def transport(self) -> str:
-        """What carries the bytes: "tcp" or "unix"."""
-        return "tcp" if self._sock.family in (socket.AF_INET, socket.AF_INET6) else "unix"
+        """The kind of the socket: "tcp" or "unix"."""
+        return "tcp" if _is_tcp(self._sock) else "unix"
 
     def send(self, data: memoryview | bytes) -> int:
         """Send what the kernel takes now; return its bytes, or raise `LinkBroken`."""
@@ -161,6 +167,7 @@ class Link:
 
     def send_both(self, first: memoryview | bytes, second: memoryview) -> int:
         """Send what the kernel takes of two pieces, in one packet."""
+        # Python has no sendmsg on Windows.
         if sys.platform == "win32":
             return self.send(first)
         try:
@@ -177,6 +184,7 @@ class Link:
 
     def receive_both(self, first: memoryview, second: memoryview) -> int:
         """Receive what has arrived into two pieces."""
+        # Python has no recvmsg_into on Windows.
         if sys.platform == "win32":
             return self.receive(first)
         try:
@@ -197,7 +205,9 @@ class Link:
             data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             return self._nothing(error) > 0, -1
-        return bool(data or self._ended()), descriptors[0] if descriptors else -1
+        if not data:
+            self._ended()
+        return True, descriptors[0] if descriptors else -1
 
     def peek(self, size: int) -> bytes:
         """Return at most `size` bytes that have arrived, without taking them; empty after the end."""
@@ -211,12 +221,13 @@ class Link:
             return 0
         raise LinkBroken(self.rank, reason_of(error)) from None
 
-    def _ended(self) -> int:
+    def _ended(self) -> NoReturn:
         raise LinkBroken(self.rank, "the connection was closed")
 
     def stop(self) -> None:
-        """End both directions, so that all waiting threads wake; what has arrived can still be read."""
-        with contextlib.suppress(OSError):  # it has ended already
+        """End both directions, so that all waiting threads wake; data that has arrived can still be read."""
+        # The connection may have ended already.
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -225,7 +236,7 @@ Pollable = Link | socket.socket
 
 
 class Poller:
-    """Wait until one of some links can move; keeps its kernel objects, and serves one thread at a time."""
+    """A waiter on links: it keeps a kernel object for each set of links, and serves one thread at a time."""
 
     def __init__(self) -> None:
         self._polls: dict[tuple[tuple[int, ...], tuple[int, ...]], select.poll] = {}
@@ -240,6 +251,7 @@ class Poller:
         """Wait for readers, writers or time, at most half a second; return whether a link can move."""
         seconds = min(deadline.left(), longest_seconds, _LONGEST_POLL_SECONDS)
         until = time.monotonic() + seconds
+        # Windows has no poll.
         if sys.platform == "win32":
             happened = any(select.select(readers, writers, writers, seconds))
         else:
@@ -253,13 +265,18 @@ class Poller:
         if poll is None:
             if len(self._polls) >= _MAX_POLLS:
                 self._polls.clear()
-            poll = self._polls[key] = _new_poll(*key)
+            poll = _new_poll(*key)
+            self._polls[key] = poll
         return poll
 
 
 def _new_poll(readers: tuple[int, ...], writers: tuple[int, ...]) -> select.poll:
     poll = select.poll()
     for fileno in {*readers, *writers}:
-        wanted = (select.POLLIN if fileno in readers else 0) | (select.POLLOUT if fileno in writers else 0)
-        poll.register(fileno, wanted)
+        events = 0
+        if fileno in readers:
+            events |= select.POLLIN
+        if fileno in writers:
+            events |= select.POLLOUT
+        poll.register(fileno, events)
     return poll

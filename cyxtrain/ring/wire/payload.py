@@ -1,4 +1,4 @@
-"""Tensors as flat memory to send from and receive into; those of an accelerator are copied through pinned memory."""
+"""Tensors as flat memory to send from and receive into; an accelerator's tensors are copied through pinned memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def address_of(memory: memoryview) -> int:
     """Return the address of writable bytes, at least one."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def addresses_of(tensor: Tensor) -> tuple[int, int]:
+    """Return where a strided tensor's memory begins and ends."""
+    begin = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_tensor(tensor: Tensor) -> Tensor:
@@ -53,11 +60,11 @@ def check_target(tensor: Tensor) -> Tensor:
 
 def _shares_memory(tensor: Tensor) -> bool:
     """Return whether any two elements are at one place; for rare strides of `as_strided`, whether they may be."""
-    reach = 0  # of the dimensions with smaller strides
+    last = 0  # the last place that the dimensions with smaller strides reach
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
+        if size > 1 and stride <= last:
             return True
-        reach += (size - 1) * stride
+        last += (size - 1) * stride
     return False
 
 
@@ -69,24 +76,30 @@ def flat_copy_of(tensor: Tensor) -> Tensor:
 
 
 def copy_back(flat: Tensor, tensor: Tensor) -> None:
-    """Copy a result to its tensor if `flat_view_of` it was a copy."""
+    """Copy a result to its tensor if `flat_view_of` made a copy."""
     if flat.data_ptr() != tensor.data_ptr():
         write(flat, tensor)
 
 
 def write(flat: Tensor, tensor: Tensor) -> None:
     """Copy as many elements, in one dimension, into a tensor."""
-    with torch.inference_mode() if _is_closed(tensor) else contextlib.nullcontext():
+    with _mode_to_change(tensor):
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def replace(tensor: Tensor, whole: Tensor) -> None:
-    """Give a tensor the elements of another one of its size and layout."""
-    with torch.inference_mode() if _is_closed(tensor) else torch.no_grad():
+    """Copy all elements to a tensor from another one of the same size and layout."""
+    with torch.no_grad(), _mode_to_change(tensor):
         tensor.copy_(whole)
 
 
-def _is_closed(tensor: Tensor) -> bool:
+def _mode_to_change(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    if _needs_inference_mode(tensor):
+        return torch.inference_mode()
+    return contextlib.nullcontext()
+
+
+def _needs_inference_mode(tensor: Tensor) -> bool:
     """Return whether PyTorch refuses to change a tensor here: it was made in inference mode."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
@@ -99,10 +112,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two one-dimensional, contiguous tensors share memory."""
-    (first, end), (start, stop) = (
-        (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()) for part in (one, other)
-    )
-    return first < stop and start < end
+    one_begin, one_end = addresses_of(one)
+    other_begin, other_end = addresses_of(other)
+    return one_begin < other_end and other_begin < one_end
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -113,18 +125,22 @@ def is_plain(tensor: Tensor) -> bool:
 def has_plain_memory(tensor: Tensor) -> bool:
     """Return whether a tensor is a plain one whose memory can be read and written at its address."""
     plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and is_plain(tensor)
-    return plain and tensor.data_ptr() != 0  # a tensor of zeros may have no memory
+    # A tensor of zeros may have no memory.
+    return plain and tensor.data_ptr() != 0
 
 
 def flat_view_of(tensor: Tensor) -> Tensor:
     """Return the elements in one dimension, which may be changed: a view of plain memory, otherwise a copy."""
     if not is_plain(check_tensor(tensor)):
         return flat_copy_of(tensor)
-    if _is_closed(tensor):
+    if _needs_inference_mode(tensor):
         if tensor.numel() == 0:
             return flat_copy_of(tensor)
-        return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory
-    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+        # The same memory as a tensor of this mode.
+        return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)
+    if tensor.dim() == 1 and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().view(-1)
 
 
 def can_carry(device: torch.device) -> bool:
@@ -139,8 +155,8 @@ def host_copy(tensor: Tensor) -> Tensor:
     return staged.copy_(tensor.detach().reshape(-1))
 
 
-def beside(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call for another thread that sees this thread's mode, and what its stream was asked so far."""
+def for_another_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call for another thread, in this thread's mode, which waits for the work queued on its stream."""
     call = functools.partial(_in_mode, torch.is_inference_mode_enabled(), call)
     device = accelerator.in_use()
     if device is None:
@@ -150,7 +166,8 @@ def beside(call: Callable[[], Any]) -> Callable[[], Any]:
 
     def staged() -> Any:
         stream = accelerator.side_stream(device, "ring")
-        with stream:  # and on its device
+        # `with stream` also selects its device.
+        with stream:
             stream.wait_event(before)
             result = call()
             stream.synchronize()

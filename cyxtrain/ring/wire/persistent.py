@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Multicast
 from cyxtrain.ring.schedules.kernels import Reduction, calculation_of, divide, lasting
-from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.schedules.selector import AlgorithmSelector, Peers
 from cyxtrain.ring.schedules.summation import binary_tree
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -51,28 +50,31 @@ class PersistentOps:
         self.selector = selector
         self.numbers = itertools.count()
         """Numbers of shared buffers: the same on each rank, as all make them together."""
-        self.can_meet = bool(links) and all(link.checksums is None for link in links.values())
-        """Whether ranks meet in shared memory: there are others, and their frames have no checksums."""
+        self.can_share_memory = bool(links) and all(link.checksums is None for link in links.values())
+        """Whether operations may use shared memory: there are other ranks, and their frames have no checksums."""
         self._links = links
         self._generation = generation
         self._kept: dict[tuple[Any, ...], SmallReduction] = {}
 
     def find(self, kind: Kind, tensor: Tensor, reduction: Reduction, root: int = NO_ROOT) -> SmallReduction | None:
-        """Return what does a collective of a tensor of this dtype and shape; None: it is no small reduction."""
+        """Return the small reduction for a collective of a tensor of this dtype and shape; None if it is not one."""
         if reduction is Reduction.NONE:
             return None
-        key = kind, tensor.dtype, tensor.shape, reduction, root
+        key = (kind, tensor.dtype, tensor.shape, reduction, root)
         kept = self._kept.get(key)
-        if kept is None:
-            scatters = kind is Kind.REDUCE_SCATTER
-            count = tensor.numel() * (self.selector.world_size if scatters else 1)
-            if count == 0 or not self.selector.is_tiny(count, tensor.element_size()):
-                return None
-            size = count * tensor.element_size()
-            opening = self.header(reduction, tensor.dtype, tuple(tensor.shape), size, root, kind)
-            kept = SmallReduction(opening, self.selector, tensor.dtype, scatters=scatters)
-            keep(self._kept, key, kept)
-        return kept
+        if kept is not None:
+            return kept
+        scatters = kind is Kind.REDUCE_SCATTER
+        count = tensor.numel()
+        if scatters:
+            count *= self.selector.world_size
+        if count == 0 or not self.selector.is_tiny(count, tensor.element_size()):
+            return None
+        payload_bytes = count * tensor.element_size()
+        header = self.header(reduction, tensor.dtype, tuple(tensor.shape), payload_bytes, root, kind)
+        reduction_of_few = SmallReduction(header, self.selector, tensor.dtype, scatters=scatters)
+        keep(self._kept, key, reduction_of_few)
+        return reduction_of_few
 
     def header(
         self,
@@ -92,7 +94,7 @@ class PersistentOps:
 
 
 class Exchange(NamedTuple):
-    """One exchange of a rank: links that it sends its frame to, and what it then waits for."""
+    """One exchange of a rank: the links that it sends its frame to, and the frames or counters it then waits for."""
 
     sends: tuple[Link, ...]
     receives: tuple[ExpectedFrame | ProgressCounter, ...]
@@ -105,7 +107,7 @@ Rounds = Iterable[Exchange]
 class PersistentOperation:
     """The frame of a persistent operation, and the exchanges that bring every rank's frame to all.
 
-    Cost: each sends to all others, in one round; if ranks share cores each sends to rank 0, and rank 0 to all others.
+    Cost: each sends to all others, in one round; if ranks share cores, each sends to rank 0, and rank 0 to all others.
     """
 
     def __init__(
@@ -117,19 +119,25 @@ class PersistentOperation:
         self.sequence = 0  # of the running operation
         self._checksums = next(iter(links.values())).checksums
         self._begin = expected_header(operation.identity(), payload_bytes)
-        self.frame = _new_frame(payload_bytes)  # what this rank sends: header and payload
+        self.frame = _new_frame(payload_bytes)
+        """The header and the payload that this rank sends."""
         self.frame[:HEADER_BYTES] = header(self._begin, memoryview(b""), checksums=None)
-        self.expected: dict[int, ExpectedFrame] = {}  # the frames that it receives, by rank
-        # After the first exchange those who reduce have every frame; after the second all others have the result.
-        self.collecting, self.spreading = (self._exchange(each, links) for each in selector.exchanges())
+        self.expected: dict[int, ExpectedFrame] = {}
+        """The frames that this rank receives, by rank."""
+        collecting, spreading = selector.exchanges()
+        self.collecting = self._exchange(collecting, links)
+        """After it, the ranks that reduce have every frame."""
+        self.spreading = self._exchange(spreading, links)
+        """After it, all others have the result."""
 
-    def _exchange(self, multicast: Multicast, links: Mapping[int, Link]) -> Exchange:
-        receives = {other: ExpectedFrame(links[other], self.payload_bytes) for other in multicast.sources}
+    def _exchange(self, peers: Peers, links: Mapping[int, Link]) -> Exchange:
+        sends = tuple(links[other] for other in peers.to)
+        receives = {other: ExpectedFrame(links[other], self.payload_bytes) for other in peers.sources}
         self.expected.update(receives)
-        return Exchange(tuple(links[other] for other in multicast.to), tuple(receives.values()))
+        return Exchange(sends, tuple(receives.values()))
 
     def counter(self, rank: int, peer: int, words: Sequence[memoryview]) -> ProgressCounter:
-        """Return the progress counter of `peer`, as `rank` sees it; `words` are those of every rank's counter."""
+        """Return the progress counter of `peer`, as `rank` sees it; `words` has each rank's own words."""
         return ProgressCounter(words[peer], words[rank], rank, peer, self.expected[peer], self.frame)
 
     @property
@@ -160,8 +168,8 @@ class PersistentOperation:
 class SmallReduction:
     """A reduction of few elements, summed by `binary_tree` in frames that are reused.
 
-    The header's payload has all the elements. All ranks take the whole result, unless it `scatters`: then each takes
-    its own part.
+    The header's payload has all elements. If it `scatters`, each rank takes its own part of the result; otherwise, all
+    ranks take the whole.
     """
 
     def __init__(
@@ -172,28 +180,29 @@ class SmallReduction:
         self._world_size = selector.world_size
         how = calculation_of(header.reduction, dtype, use_numpy=True)
         self._combine = how.operator
-        frames = {selector.rank: header.frame}
-        frames.update((other, each.frame) for other, each in header.expected.items())
-        payloads = {rank: frame[HEADER_BYTES:] for rank, frame in frames.items()}
+        payloads = {rank: expected.frame[HEADER_BYTES:] for rank, expected in header.expected.items()}
+        payloads[selector.rank] = header.frame[HEADER_BYTES:]
         with lasting():
             tensors = {rank: torch.frombuffer(payload, dtype=dtype) for rank, payload in payloads.items()}
-            rows = {rank: how.view(tensors[rank], payloads[rank]) for rank in frames}
-        order = binary_tree(self._world_size) if selector.is_summing else ()
-        self._additions: list[tuple[Any, Any]] = [(rows[into], rows[source]) for into, source in order]
-        self._total = tensors[0]  # the sum is in rank 0's frame
+            terms = {rank: how.view(tensors[rank], payload) for rank, payload in payloads.items()}
+        self._additions: list[tuple[Any, Any]] = []
+        if selector.is_summing:
+            self._additions = [(terms[into], terms[source]) for into, source in binary_tree(self._world_size)]
+        # The additions leave the sum in rank 0's frame.
+        self._total = tensors[0]
         self._own = address_of(payloads[selector.rank])
-        self._taken = address_of(payloads[0])
-        self._taken_bytes = header.payload_bytes
+        self._result = address_of(payloads[0])
+        self._result_bytes = header.payload_bytes
         if scatters:
-            self._taken_bytes //= self._world_size
-            self._taken += selector.rank * self._taken_bytes
+            self._result_bytes //= self._world_size
+            self._result += selector.rank * self._result_bytes
 
     def run(self, source: memoryview, target: memoryview) -> Iterator[Exchange]:
-        """Do it, from the bytes of `source` to those of `target`; yield each exchange with other ranks."""
+        """Reduce the bytes of `source` into `target`; yield each exchange with other ranks."""
         return self.run_at(address_of(source), address_of(target))
 
     def run_at(self, source: int, target: int) -> Iterator[Exchange]:
-        """Do it, from the address `source` to the address `target`."""
+        """Reduce from the address `source` to the address `target`; yield each exchange with other ranks."""
         ctypes.memmove(self._own, source, self.header.payload_bytes)
         yield self.header.collecting
         for into, other in self._additions:
@@ -201,11 +210,11 @@ class SmallReduction:
         yield self.header.spreading
         if self._averages:
             divide(self._total, self._world_size)
-        ctypes.memmove(target, self._taken, self._taken_bytes)
+        ctypes.memmove(target, self._result, self._result_bytes)
 
 
 class ExpectedFrame:
-    """The frame, header and payload, that must come from one rank; `done` when all of it has arrived."""
+    """The next frame, header and payload, from one rank; `done` when all of it has arrived."""
 
     __slots__ = ("_expected", "_have", "done", "frame", "link")
 
@@ -224,10 +233,14 @@ class ExpectedFrame:
 
     def advance(self) -> bool:
         """Receive what has arrived; return whether anything moved."""
-        have = self._have
-        count = self.link.receive(self.frame[have:] if have else self.frame)
-        have = self._have = have + count
-        if count and have >= HEADER_BYTES:  # after another header nothing more may come
+        missing = self.frame
+        if self._have:
+            missing = missing[self._have :]
+        count = self.link.receive(missing)
+        have = self._have + count
+        self._have = have
+        # The header is checked before the payload is complete: after another header, nothing more may come.
+        if count and have >= HEADER_BYTES:
             head = bytes(self.frame[:HEADER_BYTES])
             checksums = self.link.checksums
             if checksums is not None or not head.startswith(self._expected):
@@ -241,13 +254,13 @@ class ExpectedFrame:
 class ProgressCounter:
     """A peer's progress counter in shared memory; `done` when the peer is as far as awaited.
 
-    Nothing is sent, so a rank that waits long for a peer to begin sends a probe frame: the peer takes it when it is
-    through, or sees by it that it is in another operation. A peer that has begun is not asked: it might be through. The
-    peer's words are a count, an operation, and by rank the operation in which the peer asked that rank; `probe_frame`
-    receives its probe, and `frame` is this rank's.
+    A counter sends nothing. So a rank that waits long for a peer to begin sends it a frame, as a probe: the peer
+    receives it at the end of the operation, or learns from it that it is in another operation. A peer that has begun is
+    not probed: it may have finished. The peer's words are a count, an operation, and by rank the operation in which the
+    peer has probed that rank. `probe_frame` receives the peer's probe; `frame` is this rank's probe.
     """
 
-    __slots__ = ("_frame", "_own", "_peer", "_rank", "_theirs", "_wanted", "done", "link", "probe_frame")
+    __slots__ = ("_awaited", "_frame", "_own", "_peer", "_rank", "_theirs", "done", "link", "probe_frame")
 
     def __init__(
         self,
@@ -261,65 +274,74 @@ class ProgressCounter:
         self.link = probe_frame.link
         self.probe_frame = probe_frame
         self.done = False
-        self._theirs, self._own = theirs, own
-        self._rank, self._peer = rank, peer
+        self._theirs = theirs
+        self._own = own
+        self._rank = rank
+        self._peer = peer
         self._frame = frame
-        self._wanted = 0
+        self._awaited = 0
 
-    def shows(self, count: int) -> bool:
-        """Wait for this count from now on; return whether it is reached."""
-        self._wanted = count
+    def has_reached(self, count: int) -> bool:
+        """Await this count from now on; return whether it is reached."""
+        self._awaited = count
         return self.advance()
 
     def expect(self, expected: bytes) -> None:
-        """Do nothing: no frame comes."""
+        """Do nothing: a counter receives no frame."""
 
     def advance(self) -> bool:
-        """Return whether the peer is that far in the same operation; what it wrote before can then be read."""
+        """Return whether the peer is that far in the same operation; its earlier writes can then be read."""
         theirs = self._theirs
-        self.done = theirs[_COUNT] >= self._wanted and (theirs[_WHAT] == self._own[_WHAT] or self._has_begun)
+        is_far = theirs[_COUNT] >= self._awaited
+        self.done = is_far and (theirs[_OPERATION] == self._own[_OPERATION] or self._has_begun)
         return self.done
 
     def probe(self, sequence: int) -> memoryview | None:
-        """Return the frame that asks the peer in an operation; None: it was asked, or has begun."""
-        if self._has_begun or self._own[_asked(self._peer, sequence)] == sequence:
+        """Return the frame that probes the peer in an operation; None if it was probed, or has begun."""
+        word = _probe_word(self._peer, sequence)
+        if self._has_begun or self._own[word] == sequence:
             return None
-        self._own[_asked(self._peer, sequence)] = sequence
+        self._own[word] = sequence
         return self._frame
 
     @property
     def _has_begun(self) -> bool:
-        """Whether the peer is in this operation: each counts twice."""
-        return self._wanted % 2 == 0
+        """Whether the peer has surely begun this operation: the count before an even one belongs to it, too."""
+        return self._awaited % 2 == 0
 
     def has_asked(self, sequence: int) -> bool:
-        """Return whether the peer, which has done its part, asked this rank in an operation."""
-        return bool(self._theirs[_asked(self._rank, sequence)] == sequence)
+        """Return whether the peer, which has done its part, has probed this rank in an operation."""
+        return bool(self._theirs[_probe_word(self._rank, sequence)] == sequence)
 
 
-def _asked(rank: int, sequence: int) -> int:
-    """Return the word for the operation in which a rank was asked.
+def _probe_word(rank: int, sequence: int) -> int:
+    """Return the word for the operation in which a rank was probed.
 
     There are two words: a late rank may look for a probe when the next operation has one already.
     """
-    return _ASKED + 2 * rank + sequence % 2
+    return _FIRST_PROBE + 2 * rank + sequence % 2
 
 
-def publish(words: memoryview, what: int) -> int:
-    """Count this rank's progress up by one, and return it; whoever sees it sees all that was written before."""
-    words[_WHAT] = what
-    words[_COUNT] = count = words[_COUNT] + 1
+def publish(words: memoryview, operation: int) -> int:
+    """Count this rank's progress up by one, and return it; a rank that sees the count sees all earlier writes."""
+    words[_OPERATION] = operation
+    # Last, as a peer that sees the count reads everything before it.
+    count = words[_COUNT] + 1
+    words[_COUNT] = count
     return int(count)
 
 
-_COUNT, _WHAT = 0, 1
+_COUNT = 0
+"""The word that counts this rank's arrivals at barriers."""
+_OPERATION = 1
+"""The word that tells apart operations on the same memory."""
 FINITE = 2
-"""The word in which a rank says whether its chunk of the result is finite."""
+"""The word for whether a rank's chunk of the result is finite."""
 WEIGHT = 3
-"""The word that is a rank's weight, a float64."""
-_ASKED = 8
+"""The word for a rank's weight, a float64."""
+_FIRST_PROBE = 8
 """On another cache line than the first words."""
-COUNTER_WORDS = _ASKED + 2 * algorithms.FEW_RANKS
+COUNTER_WORDS = _FIRST_PROBE + 2 * algorithms.FEW_RANKS
 
 
 def _new_frame(payload_bytes: int) -> memoryview:

@@ -1,6 +1,6 @@
 """One transfer: a header and a payload to send, and a header and a payload to receive.
 
-Nothing here waits: what the kernel takes or has is moved, and the caller waits between.
+Nothing here waits: it moves the bytes that the kernel takes or has, and the caller waits in between.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _JOIN_BYTES = 1 << 16
 
 
 class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """Another header than the expected one came."""
+    """A header arrived that is not the expected one."""
 
     def __init__(self, rank: int, found: bytes) -> None:
         super().__init__(rank)
@@ -69,15 +69,19 @@ def begin_sending(link: Link, identity: bytes, payload: memoryview) -> Outgoing 
         return begin_sending_frame(link, head + payload)
     sent = link.send_both(head, payload[:SEGMENT_BYTES])
     sent_of_payload = sent - HEADER_BYTES
-    if sent_of_payload == len(payload):  # often
+    if sent_of_payload == len(payload):
         return None
-    return Outgoing(link, [payload[sent_of_payload:]] if sent_of_payload >= 0 else [memoryview(head)[sent:], payload])
+    if sent_of_payload < 0:
+        return Outgoing(link, [memoryview(head)[sent:], payload])
+    return Outgoing(link, [payload[sent_of_payload:]])
 
 
 def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | None:
     """Start to send a whole small frame; return its rest, nearly always None."""
     sent = link.send(frame)
-    return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
+    if sent == len(frame):
+        return None
+    return Outgoing(link, [memoryview(frame)[sent:]])
 
 
 class DescriptorTransfer:
@@ -91,7 +95,7 @@ class DescriptorTransfer:
         self.descriptor = descriptor
 
     def advance(self) -> bool:
-        """Send it if the kernel takes it, or receive it if it has arrived; return whether that is done."""
+        """Send the descriptor if the kernel takes it, or receive it if it has arrived; return whether it is done."""
         if self.descriptor >= 0:
             self.done = self.link.send_descriptor(self.descriptor)
         else:
@@ -100,7 +104,7 @@ class DescriptorTransfer:
 
 
 class ShortIncoming:
-    """A short transfer to receive, header and payload in one piece, which replaces what is there."""
+    """A short transfer to receive, header and payload in one piece; it replaces the elements of its target."""
 
     __slots__ = ("_expected", "_have", "_payload", "_receive_buffer", "done", "link")
 
@@ -114,10 +118,14 @@ class ShortIncoming:
 
     def advance(self) -> bool:
         """Receive what has arrived; return whether anything moved."""
-        have = self._have
-        count = self.link.receive(self._receive_buffer[have:] if have else self._receive_buffer)
-        have = self._have = have + count
-        if have >= HEADER_BYTES:  # of another header there may come no more
+        missing = self._receive_buffer
+        if self._have:
+            missing = missing[self._have :]
+        count = self.link.receive(missing)
+        have = self._have + count
+        self._have = have
+        # The header is checked before the payload is complete: after another header, nothing more may come.
+        if have >= HEADER_BYTES:
             head = bytes(self._receive_buffer[:HEADER_BYTES])
             check_header(self.link, head, self._expected)
             if have == len(self._receive_buffer):
@@ -131,11 +139,6 @@ class ShortIncoming:
 
 class Incoming:
     """A transfer to receive: a header, then the payload, piece by piece, replaced or combined."""
-
-    __slots__ = (
-        *("_buffers", "_end", "_expected", "_first", "_head", "_missing", "_on_receive", "_peer_first", "_room"),
-        *("_start", "_sum", "_sum_expected", "_total", "done", "link"),
-    )
 
     def __init__(
         self,
@@ -152,7 +155,8 @@ class Incoming:
         self._buffers = buffers
         self._on_receive = transfer.on_receive
         self._peer_first = transfer.peer_first
-        self._head = self._missing = receive_buffer[:HEADER_BYTES]
+        self._head = receive_buffer[:HEADER_BYTES]
+        self._missing = self._head  # the rest of the header
         self._sum = None if link.checksums is None else link.checksums.begin()
         self._sum_expected = b""
         self.link = link
@@ -165,33 +169,36 @@ class Incoming:
             return self._receive_head()
         count = self.link.receive(self._room)
         if count:
-            self._took(count)
+            self._take(count)
         return count > 0
 
     def _receive_head(self) -> bool:
-        """Receive the header, and with it what of the payload has arrived, unused until the header is checked."""
-        count, missing = self.link.receive_both(self._missing, self._room), len(self._missing)
+        """Receive the header and any payload bytes behind it, which are not used before the header is checked."""
+        missing_bytes = len(self._missing)
+        count = self.link.receive_both(self._missing, self._room)
         self._missing = self._missing[count:]
-        if count >= missing:
+        if count >= missing_bytes:
             head = bytes(self._head)
             check_header(self.link, head, self._expected)
             self._sum_expected = payload_sum(head)
-            self._took(count - missing)
+            self._take(count - missing_bytes)
         return count > 0
 
     def _begin_piece(self, start: int) -> None:
         """Provide room for the piece that begins at a byte."""
-        buffers, self._start = self._buffers, start
-        if self._on_receive:
+        buffers = self._buffers
+        self._start = start
+        if self._on_receive is not OnReceive.REPLACE:
             assert buffers.scratch is not None
-            self._end = end = min(start + len(buffers.scratch), self._total)
-            self._room = buffers.scratch[: end - start]
+            self._end = min(start + len(buffers.scratch), self._total)
+            self._room = buffers.scratch[: self._end - start]
         else:
-            self._end = end = min(start + SEGMENT_BYTES, self._total)
+            self._end = min(start + SEGMENT_BYTES, self._total)
             place = self._first * buffers.item_bytes
-            self._room = buffers.target[place + start : place + end]
+            self._room = buffers.target[place + start : place + self._end]
 
-    def _took(self, count: int) -> None:
+    def _take(self, count: int) -> None:
+        """Count payload bytes that have arrived in the room; if they fill it, use the piece and begin the next one."""
         if self._sum is not None:
             self._sum.update(self._room[:count])
         if count < len(self._room):
@@ -208,13 +215,15 @@ class Incoming:
 
     def combine(self) -> None:
         """Combine the current piece; for an exchange, which has one, after this rank's own was sent."""
-        combiner, item = self._buffers.combiner, self._buffers.item_bytes
+        combiner = self._buffers.combiner
+        item = self._buffers.item_bytes
         assert combiner is not None
-        first, end = self._first + self._start // item, self._first + self._end // item
+        first = self._first + self._start // item
+        end = self._first + self._end // item
         combiner.combine(first, end, peer_first=self._peer_first)
 
     def _check_sum(self) -> None:
-        # What was combined by now is wrong; nobody sees it, as the group fails.
+        # Combined elements may be wrong by now, but the group fails, so nobody uses them.
         assert self.link.checksums is not None
         assert self._sum is not None
         if self.link.checksums.end(self._sum) != self._sum_expected:
