@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from cyxtrain.data.rng import GeneratorStates, generators_kept, seed_for_row, set_epoch_of
 from cyxtrain.environment import loader_workers
 
-_COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into that of its collate_fn
+_COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into its collate_fn's seed
 
 
 class RowRequest(NamedTuple):
@@ -39,7 +39,8 @@ class RowLoader:
             settings |= {name: getattr(loader, name) for name in names}
         # Its own generator: PyTorch draws the seeds of workers from the one that training draws from.
         own = torch.Generator().manual_seed(seed % 2**63)
-        self._batches = _SeededBatches(dataset, default_collate if loader is None else loader.collate_fn)
+        collate = default_collate if loader is None else loader.collate_fn
+        self._batches = _SeededBatches(dataset, collate)
         self._loader: DataLoader[Any] = DataLoader(self._batches, collate_fn=_unchanged, generator=own, **settings)
 
     def load(self, requests: Iterable[RowRequest]) -> Iterator[Any]:
@@ -48,7 +49,7 @@ class RowLoader:
         return self._loaded(iter(self._loader), own)
 
     def _loaded(self, batches: Iterator[Any], requests: Iterator[RowRequest]) -> Iterator[Any]:
-        """Yield batches of the loader; of workers that have died in a stop, load the rest in this process."""
+        """Yield batches of the loader; if its workers die in a stop, load the rest in this process."""
         try:
             for batch in batches:
                 next(requests)
@@ -73,7 +74,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class _SeededBatches(Dataset[Any]):
-    """Collated batches of a dataset, whose random numbers depend on the seeds of their rows alone."""
+    """Collated batches of a dataset, whose random numbers depend only on the seeds of their rows."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -85,7 +86,8 @@ class _SeededBatches(Dataset[Any]):
         if request.epoch not in (-1, self._epoch) and get_worker_info() is not None:  # a persistent worker has a copy
             self._epoch = request.epoch
             set_epoch_of(self._dataset, request.epoch)
-        items, indices = self._items(request), [index for index, _ in request.rows]
+        items = self._items(request)
+        indices = [index for index, _ in request.rows]
         with _naming("putting together rows", indices):
             if self._collate is default_collate:  # it draws nothing
                 return default_collate(items)
@@ -123,7 +125,7 @@ class _SeededBatches(Dataset[Any]):
 
 @contextlib.contextmanager
 def _naming(what: str, rows: Any) -> Iterator[None]:
-    """Add to an error within which rows it concerns; Python 3.10 has no notes."""
+    """Add the rows that it concerns to an error; Python 3.10 has no notes."""
     try:
         yield
     except Exception as error:
@@ -160,7 +162,8 @@ class SplitOverWorkers(IterableDataset[Any]):
         if info is None:
             yield from self.dataset
             return
-        worker, workers = info.id, info.num_workers
+        worker = info.id
+        workers = info.num_workers
         was_read = _watched(info)
         object.__setattr__(info, "dataset", self.dataset)  # the user's, as PyTorch documents it
         for number, row in enumerate(self.dataset):
