@@ -33,7 +33,7 @@ from cyxtrain.training.inputs.dry_run import DryRun, Tried, trained_by
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
+from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltInStep, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.model.snapshot import inputs_seen, modes_kept, put_into_training, snapshot
 from cyxtrain.training.trained import trained_with
@@ -225,7 +225,7 @@ def _make_call(
     if own is None or loss.used is None:
         inputs, targets, _ = source.example
         return ModelCall(model, precision, inputs, targets, loss)
-    return StepCall(own, BuiltIn(model, loss.used, precision), source.target_name, device)
+    return StepCall(own, BuiltInStep(model, loss.used, precision), source.target_name, device)
 
 
 def check_rows(
