@@ -65,7 +65,8 @@ class EmptyBatch:
     """
 
     def __init__(self, source: Source, placement: Placement, call: ModelCall, loss: Loss) -> None:
-        self._batch = Batch(0, *placement.place(source.first(1).mapped(lambda tensor: tensor[:0])))
+        no_rows = source.first(1).mapped(lambda tensor: tensor[:0])
+        self._batch = Batch(0, *placement.place(no_rows))
         self._device = placement.device
         self._call = copy.copy(call)
         self._call.precision = Precision("fp32", placement.device)
@@ -76,9 +77,10 @@ class EmptyBatch:
         return self._call(model, self._batch)
 
     def __call__(self, model: Callable[..., Any]) -> Tensor:
-        """Return what to call `backward` on, 0-dim."""
+        """Return a loss of 0 on which to call `backward`, 0-dim."""
         found = self._loss(self.forward(model), self._batch)
-        return torch.stack([each.value for _, _, each in self._loss.components(found)]).sum() * 0.0
+        values = [each.value for _, _, each in self._loss.components(found)]
+        return torch.stack(values).sum() * 0.0
 
     @staticmethod
     @contextlib.contextmanager
@@ -91,12 +93,7 @@ class EmptyBatch:
             yield
 
     def problem(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
-        """Return why a model cannot compute on no rows, or ""; no rank waits for another.
-
-        Args:
-            model: The model.
-            layers: Its layers that are computed over all ranks.
-        """
+        """Return why a model cannot compute on no rows, or ""; `layers`: those that would wait for the other ranks."""
         dtypes: set[torch.dtype] = set()
         with snapshot([model, *self._loss.functions], self._device, copies=True), torch.enable_grad():
             put_into_training(model, *self._loss.modules)

@@ -301,22 +301,11 @@ def plan_fit(
     display = make_display(config.verbose and world.is_first)
     check_batch_norm(model, device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
-    plan = FitPlan(
-        world=world,
-        config=config,
-        data=data,
-        validation=validation,
-        feed=feed,
-        display=display,
-        resume=arguments.resume,
-        callbacks=callbacks,
-        fused_optimizers=tuple(
-            name for name, each in trainer.optimizers.items() if can_fuse(each, config.fused_optimizer, sparse)
-        ),
-        compiles_layers=compiles_by_layer(model, config.compile, device, world.size),
-        initial_epoch=arguments.initial_epoch,
-        may_log=callbacks.may_log or trainer.logged.has_any,
-    )
+    fused = tuple(name for name, each in trainer.optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
+    by_layer = compiles_by_layer(model, config.compile, device, world.size)
+    plan = FitPlan(world, config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
+    may_log = callbacks.may_log or trainer.logged.has_any
+    plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
     _check_keep_best(plan)
     _check_validation(plan)
     return plan, _facts(plan, trainer, opened, trained)
@@ -356,7 +345,7 @@ def _facts_of_sources(opened: Sources, world: World) -> dict[str, Any]:
 
 
 def _check_closures(optimizers: Mapping[str, torch.optim.Optimizer], data: CheckedData) -> None:
-    """Refuse an optimizer that evaluates the loss itself beside others, unless a step of the user's calls each."""
+    """Refuse an optimizer that evaluates the loss itself among several, unless the user's own step calls each."""
     if len(optimizers) == 1 or data.call.optimizes:
         return
     for name, optimizer in optimizers.items():
@@ -370,6 +359,7 @@ def _check_closures(optimizers: Mapping[str, torch.optim.Optimizer], data: Check
 def _check_training_set(
     source: Source, feed: Feed, config: DistributedTrainingConfig, trainer: TrainerArguments, epoch: int
 ) -> CheckedData:
+    """Return the training data after a dry run on its first micro-batch."""
     first = feed.first_rows(epoch)  # rank 0's; None: each rank has its own
     if first is None:
         first = source.first(feed.rows_at_once)

@@ -26,10 +26,7 @@ _COUNT_TOLERANCE = 1e-5
 
 
 class WeightCheck:
-    """Compares the loss of a few rows with their single losses, in evaluation mode; the loss learns what it divides by.
-
-    `_together` has all rows, `_single` each of them; a row of an opaque batch cannot be tried alone.
-    """
+    """Compares the loss of a few rows with their single losses, in evaluation mode; the loss learns its divisor."""
 
     def __init__(self, model: nn.Module, loss: Loss, call: ModelCall, batch: Batch) -> None:
         self._model = model
@@ -37,7 +34,7 @@ class WeightCheck:
         self._call = call
         self._together = batch
         self._single: list[Batch] = []
-        if not isinstance(batch.inputs, OpaqueBatch):
+        if not isinstance(batch.inputs, OpaqueBatch):  # its rows cannot be tried alone
             self._together = _picked(batch)
             self._single = [_part(self._together, slice(row, row + 1)) for row in range(self._together.rows)]
         is_full = call.precision.is_full and all(each.dtype.itemsize > 2 for each in model.parameters())
@@ -121,10 +118,7 @@ class WeightCheck:
         return self._loss.gives_pairs or self._loss.is_assumed_mean
 
     def _losses(self) -> list[dict[str, BatchLoss]]:
-        """Return the losses by name, of all rows and of each.
-
-        A loss_fn needs one forward, if the model's output has the rows; a model's own loss is computed row by row.
-        """
+        """Return the losses by name, of all rows and of each; with a loss_fn, by one forward if its output has rows."""
         batches = [self._together, *self._single]
         output = self._call.without_graph(self._model, self._together)
         rows = self._together.rows

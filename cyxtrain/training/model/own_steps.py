@@ -245,14 +245,9 @@ class TrainerSteps:
 
 def check_names(trainer: type, model: nn.Module, steps: OwnSteps) -> None:
     """Refuse steps under Lightning's names, and steps of the model, which nothing calls."""
-    places = [
-        (trainer, "training_step", TRAIN),
-        (trainer, "validation_step", TEST),
-        (trainer, "compute_loss", TRAIN),
-        (type(model), "training_step", TRAIN),
-        (type(model), TRAIN, TRAIN),
-    ]
-    for owner, other, name in places:
+    others = [(trainer, "training_step", TRAIN), (trainer, "validation_step", TEST), (trainer, "compute_loss", TRAIN)]
+    others += [(type(model), "training_step", TRAIN), (type(model), TRAIN, TRAIN)]
+    for owner, other, name in others:
         require(
             name in steps or not callable(getattr(owner, other, None)),
             f"{owner.__name__} has a {other}, and fit does not call it: make it {name}(self, batch) of a subclass of "

@@ -281,8 +281,7 @@ def _newest_of_call(
 ) -> tuple[bytes, str]:
     """Return (bytes, path) of the newest intact checkpoint of a call of `fit`; path "": none was found.
 
-    Checkpoints of runs of the same `program` come first. The state's claim tells other processes that the run is
-    continued here. Other arguments are as for `_checkpoints_of_call`.
+    Checkpoints of the same `program` come first. The state's claim tells other processes that the run continues here.
     """
     candidates = _checkpoints_of_call(folder, state, call, launched)
     own_runs = {each.origin for each in candidates if each.run.get("program", program) == program}
@@ -307,11 +306,8 @@ def _checkpoints_of_call(
 ) -> list[Found]:
     """Return the checkpoints that a call of `fit` may continue from, the newest first; corrupt ones are included.
 
-    Args:
-        folder: Where they are. Runs that are alive continue their checkpoints themselves.
-        state: The trainer's state.
-        call: The number of the call, from 1, and the epochs before it.
-        launched: The launch in which this trainer must have written them; None: any.
+    `call`: its number, from 1, and the epochs before it. `launched`: the launch in which this trainer must have written
+    them; None: any. Processes that are alive continue their own checkpoints, which are left out.
     """
     number, first_epoch = call
     live = folder.live_runs()
