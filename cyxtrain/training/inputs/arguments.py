@@ -157,6 +157,8 @@ def parse_fit(
     require(is_mapping, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
     checked = _with_epochs_left(_settings(config, settings), initial_epoch)
     path = _checkpoint_path(resume)
+    if checked.fast_dev_run:
+        path = None  # a trial run neither writes nor reads checkpoints
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
@@ -164,7 +166,7 @@ def parse_fit(
         class_weights=class_weight,
         validation=_validation_sets(validation_data, checked, validation_groups, arrays),
         config=checked,
-        resume=None if checked.fast_dev_run else path,
+        resume=path,
         callbacks=checked_callbacks(callbacks),
         initial_epoch=initial_epoch,
         groups=validation_groups,

@@ -193,7 +193,7 @@ def check_data(
     loss.inspect(labels_of(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
     with memory_explained(world, trains=trains_on is not None):
         placement = place_model(world, model, loss, trainer.device, channels_last=config.channels_last)
-        place_state(*trainer.optimizers.values())
+        place_state(*trainer.optimizers.values())  # model.to() does not move it
     device = placement.device
     call = _make_call(model, loss, own, source, Precision(config.precision, device), device)
     metrics = NamedMetrics() if predicting else trainer.metrics
@@ -261,7 +261,7 @@ def check_rows(
         "the batch size": batch_size,
         "steps": steps,
         "whether output_dir is given": output_dir is not None,
-        "pad_value": str(pad_value),
+        "pad_value": str(pad_value),  # NaN would differ from NaN
         "_shown": rows.loss.shown,
         "the metrics": [*trainer.metrics],
         **source.facts("the given"),

@@ -145,7 +145,9 @@ class DryRun:
         if not results:
             results.append(self._step(source, batch))
         output, loss, has_gradients = results[0]
-        return output, loss, flops if has_gradients else None
+        if not has_gradients:
+            flops = None
+        return output, loss, flops
 
     def _step(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss, bool]:
         """Return the output of a forward and its loss, and whether its gradients have been computed."""
@@ -249,6 +251,8 @@ class DryRun:
             except RuntimeError as error:
                 if is_full(error):
                     raise
+                # A forward that computes derivatives fails without a graph. If a graph does not help, the first error
+                # is raised.
                 call.differentiates = True
                 with contextlib.suppress(Exception):
                     return call.without_graph(self._model, batch, predicting=predicting)

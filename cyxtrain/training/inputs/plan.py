@@ -181,6 +181,7 @@ class FitPlan:
         epoch = position.epoch + 1
         steps = self.steps_per_epoch or position.epoch_steps
         is_last = epoch >= position.first_epoch + self.config.epochs and position.epoch_steps == steps
+        # A longer fit continues before such an end: the rest of the epoch would otherwise never be trained.
         is_validated = self.config.validates_after(epoch, is_last=is_last)
         is_due = self.config.validates_after(epoch, is_last=False)
         return bool(self.validation) and is_validated and not is_due
@@ -189,16 +190,19 @@ class FitPlan:
     def warmup_steps(self) -> int:
         """Steps of the warm-up; raises ConfigError for a fraction of a fit of unknown length."""
         asked = self.config.warmup_steps
-        if asked and asked < 1 and self.all_steps is None:
+        if asked == 0 or asked >= 1:
+            return int(asked)
+        if self.all_steps is None:
             raise ConfigError(
                 f"warmup_steps={asked} is a fraction of the fit, and the number of batches is unknown: "
                 "set steps_per_epoch, or give a number of steps."
             )
-        return round(asked * (self.all_steps or 0)) if asked < 1 else int(asked)
+        return round(asked * self.all_steps)
 
     def scheduled(self, rates: LearningRates) -> int | None:
         """Return how often the fit, from its beginning, steps a schedule; None: unknown."""
-        return self.schedule_steps(self.warmup_steps if rates.warms_up_first else 0)
+        warmup_steps = self.warmup_steps if rates.warms_up_first else 0
+        return self.schedule_steps(warmup_steps)
 
     def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
         """Return how often the fit, from a position, steps its schedule; None: unknown.
@@ -214,8 +218,9 @@ class FitPlan:
             left = self.steps_left(position)
         if self.config.scheduler_interval == "epoch":
             return self._schedule_epochs(warmup_steps, epochs, done, left)
-        steps = self.steps_per_epoch
-        to_come = left if steps is None else _least(epochs * steps - done, left)
+        to_come = left
+        if self.steps_per_epoch is not None:
+            to_come = _least(epochs * self.steps_per_epoch - done, left)
         return None if to_come is None else max(0, to_come - warmup_steps)
 
     def _schedule_epochs(self, warmup_steps: int, epochs: int, done: int, left: int | None) -> int | None:
@@ -265,7 +270,9 @@ def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None
 
 def all_steps(config: DistributedTrainingConfig, steps_per_epoch: int | None) -> int | None:
     """Return how many optimizer steps a fit has; None: unknown."""
-    return _least(config.max_steps, None if steps_per_epoch is None else config.epochs * steps_per_epoch)
+    if steps_per_epoch is None:
+        return config.max_steps
+    return _least(config.max_steps, config.epochs * steps_per_epoch)
 
 
 def _least(*limits: int | None) -> int | None:

@@ -58,7 +58,8 @@ def open_rows(world: World, data: tuple[Any, ...], batch_size: int | None, confi
         return sources, _source_facts(sources)
 
     sources, facts_by_rank = agree_on(world, open_and_describe)
-    with contextlib.nullcontext() if world.sends_nothing else raised_on_all_ranks():
+    marked = contextlib.nullcontext() if world.sends_nothing else raised_on_all_ranks()
+    with marked:
         _reconcile(sources, facts_by_rank, world.rank, None)
     return sources[0]
 

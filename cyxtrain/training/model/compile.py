@@ -91,6 +91,7 @@ def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> I
     layers = layers_to_compile(model, mode) if by_layer else []
     before = [(part, torch_compat.compiled_call(part)) for part in layers or [model]]
     for part, call in before:
+        # A layer that the user has compiled keeps its mode.
         if call is None and isinstance(mode, str):
             part.compile(mode=mode)
         elif call is None:
@@ -108,7 +109,9 @@ def marked_steps(batches: Iterator[_Batch], device: torch.device) -> Iterator[_B
     Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite
     outputs and gradients of the first one that are still needed.
     """
-    return _marked_steps(batches) if may_use_cuda_graphs(device) else batches
+    if may_use_cuda_graphs(device):
+        return _marked_steps(batches)
+    return batches
 
 
 def _marked_steps(batches: Iterator[_Batch]) -> Iterator[_Batch]:

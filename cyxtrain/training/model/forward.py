@@ -118,7 +118,7 @@ class ModelCall:
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return the output for a batch's inputs alone."""
         if isinstance(batch.inputs, Tensor) and self.precision.is_full:
-            return model(batch.inputs)
+            return model(batch.inputs)  # the common case, without building arguments
         return self._compute(model, batch.inputs)
 
     def describe_failure(self, shapes: str) -> str:

@@ -110,6 +110,7 @@ class BuiltInStep:
     def optimize(self, loss: Any, name: str | None, trainer: Any, *, retain_graph: bool) -> Tensor:
         """Call `update`; return the loss, detached."""
         if isinstance(loss, Tensor) and self.weight is not None:
+            # A mean from the built-in step: means over ranks need its weight.
             loss = (loss * self.weight, self.weight)
         self.pair = None
         if not callable(loss):
@@ -304,9 +305,11 @@ class StepCall(ModelCall):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return the step's result; `model`: the model itself, outside training, or a function that runs the step."""
-        call: Callable[[Any], Any] = partial(self._watched, model)
-        if isinstance(model, nn.Module):
-            call = self._tried if torch.is_grad_enabled() else self._run
+        call: Callable[[Any], Any] = self._run
+        if not isinstance(model, nn.Module):
+            call = partial(self._watched, model)
+        elif torch.is_grad_enabled():  # the dry run of training
+            call = self._tried
         given = as_given(Rows(batch.inputs, batch.targets, batch.weights), self._batch_name)
         return self.precision.run(call, given)
 
@@ -327,7 +330,7 @@ class StepCall(ModelCall):
         """Run the step; return its result, with a loss also if the step has called `optimize` instead."""
         own = self._own
         built_in = self.running
-        own.running.append(built_in)
+        own.running.append(built_in)  # where train_step and optimize of the trainer find it
         built_in.weight = None
         built_in.losses = []
         try:
@@ -387,6 +390,7 @@ class StepCall(ModelCall):
         return result
 
     def _gradients(self) -> list[int]:
+        """Return the identity and the version of each gradient, one of which a backward changes."""
         found = [parameter.grad for parameter in self._own.trainer.model.parameters()]
         return [*map(id, found), *torch_compat.versions_of([each for each in found if each is not None])]
 
@@ -497,7 +501,9 @@ def _left_out(value: Any) -> str:
             f"{kind} of shape {[*value.shape]}, which is left out: return a number of it, such as its mean, or what "
             'metrics take as "output"'
         )
-    remedy = "return its numbers by name" if isinstance(value, Mapping) else "the history has numbers, by name"
+    remedy = "the history has numbers, by name"
+    if isinstance(value, Mapping):
+        remedy = "return its numbers by name"
     return f"of type {type(value).__name__}, which is left out: {remedy}"
 
 

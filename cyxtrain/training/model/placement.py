@@ -70,7 +70,8 @@ def choose_device(world: World, asked: str | torch.device, model: nn.Module) -> 
     if visible is None or chosen.type != visible.type:
         return chosen
     if chosen.index is None:
-        index = torch.accelerator.current_device_index()  # the program's choice
+        # The program's choice; 0 is also the default, which leaves the choice to the local rank.
+        index = torch.accelerator.current_device_index()
         chosen = torch.device(chosen.type, index or world.local_rank % accelerator.count())
     _check_connected_device(world, asked, chosen)
     torch.accelerator.set_device_index(chosen.index)

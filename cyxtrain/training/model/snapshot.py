@@ -119,7 +119,8 @@ class _Kept:
         values = [value for _, before in (*self._attributes, *self._classes) for value in before.values()]
         self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
         for _, container in self._containers:
-            values += container.values() if isinstance(container, dict) else container
+            elements = container.values() if isinstance(container, dict) else container
+            values += elements
         return values
 
     def _keep_generators(self, values: Iterable[Any]) -> None:
@@ -157,8 +158,13 @@ class _Kept:
 
 def _restorable(owners: Iterable[Any]) -> list[Any]:
     """Return the objects whose attributes can be restored; of a bound method, its object."""
-    objects = [owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners]
-    return [each for each in objects if isinstance(getattr(each, "__dict__", None), dict)]  # a class has a proxy
+    found: list[Any] = []
+    for owner in owners:
+        if isinstance(owner, types.MethodType):
+            owner = owner.__self__
+        if isinstance(getattr(owner, "__dict__", None), dict):  # of a class it is a proxy
+            found.append(owner)
+    return found
 
 
 def _modules_in(owners: Iterable[Any]) -> list[nn.Module]:
@@ -218,8 +224,10 @@ def _restore_class(cls: type, attributes: dict[str, Any]) -> None:
 
 def _ids(container: Any) -> list[int]:
     """Return the identities of a container's elements, of a dictionary's keys and values."""
-    elements = itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
-    return [id(each) for each in elements]
+    # Not compared by ==, which for tensors and arrays is no single answer, and is the user's code for other objects.
+    if isinstance(container, dict):
+        container = itertools.chain.from_iterable(container.items())
+    return [id(element) for element in container]
 
 
 @dataclass

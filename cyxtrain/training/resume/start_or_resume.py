@@ -69,7 +69,8 @@ def find_checkpoint(plan: FitPlan, state: TrainingState, program: str) -> Checkp
 
 def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
     """Return the folder that rank 0 reads: where its own checkpoints are, if each rank writes some."""
-    return CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
+    rank = None if config.save_on_master_only else 0
+    return CheckpointFolder(config.checkpoint_dir, rank)
 
 
 def start_or_resume(
@@ -92,6 +93,7 @@ def start_or_resume(
 
 def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests: Mapping[str, str]) -> str:
     """Return a digest by which a program recognizes its own checkpoints: of model, optimizers and samples."""
+    # A program that continues on another number of ranks may adapt these.
     changes_with_world = ("batch_size", "effective_batch_size")
     same = [getattr(config, name) for name in POLICIES[Policy.EQUAL].split() if name not in changes_with_world]
     shapes = [(name, [*each.shape]) for name, each in plain_parameters(state.trained)]
@@ -227,6 +229,7 @@ def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> Checkp
     before = checkpoint.others.get("before_end")
     if not before:
         return checkpoint
+    # Otherwise the rest of that epoch would never be trained.
     with taking_over(source):
         earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
         check_content(earlier, source)
@@ -285,6 +288,7 @@ def _newest_of_call(
     """
     candidates = _checkpoints_of_call(folder, state, call, launched)
     own_runs = {each.origin for each in candidates if each.run.get("program", program) == program}
+    # A stable sort: within each group the newest stays first.
     for found in sorted(candidates, key=lambda each: each.origin not in own_runs):
         try:
             if found.problem:
