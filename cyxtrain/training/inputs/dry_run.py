@@ -1,4 +1,4 @@
-"""The dry run: a trial of a model, its loss and its metrics on a few rows, before a fit, an evaluation, a prediction.
+"""The dry run: a trial of a model, its loss and its metrics on a few rows, before they are used.
 
 Training is tried on one micro-batch, in training mode, with gradients; evaluation and prediction on two rows, in
 evaluation mode. No rank waits for another, and afterwards everything is as it was.

@@ -151,7 +151,8 @@ class FitPlan:
 
     @property
     def knows_epochs(self) -> bool:
-        """Whether the number of epochs is known, not only a number that `max_steps` keeps the fit from reaching."""
+        """Whether the number of epochs is known; if only `max_steps` is set, `config.epochs` may be just a bound."""
+        # Then it is `max_steps`: each epoch has a step at least.
         return self.steps_per_epoch is not None or self.config.epochs != self.config.max_steps
 
     def steps_left(self, position: Position) -> int | None:
@@ -176,12 +177,12 @@ class FitPlan:
 
     def ends_early(self, position: Position) -> bool:
         """Return whether the running epoch ends or is validated here only because the fit is not longer."""
+        # A longer fit continues before such an end: the rest of the epoch would otherwise never be trained.
         if self.steps_left(position) == 0:
             return True
         epoch = position.epoch + 1
         steps = self.steps_per_epoch or position.epoch_steps
         is_last = epoch >= position.first_epoch + self.config.epochs and position.epoch_steps == steps
-        # A longer fit continues before such an end: the rest of the epoch would otherwise never be trained.
         is_validated = self.config.validates_after(epoch, is_last=is_last)
         is_due = self.config.validates_after(epoch, is_last=False)
         return bool(self.validation) and is_validated and not is_due

@@ -185,8 +185,8 @@ class TrainerSteps:
         """Return the loss of a batch; `fit` then does backward and step. Override it for a step of your own.
 
         Args:
-            batch: (x, y), (x, y, sample_weight) or (x,), as far as the data have them; a dictionary, if the data give
-                such; of any other form as a DataLoader over a Dataset gives it. On the device.
+            batch: (x, y), (x, y, sample_weight) or (x,), depending on the data; a dictionary, if the data give
+                dictionaries; any other form that a DataLoader over a Dataset gives. On the device.
 
         Returns:
             A dictionary with "loss" (the mean over this rank's rows, or (sum, weight)), "output" (of the model, which
@@ -231,7 +231,7 @@ class TrainerSteps:
         """Return the model's output for a batch of `predict`. Override it for a prediction of your own.
 
         Args:
-            batch: (x,), or a dictionary, if the data give such; without targets.
+            batch: (x,), or a dictionary, if the data give dictionaries; without targets.
         """
         return self._built_in(PREDICT).predict(batch)
 
