@@ -1,4 +1,4 @@
-"""The ways of calling `fit`: their types, for editors and mypy, and their one form."""
+"""The ways of calling `fit`: their types, for editors and mypy, and the one form that the rest of the code sees."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SupportsArray(Protocol):
 
 
 _Arrays: TypeAlias = SupportsArray | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
-# Not Iterable[Any], which would include the path of a file: a text is an iterable of texts.
+# Not Iterable[Any], which would include the path of a file: a string is an iterable of strings.
 Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iterable[Any]]
-"""Arrays, tensors, several by name, datasets, DataLoaders, and what gives batches."""
+"""Arrays and tensors, one or several by name; datasets, DataLoaders and other iterables of batches."""
 
 
 class FitSettings(TypedDict, total=False):
-    """The fields of `DistributedTrainingConfig`, as a test says; Keras's `verbose` and x; and `group_by_length`."""
+    """The fields of `DistributedTrainingConfig` (a test compares them); Keras's `verbose` and x; `group_by_length`."""
 
     epochs: int
     batch_size: int
@@ -87,11 +87,12 @@ class FitSettings(TypedDict, total=False):
     x: Data
 
 
+_Set: TypeAlias = tuple[Any, Any, Any]
+"""One set of validation data: X_val, y_val, and weights or None."""
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
-
-
-_TRIED: dict[str, Any] = {
+_NAME_THE_REST = "Name the rest: validation_data=(X_val, y_val) or a DataLoader, epochs=3, callbacks=[...]."
+_FAST_DEV_RUN: dict[str, Any] = {
     "epochs": 1,
     "max_steps": None,
     "validation_freq": 1,
@@ -104,21 +105,18 @@ _TRIED: dict[str, Any] = {
     "keep_best": None,
     "load_best": False,
 }
-"""What fast_dev_run changes in a config."""
+"""The settings that fast_dev_run overrides."""
 
 
 @dataclass
 class FitArguments:
-    """The arguments of `DistributedTrainer.fit`, in one form.
-
-    `validation` has (X_val, y_val, weights or None) of each set by name, "" for a set without a name.
-    """
+    """The arguments of `DistributedTrainer.fit`, in one form; a validation set without a name has the name ""."""
 
     inputs: Any
     targets: Any
     weights: Any
     class_weights: Mapping[int, float] | None
-    validation: Mapping[str, tuple[Any, Any, Any]]
+    validation: Mapping[str, _Set]
     config: DistributedTrainingConfig
     resume: str | None = None
     callbacks: Sequence[Callback] = ()
@@ -144,24 +142,31 @@ def parse_fit(
     **settings: Any,
 ) -> FitArguments:
     """Return normalized arguments of `fit`; raise ConfigError for arguments that contradict each other."""
-    arrays, config, lengths = _split([X, y, *more], [X_val, y_val], config, settings)
+    given = [X, y, *more]
+    config = _config_of(given, config)
+    arrays = _arrays(given, [X_val, y_val], settings)
+    lengths = settings.pop("group_by_length", None)
     if yields_batches(arrays[0]) and arrays[2] is None and yields_batches(arrays[1]):  # fit(loader, val_loader, config)
         require(validation_data is None, "fit got validation data twice: by position, and as validation_data.")
-        validation_data, arrays[1] = arrays[1], None
+        validation_data = arrays[1]
+        arrays[1] = None
     elif arrays[2] is not None:
         require(validation_data is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
         validation_data = (arrays[2], arrays[3])
-    right = class_weight is None or isinstance(class_weight, Mapping)
-    require(right, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
-    checked, path = _from_initial(initial_epoch, _settings(config, settings)), _path(resume)
+    is_mapping = class_weight is None or isinstance(class_weight, Mapping)
+    require(is_mapping, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
+    checked = _with_epochs_left(_settings(config, settings), initial_epoch)
+    path = _checkpoint_path(resume)
+    if checked.fast_dev_run:
+        path = None  # a trial run neither writes nor reads checkpoints
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation(validation_data, checked, validation_groups, arrays),
+        validation=_validation_sets(validation_data, checked, validation_groups, arrays),
         config=checked,
-        resume=None if checked.fast_dev_run else path,
+        resume=path,
         callbacks=checked_callbacks(callbacks),
         initial_epoch=initial_epoch,
         groups=validation_groups,
@@ -169,12 +174,18 @@ def parse_fit(
     )
 
 
-def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any, Any]:
-    """Return (X, y, X_val and y_val; the config; group_by_length), each given by position or by name."""
+def _config_of(given: list[Any], config: Any) -> Any:
+    """Return the config, passed by position or by name; one that stands among the arrays is taken out of `given`."""
     for place, array in enumerate(given):
         if isinstance(array, DistributedTrainingConfig):
             require(config is None, "fit got two configs: one by position, one by name.")
-            given[place], config = None, array
+            given[place] = None
+            config = array
+    return config
+
+
+def _arrays(given: list[Any], named: list[Any], settings: dict[str, Any]) -> list[Any]:
+    """Return X, y, X_val and y_val, each passed by position (`given`) or by name; None for what is missing."""
     if "x" in settings:  # Keras's name
         require(given[0] is None, "fit got X twice.")
         given[0] = settings.pop("x")
@@ -182,24 +193,31 @@ def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, 
     named = [array for array in named if array is not None]
     require(not more or not named, "fit got X_val and y_val twice: by position and by name.")
     arrays = [*given[:2], *(more or named or (None, None))]
-    wrong = next((each for each in arrays if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
-    if wrong is not None:
-        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
-        raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
-    if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in arrays):
-        raise ConfigError(
-            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
-        )
-    unnamed = next((each for each in arrays[1:] if is_number(each) or isinstance(each, (str, Callback))), None)
-    advice = "Name the rest: validation_data=(X_val, y_val) or a DataLoader, epochs=3, callbacks=[...]."
-    require(unnamed is None, f"fit got {brief(unnamed)} by position. {advice}")
+    _refuse_settings(arrays)
     count = counted(sum(array is not None for array in arrays), "array")
-    right = arrays[0] is not None and len(arrays) == 4
-    require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count}. {advice}")
-    return arrays, config, settings.pop("group_by_length", None)
+    is_complete = arrays[0] is not None and len(arrays) == 4
+    require(is_complete, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count}. {_NAME_THE_REST}")
+    return arrays
+
+
+def _refuse_settings(arrays: Sequence[Any]) -> None:
+    """Refuse settings that were passed by position, where arrays belong."""
+    for array in arrays:
+        if isinstance(array, (DDPConfig, AMPConfig, DistributedConfig, type)):
+            what = f"the class {array.__name__}" if isinstance(array, type) else f"a {type(array).__name__}"
+            raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
+    for array in arrays:
+        if isinstance(array, dict) and array and array.keys() <= set(_FIELDS):
+            raise ConfigError(
+                "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
+            )
+    for array in arrays[1:]:
+        if is_number(array) or isinstance(array, (str, Callback)):
+            raise ConfigError(f"fit got {brief(array)} by position. {_NAME_THE_REST}")
 
 
 def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]) -> DistributedTrainingConfig:
+    """Return the valid settings of a fit; `keywords` take precedence over `config`."""
     if config is not None and not isinstance(config, DistributedTrainingConfig):
         raise ConfigError(f"config must be a DistributedTrainingConfig, got {type(config).__name__}.")
     for name in keywords:
@@ -211,64 +229,85 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
         keywords["effective_batch_size"] = None  # the latest setting takes precedence
     settings = dataclasses.replace(config or DistributedTrainingConfig(), **keywords)
     settings.validate()
-    return dataclasses.replace(settings, **_TRIED) if settings.fast_dev_run else settings
+    if settings.fast_dev_run:
+        return dataclasses.replace(settings, **_FAST_DEV_RUN)
+    return settings
 
 
-def _from_initial(epoch: int | None, settings: DistributedTrainingConfig) -> DistributedTrainingConfig:
+def _with_epochs_left(settings: DistributedTrainingConfig, initial_epoch: int | None) -> DistributedTrainingConfig:
     """Return settings with the number of epochs to train: Keras's `epochs` is the number of the last one."""
     last = int(settings.epochs)
-    if epoch is not None:
-        require_integer("fit", "initial_epoch", epoch, 0)
+    if initial_epoch is not None:
+        require_integer("fit", "initial_epoch", initial_epoch, 0)
     if settings.max_steps is not None and not settings.has_own_epochs:
         return dataclasses.replace(settings, epochs=settings.max_steps)  # each epoch has a step at least
-    if epoch is None:
+    if initial_epoch is None:
         return dataclasses.replace(settings, epochs=last)
-    require(epoch < last, f"fit.initial_epoch={epoch}: epochs={last} is the last one, and must be above it.")
-    return dataclasses.replace(settings, epochs=last - epoch)
+    is_before = initial_epoch < last
+    require(is_before, f"fit.initial_epoch={initial_epoch}: epochs={last} is the last one, and must be above it.")
+    return dataclasses.replace(settings, epochs=last - initial_epoch)
 
 
-def _path(resume: Any) -> str | None:
-    if resume is not None and (not isinstance(resume, (str, os.PathLike)) or resume == ""):
-        hint = ' Did you mean "auto", the newest in checkpoint_dir?' * (resume is True)
+def _checkpoint_path(resume: Any) -> str | None:
+    """Return "auto", the path of the checkpoint to resume from, or None."""
+    if resume is None:
+        return None
+    if not isinstance(resume, (str, os.PathLike)) or resume == "":
+        hint = ' Did you mean "auto", the newest in checkpoint_dir?' if resume is True else ""
         raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.{hint}')
     if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
-    return None if resume is None else local_path("fit.resume", resume)
+    return local_path("fit.resume", resume)
 
 
-def _validation(
+def _validation_sets(
     validation: Any, settings: DistributedTrainingConfig, groups: Any, arrays: Sequence[Any]
-) -> dict[str, tuple[Any, Any, Any]]:
-    """Return the sets of validation data by name; a mapping of arrays is one set, with inputs by name."""
+) -> dict[str, _Set]:
+    """Return the sets of validation data by name, "" for a set without a name."""
     if arrays[1] is None and isinstance(validation, SupportsArray):  # X without y
         validation = (validation, None)
-    if isinstance(arrays[0], Iterator) and validation is arrays[0] and settings.steps_per_epoch is None:
+    is_one_iterator = isinstance(arrays[0], Iterator) and validation is arrays[0]
+    if is_one_iterator and settings.steps_per_epoch is None:
         raise ConfigError("fit got one iterator to train on and to validate, and it gives each batch once: give two.")
     if groups is not None:
         require(bool(settings.validation_split), "validation_groups needs validation_split, such as 0.1: set both.")
-        twice = "validation_stratify and validation_groups are set. Rows are held out in one way: set one."
+        twice = "validation_stratify and validation_groups are set. Samples are held out in one way: set one."
         require(not settings.validation_stratify, twice)
     if validation is None:
         return {}
     if settings.validation_split:
         raise ConfigError("fit got validation data and validation_split: give one of them.")
-    if not isinstance(validation, Mapping):
-        return {"": _validation_set("validation_data", validation)}
-    are_sets = [isinstance(each, (tuple, Mapping)) or yields_batches(each) for each in validation.values()]
-    if not any(are_sets) and validation:
+    if isinstance(validation, Mapping):
+        return _sets_by_name(validation)
+    return {"": _validation_set("validation_data", validation)}
+
+
+def _sets_by_name(validation: Mapping[Any, Any]) -> dict[str, _Set]:
+    """Return the sets of a mapping; a mapping of arrays is one set, with inputs by name."""
+    without_y = [name for name, each in validation.items() if not _is_set(each)]
+    if validation and len(without_y) == len(validation):
         return {"": (validation, None, None)}
-    named = all(isinstance(name, str) and name for name in validation)
-    if not validation or not named or not all(are_sets):
-        no_sets = [repr(name) for name, is_set in zip(validation, are_sets, strict=True) if not is_set]
-        what = f"{', '.join(no_sets)} with no y" if no_sets else ", ".join(map(repr, validation)) or "no set"
-        raise ConfigError(
-            f"validation_data has {what}: give each set its y and a name, as in "
-            '{"near": (X_val, y_val), "far": loader}; or give the arrays of a single set.'
-        )
-    return {name: _validation_set(f"validation_data[{name!r}]", each) for name, each in validation.items()}
+    if not validation:
+        what = "no set"
+    elif without_y:
+        what = f"{', '.join(map(repr, without_y))} with no y"
+    elif not all(isinstance(name, str) and name for name in validation):
+        what = ", ".join(map(repr, validation))
+    else:
+        return {name: _validation_set(f"validation_data[{name!r}]", each) for name, each in validation.items()}
+    raise ConfigError(
+        f"validation_data has {what}: give each set its y and a name, as in "
+        '{"near": (X_val, y_val), "far": loader}; or give the arrays of a single set.'
+    )
 
 
-def _validation_set(name: str, given: Any) -> tuple[Any, Any, Any]:
+def _is_set(given: Any) -> bool:
+    """Return whether a value of a mapping is a set of its own, not an array of one that has its inputs by name."""
+    return isinstance(given, (tuple, Mapping)) or yields_batches(given)
+
+
+def _validation_set(name: str, given: Any) -> _Set:
+    """Return (X_val, y_val, weights or None) of one set; `name` is for errors."""
     if yields_batches(given) or isinstance(given, Mapping):
         return given, None, None
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
@@ -276,7 +315,8 @@ def _validation_set(name: str, given: Any) -> tuple[Any, Any, Any]:
             f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight), without y (X_val, None); or what gives "
             "them, such as a DataLoader; or several of these by name."
         )
-    return given[0], given[1], given[2] if len(given) == 3 else None
+    weights = given[2] if len(given) == 3 else None
+    return given[0], given[1], weights
 
 
 _ARGUMENTS = [name for name in inspect.signature(parse_fit).parameters if name not in ("more", "settings")]

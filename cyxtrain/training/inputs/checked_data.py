@@ -29,23 +29,22 @@ from cyxtrain.metrics.named_metrics import NamedMetrics
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.optim.precision import Precision
 from cyxtrain.training.inputs.checks import check_targets
-from cyxtrain.training.inputs.dry_run import DryRun, Tried
+from cyxtrain.training.inputs.dry_run import DryRun, Tried, trained_by
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltIn, OwnStep, OwnSteps, StepCall, step_for
+from cyxtrain.training.model.own_steps import PREDICT, TEST, TRAIN, BuiltInStep, OwnStep, OwnSteps, StepCall, step_for
 from cyxtrain.training.model.placement import choose_device, put_channels_last
 from cyxtrain.training.model.snapshot import inputs_seen, modes_kept, put_into_training, snapshot
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world.world import World
 
-_OWN_ROWS = "and each has its own: let each predict to a separate folder, with distributed=False."
 # What a function returns keeps the class of a loss out.
 LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[str, Any] | None
 
 
 class TrainerArguments(NamedTuple):
-    """Who takes part, what a trainer was given, the loss_fn with its factors; and what the dry run logs."""
+    """The world and the arguments of a trainer; `loss_fn` has its factors, `logged` what a dry run logs."""
 
     world: World
     model: nn.Module
@@ -66,7 +65,8 @@ class EmptyBatch:
     """
 
     def __init__(self, source: Source, placement: Placement, call: ModelCall, loss: Loss) -> None:
-        self._batch = Batch(0, *placement.place(source.first(1).mapped(lambda tensor: tensor[:0])))
+        no_rows = source.first(1).mapped(lambda tensor: tensor[:0])
+        self._batch = Batch(0, *placement.place(no_rows))
         self._device = placement.device
         self._call = copy.copy(call)
         self._call.precision = Precision("fp32", placement.device)
@@ -77,9 +77,10 @@ class EmptyBatch:
         return self._call(model, self._batch)
 
     def __call__(self, model: Callable[..., Any]) -> Tensor:
-        """Return what to call `backward` on, 0-dim."""
+        """Return a loss of 0 on which to call `backward`, 0-dim."""
         found = self._loss(self.forward(model), self._batch)
-        return torch.stack([each.value for _, _, each in self._loss.components(found)]).sum() * 0.0
+        values = [each.value for _, _, each in self._loss.components(found)]
+        return torch.stack(values).sum() * 0.0
 
     @staticmethod
     @contextlib.contextmanager
@@ -92,22 +93,21 @@ class EmptyBatch:
             yield
 
     def problem(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
-        """Return why a model cannot compute on no rows, or ""; no rank waits for another. `layers`: the shared ones."""
-        loss = self._loss
-        trained = [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
+        """Return why a model cannot compute on no rows, or ""; `layers`: those that would wait for the other ranks."""
         dtypes: set[torch.dtype] = set()
-        with snapshot([model, *loss.functions], self._device, copies=True), torch.enable_grad():
-            put_into_training(model, *loss.modules)
+        with snapshot([model, *self._loss.functions], self._device, copies=True), torch.enable_grad():
+            put_into_training(model, *self._loss.modules)
             for layer in layers:
                 layer.eval()  # in training mode it waits for the other ranks
             try:
                 with inputs_seen(layers, lambda tensor: dtypes.add(tensor.dtype)):
-                    found = torch.autograd.grad(self(model), trained, allow_unused=True)
+                    found = torch.autograd.grad(self(model), trained_by(model, self._loss), allow_unused=True)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
-            results = [*filter(None.__ne__, found), *(each for each in model.buffers() if each.is_floating_point())]
-            if not all(bool(torch.isfinite(each).all()) for each in results):
-                return "its gradients or buffers are not finite then."
+            gradients = [each for each in found if each is not None]
+            buffers = [each for each in model.buffers() if each.is_floating_point()]
+            if not all(bool(torch.isfinite(each).all()) for each in (*gradients, *buffers)):
+                return "its gradients or buffers are then not finite."
         if dtypes & {torch.float16, torch.bfloat16}:
             return "PyTorch's SyncBatchNorm sends other types for no rows than for rows of 16 bits."
         return ""
@@ -118,8 +118,8 @@ class ModelSetup:
     """How batches reach the model, and what is computed of its output.
 
     Attributes:
-        num_micro_batches: Of a step, at most, on any rank; None: they come one by one, after no dry run.
-        without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
+        num_micro_batches: Largest number in a step on any rank; None: unknown, as they come one by one.
+        without_rows: Computed by a rank that has fewer micro-batches than another one; None: nothing is.
     """
 
     placement: Placement
@@ -136,8 +136,8 @@ class CheckedData(ModelSetup):
 
     Attributes:
         batch_size: Rows at once, outside training.
-        tried: What else the dry run found.
-        name: Of one of several validation sets.
+        tried: The results of the dry run.
+        name: The name of the validation set, if there are several.
     """
 
     source: Source
@@ -147,16 +147,24 @@ class CheckedData(ModelSetup):
 
     def params(self, verbose: Any) -> dict[str, Any]:
         """Return what callbacks of `evaluate` and `predict` are given with `set_params`."""
-        steps = self.source.num_batches(self.batch_size)
-        better = {"loss": False, "accuracy": True, **self.metrics.larger_is_better}
-        params = {"epochs": 1, "steps": steps, "samples_per_step": self.batch_size, "warmup_steps": 0}
-        return {**params, "verbose": verbose, "validation": False, "metrics": self.measured, "larger_is_better": better}
+        return {
+            "epochs": 1,
+            "steps": self.source.num_batches(self.batch_size),
+            "samples_per_step": self.batch_size,
+            "warmup_steps": 0,
+            "verbose": verbose,
+            "validation": False,
+            "metrics": self.measured,
+            "larger_is_better": {"loss": False, "accuracy": True, **self.metrics.larger_is_better},
+        }
 
     @property
     def measured(self) -> list[str]:
-        """Names of what is measured of it."""
-        accuracy = [] if self.loss.accuracy is None else ["accuracy"]
-        return [*dict.fromkeys(["loss", *accuracy, *self.loss.shown, *self.metrics.names])]
+        """Names of the numbers that are measured on this data: losses, then metrics."""
+        names = ["loss"]
+        if self.loss.accuracy is not None:
+            names.append("accuracy")
+        return [*dict.fromkeys([*names, *self.loss.shown, *self.metrics.names])]
 
 
 def check_data(
@@ -170,25 +178,32 @@ def check_data(
     is_of_fit: bool = True,
 ) -> CheckedData:
     """Return rows that passed a dry run; `trains_on`: a micro-batch of training."""
-    model, used = trainer.model, Loss(trainer.loss_fn)
-    own = step_for(PREDICT if predicting else TEST if trains_on is None else TRAIN, trainer.steps, model, used)
-    loss = used if own is None else Loss(None, used)
-    if own is None and not predicting:
+    world = trainer.world
+    model = trainer.model
+    kind = PREDICT if predicting else TEST
+    if trains_on is not None:
+        kind = TRAIN
+    loss = Loss(trainer.loss_fn)
+    own = step_for(kind, trainer.steps, model, loss)
+    if own is not None:  # the user's step returns its loss, as a model without a loss_fn does
+        loss = Loss(None, used=loss)
+    elif not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example
     loss.inspect(labels_of(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
-    with memory_explained(trainer.world, trains=trains_on is not None):
-        placement = place_model(trainer.world, model, loss, trainer.device, channels_last=config.channels_last)
-        place_state(*trainer.optimizers.values())
-    call = _make_call(model, loss, own, source, Precision(config.precision, placement.device), placement.device)
-    asked = NamedMetrics() if predicting else trainer.metrics
-    dry_run = DryRun(trainer.world, model, loss, call, placement, asked, is_of_fit=is_of_fit)
-    if predicting:
-        tried = dry_run.predict(source)
-    elif trains_on is None:
-        tried = dry_run.evaluate(source)
-    else:
+    with memory_explained(world, trains=trains_on is not None):
+        placement = place_model(world, model, loss, trainer.device, channels_last=config.channels_last)
+        place_state(*trainer.optimizers.values())  # model.to() does not move it
+    device = placement.device
+    call = _make_call(model, loss, own, source, Precision(config.precision, device), device)
+    metrics = NamedMetrics() if predicting else trainer.metrics
+    dry_run = DryRun(world, model, loss, call, placement, metrics, is_of_fit=is_of_fit)
+    if trains_on is not None:
         tried = dry_run.train(source, trains_on, counts_flops=bool(config.profile))
+    elif predicting:
+        tried = dry_run.predict(source)
+    else:
+        tried = dry_run.evaluate(source)
     return CheckedData(
         source=source,
         batch_size=batch_size,
@@ -203,10 +218,11 @@ def check_data(
 def _make_call(
     model: nn.Module, loss: Loss, own: OwnStep | None, source: Source, precision: Precision, device: torch.device
 ) -> ModelCall:
+    """Return how batches of a source reach the model, or the user's own step."""
     if own is None or loss.used is None:
         inputs, targets, _ = source.example
         return ModelCall(model, precision, inputs, targets, loss)
-    return StepCall(own, BuiltIn(model, loss.used, precision), source.target_name, device)
+    return StepCall(own, BuiltInStep(model, loss.used, precision), source.target_name, device)
 
 
 def check_rows(
@@ -222,7 +238,7 @@ def check_rows(
     callbacks: Any = None,
     output_dir: Any = None,
 ) -> tuple[CheckedData, dict[str, Any]]:
-    """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
+    """Return checked rows to evaluate or predict, and what ranks that share them compare."""
     call = "predict" if predicting else "evaluate"
     if batch_size is None:
         batch_size = source.batch_size or config.batch_size
@@ -231,7 +247,11 @@ def check_rows(
     require(verbose in (0, 1, 2, "auto"), f"{call}.verbose must be 0, 1, 2 or 'auto', got {brief(verbose)}.")
     if output_dir is not None:
         local_path("predict.output_dir", output_dir)
-    require(output_dir is None or source.is_shared, f"output_dir needs rows that all ranks share, {_OWN_ROWS}")
+        require(
+            source.is_shared,
+            "output_dir needs samples that all ranks share, and each has its own: let each predict to a separate "
+            "folder, with distributed=False.",
+        )
     if steps is not None:
         require_integer(call, "steps", steps, 1)
         source = source.shortened(steps, batch_size)
@@ -241,7 +261,7 @@ def check_rows(
         "the batch size": batch_size,
         "steps": steps,
         "whether output_dir is given": output_dir is not None,
-        "pad_value": str(pad_value),
+        "pad_value": str(pad_value),  # NaN would differ from NaN
         "_shown": rows.loss.shown,
         "the metrics": [*trainer.metrics],
         **source.facts("the given"),
@@ -259,7 +279,8 @@ def place_model(
     model.to(chosen)
     for module in loss.modules:
         module.to(chosen)  # it may have class weights
-    floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     if channels_last:
         put_channels_last(model)
-    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
+    floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    dtype = next(floats, torch.get_default_dtype())
+    return Placement(chosen, dtype, loss.prepare_target, channels_last)

@@ -1,4 +1,4 @@
-"""Checks before training: everything that would go wrong later, or silently."""
+"""Checks before training: settings, targets and outputs that would fail later, or give wrong results silently."""
 
 from __future__ import annotations
 
@@ -23,42 +23,59 @@ from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.trained import params_without_optimizer
 
 _APPLIED = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}
+"""What these losses apply to the scores themselves."""
 _PROBABILITIES = "end the model with Sigmoid(), or take loss_fn='bce_with_logits'"
 _MOVES = {
     *("Alias", "Cat", "Clamp", "Clone", "Expand", "Index", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
     *("Squeeze", "Stack", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
 }
+"""Operations that only move or limit values, by the names of their nodes in the autograd graph."""
+_CLIPS = ("clip_norm", "clip_value", "clip_adaptive")
 _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def check_trained(
     trained: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], config: DistributedTrainingConfig
 ) -> None:
-    """Refuse a model without trainable parameters, and optimizers or a precision that it cannot have."""
-    if not trained_parameters(trained):
+    """Refuse a model without trainable parameters, and optimizers or settings that do not fit it."""
+    parameters = trained_parameters(trained)
+    if not parameters:
         raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
-    clips = {name: getattr(config, name) for name in ("clip_norm", "clip_value", "clip_adaptive")}
-    clips = {name: limits for name, limits in clips.items() if limits is not None}
     for optimizer in optimizers.values():
         _check_optimizer(optimizer, trained)
-        # It evaluates the loss several times per step, between which these would change it.
-        excluded = [*clips, *(["precision='fp16'"] if config.precision == "fp16" else [])]
-        if excluded and needs_closure(optimizer):
-            raise ConfigError(
-                f"{type(optimizer).__name__} evaluates the loss several times per step, which {excluded[0]} would "
-                f"change between two evaluations: leave {excluded[0]} out, or use Adam or SGD."
-            )
+        if needs_closure(optimizer):
+            _check_closure(optimizer, config)
     _check_owners(trained, optimizers)
-    for name, limits in clips.items():
-        unknown = [*(limits.keys() - optimizers.keys())] if isinstance(limits, Mapping) else []
-        if unknown:
-            raise unknown_name(f"{name}={dict(limits)!r}: the trainer", str(unknown[0]), [*optimizers], "optimizer")
-    halves = [name for name, each in trained_parameters(trained) if each.dtype in (torch.float16, torch.bfloat16)]
+    _check_clips(config, optimizers)
+    halves = [name for name, each in parameters if each.dtype in (torch.float16, torch.bfloat16)]
     if config.precision == "fp16" and halves:  # their gradients could not be unscaled
         raise ConfigError(
             f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are of 16: "
             "give the model as float32."
         )
+
+
+def _check_closure(optimizer: torch.optim.Optimizer, config: DistributedTrainingConfig) -> None:
+    """Refuse settings that would change the loss between its evaluations by an optimizer's `step(closure)`."""
+    excluded = [name for name in _CLIPS if getattr(config, name) is not None]
+    if config.precision == "fp16":
+        excluded.append("precision='fp16'")
+    if excluded:
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, which {excluded[0]} would "
+            f"change between two evaluations: leave {excluded[0]} out, or use Adam or SGD."
+        )
+
+
+def _check_clips(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse a limit of clipping for an optimizer that the trainer does not have."""
+    for name in _CLIPS:
+        limits = getattr(config, name)
+        if not isinstance(limits, Mapping):
+            continue
+        for own in limits:
+            if own not in optimizers:
+                raise unknown_name(f"{name}={dict(limits)!r}: the trainer", str(own), [*optimizers], "optimizer")
 
 
 def _check_owners(trained: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -82,27 +99,32 @@ def _check_owners(trained: nn.Module, optimizers: Mapping[str, torch.optim.Optim
 
 def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
     """Return a valid config of gradients; for None the defaults, with unused parameters allowed."""
-    found = DDPConfig(find_unused_parameters=True) if config is None else config
-    require(isinstance(found, DDPConfig), f"ddp_config must be a cyxtrain.DDPConfig(...), got {brief(found)}.")
-    found.validate()
-    return found
+    if config is None:
+        config = DDPConfig(find_unused_parameters=True)
+    require(isinstance(config, DDPConfig), f"ddp_config must be a cyxtrain.DDPConfig(...), got {brief(config)}.")
+    config.validate()
+    return config
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuse learning rates that are not finite, and optimizers that cannot take the model's sparse gradients."""
-    named, kind = makes_sparse_gradients(model), type(optimizer)
+    kind = type(optimizer)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     require(all(map(math.isfinite, rates)), f"{kind.__name__} has the learning rates {rates}: give finite numbers.")
-    refuses = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, _TAKE_SPARSE_GRADIENTS)
-    for name, parameter in named.items():
+    refuses_all = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, _TAKE_SPARSE_GRADIENTS)
+    for name, parameter in makes_sparse_gradients(model).items():
         groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
-        decays = any(group.get("weight_decay") for group in groups)
-        if groups and (refuses or decays):
-            what, remedy = (kind.__name__, "SGD or Adagrad") if refuses else ("weight_decay", "no weight_decay for it")
-            raise ConfigError(
-                f"{name} makes sparse gradients, which PyTorch's {what} does not take: use {remedy}, or build the "
-                "embedding with sparse=False."
-            )
+        if groups and refuses_all:
+            raise _sparse_error(name, kind.__name__, "SGD or Adagrad")
+        if any(group.get("weight_decay") for group in groups):
+            raise _sparse_error(name, "weight_decay", "no weight_decay for it")
+
+
+def _sparse_error(name: str, refusing: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"{name} makes sparse gradients, which PyTorch's {refusing} does not take: use {remedy}, or build the "
+        "embedding with sparse=False."
+    )
 
 
 def check_targets(source: Source, loss: Loss) -> None:
@@ -116,7 +138,7 @@ def check_targets(source: Source, loss: Loss) -> None:
                 f"y is missing: the batches have {', '.join(inputs)}, and y must be called one of "
                 f"{', '.join(TARGET_NAMES)}; or give (x, y)."
             )
-        hint = " X and y are two arguments: fit(X, y)." * isinstance(inputs, (tuple, list))
+        hint = " X and y are two arguments: fit(X, y)." if isinstance(inputs, (tuple, list)) else ""
         raise ConfigError(
             "y is missing: the loss compares the model's output with it. Only a model that computes its own "
             f"loss (loss_fn=None) does without.{hint}"
@@ -131,6 +153,7 @@ def check_targets(source: Source, loss: Loss) -> None:
 
 
 def _check_target(targets: Tree | None, loss: Loss) -> None:
+    """Refuse a y that one of PyTorch's losses does not take: several parts, or class numbers as floats or columns."""
     if loss.is_known and isinstance(targets, (dict, tuple, list)):
         raise ConfigError(
             f"{type(loss.function).__name__} compares one output with one y, and y has {len(targets)} parts: give a "
@@ -139,11 +162,12 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
         )
     if not isinstance(targets, Tensor) or not isinstance(loss.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return
-    name, shape = type(loss.function).__name__, [*targets.shape[1:]]
+    name = type(loss.function).__name__
+    shape = [*targets.shape[1:]]
     if targets.is_floating_point() and not shape:
         dtype = str(targets.dtype).removeprefix("torch.")
         missing = int(targets.isnan().sum())
-        nan = f", with NaN in {counted(missing, 'row')}, which must be filled or dropped" * bool(missing)
+        nan = f", with NaN in {counted(missing, 'row')}, which must be filled or dropped" if missing else ""
         raise ConfigError(
             f"{name} wants class indices of an integer dtype, and y has dtype {dtype}{nan}: give y.long(), or "
             "numpy.asarray(y).astype('int64')."
@@ -156,37 +180,47 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
 
 def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) -> None:
     """Warn of probabilities for a loss that takes scores, and of scores for one that takes (log-)probabilities."""
-    for part, each in loss.by_output.items() if loss.function is not None else ():
-        warn_of_activation(*loss.of_output(part, output, targets), each, model)
+    for part, each in loss.by_output.items():
+        own, answer = loss.of_output(part, output, targets)
+        warn_of_activation(own, answer, each, model)
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 1:
         return
-    name, operation = type(loss.function).__name__, _made_by(output)
+    name = type(loss.function).__name__
     scores = output.detach().float()
-    if bool(((scores >= 0) & (scores <= 1)).all()):
-        if scores.dim() > 1 and scores.shape[1] > 1 and bool(((scores.sum(1) - 1).abs() < 0.01).all()):
-            operation = "Softmax"
-        elif operation in ("CompiledFunction", "CheckpointFunction") and isinstance([*model.modules()][-1], nn.Sigmoid):
-            operation = "Sigmoid"
-    problem = ""
+    operation = _last_operation(output, scores, model)
     if name in _APPLIED and operation in ("Sigmoid", "Softmax"):
         problem = f"probabilities, and {name} applies a {_APPLIED[name]} itself: leave the {operation} out of the model"
     elif isinstance(loss.function, (nn.NLLLoss, nn.KLDivLoss)) and bool((scores > 0.001).any()):
         problem = f"not log-probabilities, which {name} takes: end the model with LogSoftmax(1)"
     elif isinstance(loss.function, nn.BCELoss) and operation in ("Addmm", "Mm", "Convolution"):
         problem = f"scores of a linear layer, and {name} takes probabilities: {_PROBABILITIES}"
-    if problem:
-        warn_together(f"the outputs for all {len(output):,} rows that were tried are {problem}.")
+    else:
+        return
+    warn_together(f"the outputs for all {len(output):,} rows that were tried are {problem}.")
+
+
+def _last_operation(output: Tensor, scores: Tensor, model: nn.Module) -> str:
+    """Return the name of the model's last operation: by its values "Softmax", otherwise by the autograd graph."""
+    operation = _made_by(output)
+    if not bool(((scores >= 0) & (scores <= 1)).all()):
+        return operation
+    if scores.dim() > 1 and scores.shape[1] > 1 and bool(((scores.sum(1) - 1).abs() < 0.01).all()):
+        return "Softmax"
+    # A compiled or checkpointed model is one node of the graph.
+    if operation in ("CompiledFunction", "CheckpointFunction") and isinstance([*model.modules()][-1], nn.Sigmoid):
+        return "Sigmoid"
+    return operation
 
 
 def _made_by(output: Tensor) -> str:
-    """Return the name of the operation that made a tensor, apart from those that only move or limit its values."""
+    """Return the name of the operation that made a tensor, skipping those that only move or limit its values."""
     name = ""
     node = output.grad_fn
     while node is not None:
         name = node.name().rpartition("Backward")[0]
         if name not in _MOVES:
             break
-        node = node.next_functions[0][0]  # of several joined ones the first
+        node = node.next_functions[0][0]  # the first of several joined tensors
     return name
 
 
@@ -195,30 +229,35 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
     for part, each in loss.by_output.items():
         own, answer = loss.of_output(part, output, targets)
         check_classes(answer, own, each)
-    function = loss.function
     if loss.is_binary:
         wrong = _beyond_0_and_1(targets)
-        if wrong:  # a row of weight 0 may hold anything
+        if wrong:  # not refused: a row of weight 0 may hold anything
             warn_together(f"y is {wrong}, and the loss takes 0 and 1, or probabilities: convert it, as in y > 0.")
-        wrong = _beyond_0_and_1(output) * isinstance(function, nn.BCELoss)
+    if isinstance(loss.function, nn.BCELoss):
+        wrong = _beyond_0_and_1(output)
         require(not wrong, f"the model's output is {wrong}, and BCELoss takes probabilities: {_PROBABILITIES}.")
-    known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
-    if not known or not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(output, Tensor):
+    if not isinstance(loss.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return
+    if isinstance(targets, Tensor) and isinstance(output, Tensor) and not targets.is_floating_point():
+        _check_class_numbers(targets, output, loss.function.ignore_index)
+
+
+def _check_class_numbers(targets: Tensor, output: Tensor, ignored: int) -> None:
+    """Refuse class numbers for which the model has no output, apart from the `ignored` one."""
     if output.dim() > 1 and output.shape[1:] == targets.shape[1:]:
         raise ConfigError("y has one-hot rows of whole numbers: give class numbers, y.argmax(1), or y as floats.")
     if output.dim() != targets.dim() + 1:
         return
-    classes, targets = output.shape[1], targets.to(torch.int64)
-    wrong = ((targets < 0) | (targets >= classes)) & (targets != function.ignore_index)
+    classes = output.shape[1]
+    numbers = targets.to(torch.int64)
+    wrong = ((numbers < 0) | (numbers >= classes)) & (numbers != ignored)
     if bool(wrong.any()):
-        row = int(wrong.reshape(len(targets), -1).any(1).nonzero()[0])
-        value = int(targets[wrong][0])
+        row = int(wrong.reshape(len(numbers), -1).any(1).nonzero()[0])
+        value = int(numbers[wrong][0])
+        binary = " For two classes, one output takes loss_fn='bce_with_logits' and y as floats." if classes == 1 else ""
         raise ConfigError(
             f"y holds class {value} (row {row}), and the model has outputs for classes 0 to {classes - 1}. Number the "
-            "classes from 0, or give the model's last layer more outputs."
-            + " For two classes, one output takes loss_fn='bce_with_logits' and y as floats."
-            * (classes == 1)
+            f"classes from 0, or give the model's last layer more outputs.{binary}"
         )
 
 
@@ -227,4 +266,6 @@ def _beyond_0_and_1(values: Any) -> str:
     if not isinstance(values, Tensor) or values.numel() == 0 or values.is_complex():
         return ""
     low, high = values.detach()[:1024].double().aminmax()
-    return f"from {low:.3g} to {high:.3g}" * bool((low < 0) | (high > 1))
+    if low < 0 or high > 1:
+        return f"from {low:.3g} to {high:.3g}"
+    return ""

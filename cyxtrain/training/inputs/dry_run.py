@@ -1,7 +1,7 @@
-"""The dry run: find what does not fit before anything has changed, on every rank alike.
+"""The dry run: a trial of a model, its loss and its metrics on a few rows, before they are used.
 
 Training is tried on one micro-batch, in training mode, with gradients; evaluation and prediction on two rows, in
-evaluation mode. No rank waits for another, and nothing is changed.
+evaluation mode. No rank waits for another, and afterwards everything is as it was.
 """
 
 from __future__ import annotations
@@ -41,26 +41,25 @@ from cyxtrain.training.model.snapshot import inputs_seen, put_into_training, sna
 from cyxtrain.world.world import World
 
 _ROWS = 2
-"""To try an evaluation or a prediction on."""
-ONE_VALUE = "more than 1 value per channel"
-"""PyTorch's words where batch norm is trained on a single value per channel."""
-_ONE_ROW = "Give each of {} at least two rows at once: set a larger batch_size; or use nn.GroupNorm instead."
+"""Rows to try an evaluation or a prediction on."""
+_ONE_VALUE = "more than 1 value per channel"
+"""Part of PyTorch's error for batch norm that is trained on a single value per channel."""
 _REENTRANT = "Checkpointing is not compatible"
-"""PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called."""
+"""Part of PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called."""
 
 
 @dataclass(kw_only=True)
 class Tried:
-    """What a dry run found.
+    """The results of a dry run.
 
     Attributes:
-        metrics: Those of the user, which have seen nothing.
-        first_loss: Of a micro-batch, before training.
-        warning: What is wrong with how the loss is weighted; "" if nothing is known to be.
+        metrics: The user's metrics, still empty.
+        first_loss: Loss of a micro-batch, before training.
+        warning: A warning that the loss is weighted wrongly; "" if nothing suggests it.
         flops_per_row: Operations of forward and backward; None: not counted.
         has_one_value_per_row: Whether a batch norm in training mode gets a single value per channel of a row.
-        output: What the model returned in a prediction, with tensors on the meta device.
-        rows_second: Names of its parts whose rows are in the second dimension, as in the states of an LSTM.
+        output: The output of a prediction, with tensors on the meta device.
+        rows_second: Names of the output's parts whose rows are in the second dimension, as in the states of an LSTM.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -73,7 +72,7 @@ class Tried:
 
 
 class DryRun:
-    """Tries a model, its loss and its metrics on some rows; `is_of_fit`: then parameters are restored, too."""
+    """A trial of a model, its loss and its metrics on some rows; `is_of_fit`: restore parameters, too."""
 
     def __init__(
         self,
@@ -95,39 +94,60 @@ class DryRun:
         self._is_of_fit = is_of_fit
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Tried:
-        """Try a step of training on copies of a micro-batch's `rows`.
+        """Try a step of training on copies of a micro-batch's `rows`; `counts_flops`: count operations on a CPU, too.
 
-        Cost: that of one micro-batch, and a copy of what is trained; for a loss that may be no mean, also a few rows,
-        which a model that computes its own loss gets one by one. `counts_flops`: count operations on a CPU, too.
+        Cost: one micro-batch, and a copy of what is trained. A custom loss is also computed for a few single rows; a
+        model that computes its own loss gets them one by one.
         """
         batch = self._placed(rows)
         if batch.rows == 0:
             return self.evaluate(source)
-        few = batch if batch.rows >= COMPARED_ROWS else self._placed(source.first(COMPARED_ROWS))
-        norms = [each for each in self._model.modules() if isinstance(each, torch_compat.BatchNormModule)]
-        if batch.rows == 1 and norms:
-            batch = few  # what batch norm cannot be trained on, `with_batch_norm_checked` refuses with the counts
+        few = batch
+        if batch.rows < COMPARED_ROWS:
+            few = self._placed(source.first(COMPARED_ROWS))
+        if batch.rows == 1 and self._batch_norms():
+            batch = few  # batch norm cannot train on one row; `with_batch_norm_checked` refuses it, with the counts
         check = None if self._loss.is_known else WeightCheck(self._model, self._loss, self._call, few)
         with memory_explained(self._world), self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
-            values: set[int] = set()
-            with inputs_seen([each for each in norms if each.training], lambda each: values.add(_per_channel(each))):
-                for norm in norms:
-                    if isinstance(norm, nn.SyncBatchNorm):
-                        norm.eval()  # in training mode it waits for the other ranks
-                flops: int | None = None
-                tried: list[tuple[Any, BatchLoss, bool]] = []
-                if counts_flops or is_accelerator(self._placement.device):
-                    with contextlib.suppress(Exception):  # what cannot be counted is tried without that
-                        flops = flops_of_step(lambda: tried.append(self._step(source, batch)))
-                output, loss, has_gradients = tried[0] if tried else self._step(source, batch)
-            return Tried(
-                metrics=self._measuring(output, batch, loss),
-                first_loss=self._loss.number_of(loss),
-                warning="" if check is None or self._call.optimizes else self._problem(check),
-                flops_per_row=flops / batch.rows if flops and has_gradients else None,
-                has_one_value_per_row=batch.rows in values,
-            )
+            with self._values_per_channel() as values:
+                output, loss, flops = self._counted_step(source, batch, counts_flops=counts_flops)
+            tried = Tried(metrics=self._measuring(output, batch, loss), first_loss=self._loss.number_of(loss))
+            tried.has_one_value_per_row = batch.rows in values
+            if flops:
+                tried.flops_per_row = flops / batch.rows
+            if check is not None and not self._call.optimizes:
+                tried.warning = self._problem(check)
+            return tried
+
+    def _batch_norms(self) -> list[nn.Module]:
+        return [module for module in self._model.modules() if isinstance(module, torch_compat.BatchNormModule)]
+
+    @contextlib.contextmanager
+    def _values_per_channel(self) -> Iterator[set[int]]:
+        """Collect within how many values per channel batch norms in training mode get; no rank waits for another."""
+        found: set[int] = set()
+        norms = self._batch_norms()
+        training = [norm for norm in norms if norm.training]
+        for norm in norms:
+            if isinstance(norm, nn.SyncBatchNorm):
+                norm.eval()  # in training mode it waits for the other ranks
+        with inputs_seen(training, lambda inputs: found.add(_values_of_channel(inputs))):
+            yield found
+
+    def _counted_step(self, source: Source, batch: Batch, *, counts_flops: bool) -> tuple[Any, BatchLoss, int | None]:
+        """Return the output of a step, its loss and its operations; None: not counted, or it has no backward."""
+        flops: int | None = None
+        results: list[tuple[Any, BatchLoss, bool]] = []
+        if counts_flops or is_accelerator(self._placement.device):
+            with contextlib.suppress(Exception):  # what cannot be counted is tried without counting
+                flops = flops_of_step(lambda: results.append(self._step(source, batch)))
+        if not results:
+            results.append(self._step(source, batch))
+        output, loss, has_gradients = results[0]
+        if not has_gradients:
+            flops = None
+        return output, loss, flops
 
     def _step(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss, bool]:
         """Return the output of a forward and its loss, and whether its gradients have been computed."""
@@ -140,7 +160,7 @@ class DryRun:
             return output, loss, self._backward(loss.value)
 
     def problem_of_weights(self, rows: Rows) -> str:
-        """Find out by a few rows what the loss is a mean over; return a warning if that is unknown, or ""."""
+        """Find out on a few rows what the loss is a mean over; return a warning if that is unknown, or ""."""
         check = WeightCheck(self._model, self._loss, self._call, self._placed(rows))
         with self._without_trace():
             return self._problem(check)
@@ -153,52 +173,53 @@ class DryRun:
     def evaluate(self, source: Source) -> Tried:
         """Try an evaluation of a source's first rows."""
         batch = self._placed(source.first(_ROWS))
-        few = self._placed(source.first(COMPARED_ROWS)) if self._loss.function is None else batch
+        few = self._placed(source.first(COMPARED_ROWS)) if self._loss.function is None else None
         with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
             self._put_into_evaluation()
-            if few is not batch:
+            if few is not None:
                 with gathering_alone(), contextlib.suppress(Exception):
                     WeightCheck(self._model, self._loss, self._call, few).find_items()
             output, loss = self._forward(source, batch)
             metrics = self._measuring(output, batch, loss)
-            output = self._loss.measured_part(output)
-            given = (self._metrics, self._metrics.outputs)
-            metrics.whole_sets = checked_whole_sets(*given, self._loss, output, batch.labels, batch.rows)
+            measured = self._loss.measured_part(output)
+            metrics.whole_sets = checked_whole_sets(
+                self._metrics, self._metrics.outputs, self._loss, measured, batch.labels, batch.rows
+            )
             return Tried(metrics=metrics)
 
     def predict(self, source: Source) -> Tried:
         """Try a prediction for a source's first rows."""
         batch = self._placed(source.first(_ROWS))
-        own = self._loss.function is None and self._loss.used is None
-        missing = self._call.missing(self._model, batch.inputs) if own else []
+        if self._loss.function is None and self._loss.used is None:
+            self._refuse_required_targets(batch)
+        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
+            self._model.eval()
+            output = self._output(batch, predicting=True)
+            rows_second = self._find_rows_second(source, output, batch.rows)
+        parts = {name: _on_meta(part) for name, part in leaves(output)}
+        return Tried(output=with_parts(output, parts), rows_second=rows_second)
+
+    def _refuse_required_targets(self, batch: Batch) -> None:
+        """Refuse a model that computes its own loss and whose forward requires more than the inputs."""
+        missing = self._call.missing(self._model, batch.inputs)
         if missing:
             raise ConfigError(
                 f"the forward of {type(self._model).__name__} requires {', '.join(missing)}{self._call.names_differ}, "
                 f"and predict passes the inputs alone: give {missing[0]} a default, as in {missing[0]}=None."
             )
-        with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
-            self._model.eval()
-            output = self._output(batch, predicting=True)
-            rows_second = self._find_rows_second(source, output, batch.rows)
-        parts = dict(leaves(output))
-        for name, part in parts.items():
-            rows = pad_packed_sequence(part, batch_first=True)[0] if isinstance(part, PackedSequence) else part
-            parts[name] = torch.empty_like(rows, device="meta") if isinstance(rows, Tensor) else rows
-        return Tried(output=with_parts(output, parts), rows_second=rows_second)
 
     def _find_rows_second(self, source: Source, output: Any, rows: int) -> frozenset[str]:
-        """Return the names of parts of three dimensions or more whose second one is as long as a batch, also of one."""
-
-        def shapes(output: Any) -> dict[str, torch.Size]:
-            return {name: part.shape for name, part in leaves(output) if isinstance(part, Tensor)}
-
-        found = {name: shape for name, shape in shapes(output).items() if len(shape) > 2 and shape[1] == rows}
-        found = {name: shape for name, shape in found.items() if shape[:2] != (1, 1)}
-        one: dict[str, torch.Size] = {}
-        if found:
-            with contextlib.suppress(Exception):  # a model that takes no single row
-                one = shapes(self._output(self._placed(source.first(1)), predicting=True))
-        return frozenset(name for name, shape in found.items() if one.get(name, ())[:2] == (shape[0], 1))
+        """Return the names of the parts with 3 dimensions or more whose second one is always as long as the batch."""
+        lengths: dict[str, int] = {}  # of the first dimension
+        for name, shape in _tensor_shapes(output).items():
+            if len(shape) > 2 and shape[1] == rows and shape[:2] != (1, 1):
+                lengths[name] = shape[0]
+        if not lengths:
+            return frozenset()
+        of_one_row: dict[str, torch.Size] = {}
+        with contextlib.suppress(Exception):  # a model may not take a single row
+            of_one_row = _tensor_shapes(self._output(self._placed(source.first(1)), predicting=True))
+        return frozenset(name for name, length in lengths.items() if of_one_row.get(name, ())[:2] == (length, 1))
 
     def _put_into_evaluation(self) -> None:
         for module in (self._model, *self._loss.modules):
@@ -208,20 +229,20 @@ class DryRun:
         return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss]:
-        """Return the model's output and its loss, which finds out its form."""
-        loss, output = self._loss, self._output(batch)
-        if loss.function is None:
+        """Return the model's output and its loss; the loss object learns what it is called with."""
+        output = self._output(batch)
+        if self._loss.function is None:
             return output, self._own_loss(output, batch)
-        loss.check_shapes(output, batch.targets, source.column)
-        check_classes(source.targets, output, loss)
+        self._loss.check_shapes(output, batch.targets, source.column)
+        check_classes(source.targets, output, self._loss)
         described = f"{_described(output)} and {_described(batch.targets)}"
         with _described_error(self._world, f"the loss cannot take the model's output and y, tried on {described}"):
-            return output, loss.first(output, batch)
+            return output, self._loss.first(output, batch)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
         call = self._call
-        what = call.describe_failure(_shapes(batch.inputs))  # asked for now: a model may change its input
+        what = call.describe_failure(_shapes(batch.inputs))  # before the call: a model may change its input
         with _described_error(self._world, what, batch.inputs):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
@@ -230,6 +251,8 @@ class DryRun:
             except RuntimeError as error:
                 if is_full(error):
                     raise
+                # A forward that computes derivatives fails without a graph. If a graph does not help, the first error
+                # is raised.
                 call.differentiates = True
                 with contextlib.suppress(Exception):
                     return call.without_graph(self._model, batch, predicting=predicting)
@@ -257,8 +280,7 @@ class DryRun:
                 "operations, without detach(), item() or argmax(). If the first batch has nothing to compare, such "
                 "as no pair of rows, return output.sum() * 0."
             )
-        modules = (self._model, *self._loss.modules)
-        trained = [each for module in modules for each in module.parameters() if each.requires_grad]
+        trained = trained_by(self._model, self._loss)
         _warn_of_others(value, trained)
         try:
             torch.autograd.grad(value, trained, allow_unused=True)
@@ -269,16 +291,18 @@ class DryRun:
         return True
 
     def _measuring(self, output: Any, batch: Batch, loss: BatchLoss) -> Metrics:
-        own, output = self._metrics.get(ACCURACY), self._loss.measured_part(output)
+        """Return the metrics to compute in training or evaluation; decide whether accuracy is among them."""
+        output = self._loss.measured_part(output)
         if output is None and self._loss.used is not None:
             return self._without_output()
-        if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
-            asked = own is not None
-            self._loss.accuracy = find_accuracy(self._loss, output, batch.labels, loss.value.detach(), asked=asked)
-        is_own = self._loss.function is None and self._loss.used is None
-        if is_own and self._loss.accuracy is None and not self._metrics.outputs:
+        asked = self._metrics.get(ACCURACY)
+        if (asked is None or isinstance(asked, str)) and ACCURACY not in self._loss.shown:
+            is_asked = asked is not None
+            self._loss.accuracy = find_accuracy(self._loss, output, batch.labels, loss.value.detach(), asked=is_asked)
+        is_own_loss = self._loss.function is None and self._loss.used is None
+        if is_own_loss and self._loss.accuracy is None and not self._metrics.outputs:
             return make_metrics(self._metrics, self._loss, None, None, 0)
-        with torch.no_grad():  # they see what they see in training: no graph
+        with torch.no_grad():  # metrics get the output without its graph, as in training
             output = map_tree(Tensor.detach, output)
             return make_metrics(self._metrics, self._loss, output, batch.labels, batch.rows)
 
@@ -296,13 +320,20 @@ class DryRun:
 
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
+        """Restore within what the trial changes, in the model and in the user's other objects."""
         owners = [self._model, *self._call.owners, *self._loss.functions, *self._metrics.values()]
         with snapshot(owners, self._placement.device, copies=self._is_of_fit) as self._loss.gathers:
             yield
 
 
+def trained_by(model: nn.Module, loss: Loss) -> list[nn.Parameter]:
+    """Return the parameters of a model and its loss that are trained."""
+    return [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
+
+
 @contextlib.contextmanager
 def _described_error(world: World, what: str, inputs: Tree | None = None) -> Iterator[None]:
+    """Raise a ConfigError with a remedy for an error of the user's code within; `what` failed, on which `inputs`."""
     try:
         yield
     except ConfigError:
@@ -310,8 +341,12 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
     except Exception as error:
         if is_full(error):
             raise
-        remedy = f". {_ONE_ROW.format(counted(world.size, 'rank'))}" if ONE_VALUE in str(error) else ""
-        remedy = remedy or remedy_for_devices(error) or _remedy_for_dtype(error, inputs)
+        remedy = remedy_for_devices(error) or _remedy_for_dtype(error, inputs)
+        if _ONE_VALUE in str(error):
+            remedy = (
+                f". Give each of {counted(world.size, 'rank')} at least two rows at once: set a larger batch_size; "
+                "or use nn.GroupNorm instead."
+            )
         raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
 
 
@@ -320,18 +355,22 @@ def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
     text = str(error)
     if "scalar types: Long, Int" in text:
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
-    if not ("same dtype" in text or "should be the same" in text) or not re.search(r"(?i)\b(long|int|short)", text):
+    differ = "same dtype" in text or "should be the same" in text
+    if not differ or not re.search(r"(?i)\b(long|int|short)", text):
         return ""
     given = named_tensors(inputs, "X")
     whole = [name for name, each in given if not (each.is_floating_point() or each.dtype is torch.bool)]
-    what = shortened(whole)
-    return f". {what} holds whole numbers: convert it with .float(), or .astype('float32') in NumPy." if whole else ""
+    if not whole:
+        return ""
+    return f". {shortened(whole)} holds whole numbers: convert it with .float(), or .astype('float32') in NumPy."
 
 
 def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
     """Warn of parameters on which the loss depends and that are part of neither model nor loss."""
-    known, seen, queue = {id(each) for each in trained}, set(), [value.grad_fn]
+    known = {id(each) for each in trained}
     others: dict[int, list[int]] = {}
+    seen: set[Any] = set()
+    queue = [value.grad_fn]
     while queue:
         node = queue.pop()
         if node is None or node in seen:
@@ -349,9 +388,21 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
         )
 
 
-def _per_channel(tensor: Tensor) -> int:
+def _values_of_channel(tensor: Tensor) -> int:
     """Return how many values each channel of a batch norm's input has."""
-    return tensor.numel() // (tensor.shape[1:2].numel() or 1)
+    channels = tensor.shape[1:2].numel()
+    return tensor.numel() // (channels or 1)
+
+
+def _tensor_shapes(output: Any) -> dict[str, torch.Size]:
+    return {name: part.shape for name, part in leaves(output) if isinstance(part, Tensor)}
+
+
+def _on_meta(part: Any) -> Any:
+    """Return a tensor of an output without its values, packed rows as padded ones; other parts unchanged."""
+    if isinstance(part, PackedSequence):
+        part, _ = pad_packed_sequence(part, batch_first=True)
+    return torch.empty_like(part, device="meta") if isinstance(part, Tensor) else part
 
 
 def _shapes(tree: Tree) -> str:

@@ -1,4 +1,4 @@
-"""What a fit is made of: what each setting's policy is, and what all ranks must have alike, in words for errors."""
+"""Facts of a fit, named as in errors: what must be the same on all ranks, and on resume, by each setting's policy."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from cyxtrain.tensors.layouts import parts_of
 from cyxtrain.training.state import TrainingState
 
 _SAMPLED_ELEMENTS = 64
+_PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
 _NO_OPTIONS = {"params", "lr", "initial_lr"}
 """Entries of a parameter group that are not compared as options; learning rates are compared by initial value."""
 
 
 class Policy(Enum):
-    """Who wins if a setting differs from the checkpoint's, and the words for it. Ranks must agree on all but RANK."""
+    """Which value wins if a setting differs from the checkpoint's; its message. Ranks must agree on all but RANK."""
 
-    EQUAL = "{name} is {now} and was {before}"  # it decides the samples of a step: a difference is refused
-    CHECKPOINT = "{name} {before} as in the checkpoint (the program has {now})"  # applied once, to what was saved
-    PROGRAM = "{name} was {before} and is {now}"  # it decides how each step is taken: a difference is warned of
-    NUMERICS = "as PROGRAM, by the arithmetic that comes of it"  # compared by `numerics_of`
-    FREE = "not compared"  # it decides how long a fit is, or what it reports and keeps
-    RANK = "each rank's own"  # only one of them shows and writes
+    EQUAL = "{name} is {now} and was {before}"  # decides the samples of a step: a difference is refused
+    CHECKPOINT = "{name} {before} as in the checkpoint (the program has {now})"  # applied once: its effect was saved
+    PROGRAM = "{name} was {before} and is {now}"  # decides how each step is taken: a difference is warned of
+    NUMERICS = "as PROGRAM, by the resulting arithmetic"  # compared by `numerics_of`
+    FREE = "not compared"  # decides how long a fit is, or what it reports and keeps
+    RANK = "each rank's own"  # only one rank prints and writes
 
 
 POLICIES = {
@@ -57,45 +58,48 @@ POLICIES = {
 
 
 def _by_policy(config: Mapping[str, Any]) -> dict[Policy, dict[str, Any]]:
-    """Return the settings by policy and name, those of loss scaling too if the loss is scaled.
-
-    `config` may be that of a checkpoint older than a setting: it was made with the default.
-    """
+    """Return the settings by policy and name, with the settings of loss scaling if the loss is scaled."""
+    # A checkpoint that is older than a setting was made with its default.
     known = dataclasses.asdict(DistributedTrainingConfig()) | dict(config)
     if known["precision"] == "fp16":
         known |= dataclasses.asdict(AMPConfig()) | (known["amp"] or {})
-    return {
-        policy: {name: known[name] for name in names.split() if name in known} for policy, names in POLICIES.items()
-    }
+    found: dict[Policy, dict[str, Any]] = {}
+    for policy, names in POLICIES.items():
+        found[policy] = {name: known[name] for name in names.split() if name in known}
+    return found
 
 
 def differences(policy: Policy, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Describe by name what has another value than before; what only one of them has is skipped."""
+    """Describe by name the values that differ; skip a name that only one side has."""
     names = [name for name in now if before.get(name, now[name]) != now[name]]
     return {name: policy.value.format(name=name, before=before[name], now=now[name]) for name in names}
 
 
 def differing_settings(saved: Mapping[str, Any], config: DistributedTrainingConfig) -> dict[Policy, dict[str, str]]:
-    """Describe by policy and name what a program's settings are that a checkpoint was `saved` with otherwise."""
+    """Describe by policy and name the settings that differ from those of a checkpoint (`saved`)."""
     before = _by_policy(saved)
     now = _by_policy(dataclasses.asdict(config))
     return {policy: differences(policy, before[policy], now[policy]) for policy in POLICIES}
 
 
 def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
-    """Return the settings one by one, but for those that ranks may set differently."""
+    """Return the settings one by one, except those that ranks may set differently."""
     own = POLICIES[Policy.RANK].split()
     return {f"the setting {name}": value for name, value in dataclasses.asdict(config).items() if name not in own}
 
 
 def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
-    """Return the kinds of parameters, buffers and loss; a hash only of the loss's constants, which stay each rank's."""
+    """Return the kinds of parameters, buffers and loss, and a hash of the loss's constants.
+
+    Rank 0 sends its parameters and buffers to all ranks, but not these constants.
+    """
     facts: dict[str, Any] = {"the loss": loss.describe(), "accuracy": str(loss.accuracy)}
     facts |= module_facts(trained)
     known = {id(buffer) for buffer in trained.buffers()}
     for name, module in loss.named_modules("loss_fn").items():
-        constants = [(own, buffer) for own, buffer in module.named_buffers(name) if id(buffer) not in known]
-        facts |= {f"{own}: hash of its values": _hash([buffer]) for own, buffer in constants}
+        for own, buffer in module.named_buffers(name):
+            if id(buffer) not in known:
+                facts[f"{own}: hash of its values"] = _hash([buffer])
     return facts
 
 
@@ -108,9 +112,9 @@ def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.M
         facts[what] = type(optimizer).__name__
         for number, group in enumerate(groups):
             for name, value in group.items():
-                # Functions and the like have an address in their text, which differs.
-                plain = isinstance(value, (bool, int, float, str, tuple, list, Tensor, type(None)))
-                facts[f"{what}'s {name} (group {number})"] = str(value) if plain else type(value).__name__
+                # The string of a function or another object has an address, which differs between ranks.
+                shown = str(value) if isinstance(value, _PLAIN) else type(value).__name__
+                facts[f"{what}'s {name} (group {number})"] = shown
         for name, parameter in plain_parameters(model):
             if parameter not in optimizer.state:
                 continue
@@ -122,8 +126,9 @@ def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.M
 def trained_facts(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return what callbacks may change: a hash of which parameters are trained, and the sizes of groups."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
     return {
-        "which parameters are trained": f"{len(names):,} ({hashlib.sha256(' '.join(names).encode()).hexdigest()[:8]})",
+        "which parameters are trained": f"{len(names):,} ({digest[:8]})",
         "how many parameters each group of the optimizer has": [
             len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups
         ],
@@ -137,7 +142,7 @@ def value_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> DistributedTrainingConfig:
-    """Return the config with the values of what a fit does once that a checkpoint was `saved` with."""
+    """Return the config with a checkpoint's values (`saved`) of the settings that are applied only once."""
     fields = _by_policy(saved)[Policy.CHECKPOINT]
     initial_scale = fields.pop("initial_scale", None)
     if config.precision == "fp16" and initial_scale is not None:
@@ -146,38 +151,41 @@ def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]
 
 
 def restorable(state: TrainingState) -> dict[str, list[dict[str, Any]]]:
-    """Return what a checkpoint restores, as it is now: by kind, part by part, by name."""
-    options, schedules = [], []
+    """Return the present values that a checkpoint restores, by name: of groups, of schedules, of parameters."""
+    groups: list[dict[str, Any]] = []
+    schedules: list[dict[str, Any]] = []
     for rates in state.rates.values():
         hidden = _NO_OPTIONS | rates.moved_options
-        groups = groups_by_name(rates.optimizer, state.trained)
-        for group, rate in zip(groups, rates.program_rates(), strict=True):
-            shown = {name: value for name, value in group.items() if name not in hidden}
-            options.append({name: value for name, value in shown.items() if not isinstance(value, Tensor)})
-            options[-1]["lr"] = rate
+        named = groups_by_name(rates.optimizer, state.trained)
+        for group, rate in zip(named, rates.program_rates(), strict=True):
+            options = {name: value for name, value in group.items() if name not in hidden}
+            options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
+            groups.append({**options, "lr": rate})
         schedules += schedule_settings(rates.scheduler)
-    trained = {name: each.requires_grad for name, each in plain_parameters(state.trained)}
-    return {"optimizer": options, "schedule": schedules, "parameters": [trained]}
+    is_trained = {name: each.requires_grad for name, each in plain_parameters(state.trained)}
+    return {"optimizer": groups, "schedule": schedules, "parameters": [is_trained]}
 
 
 def describe_restored(
     program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]], settings: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Return the header's lines about what the checkpoint has replaced in the program: `settings` and the rest."""
-    words = {*settings}
+    """Return the header's lines about values of the program that the checkpoint has replaced, with `settings`."""
+    replaced = {*settings}
     for kind in ("optimizer", "schedule"):
         for now, before in zip(program[kind], checkpoint[kind], strict=False):
-            words |= {*differences(Policy.CHECKPOINT, before, now).values()}
-    ((now, before),) = zip(program["parameters"], checkpoint["parameters"], strict=True)
-    trained = [
-        f"{shortened(names)} {found} as in the checkpoint ({own} in the program)"
-        for found, own, is_trained in (("trained", "frozen", True), ("frozen", "trained", False))
-        if (names := [name for name in before if before[name] is is_trained is not now[name]])
-    ]
-    lines = [("restored", "; ".join(sorted(words))), ("trained", "; ".join(trained))]
-    return [line for line in lines if line[1]]
+            replaced |= {*differences(Policy.CHECKPOINT, before, now).values()}
+    (now,) = program["parameters"]
+    (before,) = checkpoint["parameters"]
+    trained: list[str] = []
+    for found, other, is_trained in (("trained", "frozen", True), ("frozen", "trained", False)):
+        names = [name for name in before if before[name] is is_trained and now[name] is not is_trained]
+        if names:
+            trained.append(f"{shortened(names)} {found} as in the checkpoint ({other} in the program)")
+    lines = [("restored", "; ".join(sorted(replaced))), ("trained", "; ".join(trained))]
+    return [(name, words) for name, words in lines if words]
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:
-    flat = (part.reshape(-1) for tensor in tensors for part in parts_of(tensor) or ())
+    """Return hashes of some elements of each tensor, or of the parts of a sparse tensor."""
+    flat = [part.reshape(-1) for tensor in tensors for part in parts_of(tensor) or ()]
     return " ".join(sampled_hash(values, _SAMPLED_ELEMENTS) for values in flat if len(values))

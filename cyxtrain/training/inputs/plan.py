@@ -1,4 +1,4 @@
-"""What a call of `fit` does, after all checks: each rank makes a plan; then the ranks agree."""
+"""The plan of a call of `fit`, after all checks: each rank makes its own; then the ranks agree."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class FitPlan:
     """One call of `fit` that passed all checks.
 
     Attributes:
-        world: Who takes part.
+        world: The ranks that train.
         validation: Sets of rows to validate with, by name; "" for a set without a name.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
-        initial_epoch: Epochs that count as completed; None: those of the trainer.
+        initial_epoch: Epochs that count as completed; None: the trainer's.
         ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.
         defers_verdicts: Whether all ranks compute on accelerators, and the host need not wait for a step.
-        attempt: How often a launcher has restarted the ranks, at most.
-        may_log: Whether this rank may log numbers of the user's own: the dry run has, or a callback may.
+        attempt: How often a launcher has restarted the ranks; the largest number on any rank.
+        may_log: Whether this rank may log numbers of the user's own: the dry run did, or a callback may.
     """
 
     world: World
@@ -111,19 +111,24 @@ class FitPlan:
 
     @property
     def measured(self) -> list[str]:
-        """Names of what an epoch may have in the history."""
-        sets = self.validation.items()
-        first = [f"val_{name}" for _, each in [*sets][:1] for name in each.measured]
-        named = [f"val_{own}_{name}" for own, each in sets if own for name in each.measured]
-        return self.data.measured + first + named
+        """Names of the numbers that an epoch may have in the history; the first set has them without its name, too."""
+        names = self.data.measured
+        first = next(iter(self.validation.values()), None)
+        if first is not None:
+            names += [f"val_{name}" for name in first.measured]
+        for own, data in self.validation.items():
+            if own:
+                names += [f"val_{own}_{name}" for name in data.measured]
+        return names
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Which numbers of the history are better if larger, by name without val_; unknown ones are left out."""
         losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
-        found = {**losses, "accuracy": True, **next(iter(self.validation.values()), self.data).metrics.larger_is_better}
-        named = {f"{each}_{name}": better for each in self.validation for name, better in found.items()}
-        return {**named, **found}
+        metrics = next(iter(self.validation.values()), self.data).metrics
+        found = {**losses, "accuracy": True, **metrics.larger_is_better}
+        by_set = {f"{own}_{name}": better for own in self.validation for name, better in found.items()}
+        return {**by_set, **found}
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -138,12 +143,16 @@ class FitPlan:
     @property
     def epochs(self) -> int:
         """Epochs of the fit, at most."""
-        most, steps = self.config.max_steps, self.steps_per_epoch
-        return self.config.epochs if most is None or not steps else min(self.config.epochs, -(-most // steps))
+        most = self.config.max_steps
+        steps = self.steps_per_epoch
+        if most is None or not steps:
+            return self.config.epochs
+        return min(self.config.epochs, _ceil_div(most, steps))
 
     @property
     def knows_epochs(self) -> bool:
-        """Whether the number of epochs is known, and not only that `max_steps` ends the fit before."""
+        """Whether the number of epochs is known; if only `max_steps` is set, `config.epochs` may be just a bound."""
+        # Then it is `max_steps`: each epoch has a step at least.
         return self.steps_per_epoch is not None or self.config.epochs != self.config.max_steps
 
     def steps_left(self, position: Position) -> int | None:
@@ -152,9 +161,9 @@ class FitPlan:
         return None if most is None else max(0, most - (position.step - position.first_step))
 
     def end_of_epoch(self, position: Position, steps: int | None) -> int | None:
-        """Return the step after which the running epoch ends, if it may have so many `steps`; None: unknown."""
+        """Return the step after which the running epoch ends if its limit is `steps`; None: unknown."""
         left = self.steps_left(position)
-        return _least(steps, None if left is None else position.epoch_steps + left)
+        return steps if left is None else _least(steps, position.epoch_steps + left)
 
     def validates_at(self, position: Position) -> bool:
         """Return whether a validation is due after the latest step, in its epoch."""
@@ -168,43 +177,66 @@ class FitPlan:
 
     def ends_early(self, position: Position) -> bool:
         """Return whether the running epoch ends or is validated here only because the fit is not longer."""
-        epoch, steps = position.epoch + 1, self.steps_per_epoch or position.epoch_steps
+        # A longer fit continues before such an end: the rest of the epoch would otherwise never be trained.
+        if self.steps_left(position) == 0:
+            return True
+        epoch = position.epoch + 1
+        steps = self.steps_per_epoch or position.epoch_steps
         is_last = epoch >= position.first_epoch + self.config.epochs and position.epoch_steps == steps
-        by_itself, after = (self.config.validates_after(epoch, is_last=each) for each in (False, is_last))
-        return self.steps_left(position) == 0 or (bool(self.validation) and after and not by_itself)
+        is_validated = self.config.validates_after(epoch, is_last=is_last)
+        is_due = self.config.validates_after(epoch, is_last=False)
+        return bool(self.validation) and is_validated and not is_due
 
     @property
     def warmup_steps(self) -> int:
         """Steps of the warm-up; raises ConfigError for a fraction of a fit of unknown length."""
         asked = self.config.warmup_steps
-        if asked and asked < 1 and self.all_steps is None:
+        if asked == 0 or asked >= 1:
+            return int(asked)
+        if self.all_steps is None:
             raise ConfigError(
                 f"warmup_steps={asked} is a fraction of the fit, and the number of batches is unknown: "
                 "set steps_per_epoch, or give a number of steps."
             )
-        return round(asked * (self.all_steps or 0)) if asked < 1 else int(asked)
+        return round(asked * self.all_steps)
 
     def scheduled(self, rates: LearningRates) -> int | None:
         """Return how often the fit, from its beginning, steps a schedule; None: unknown."""
-        return self.schedule_steps(self.warmup_steps if rates.warms_up_first else 0)
+        warmup_steps = self.warmup_steps if rates.warms_up_first else 0
+        return self.schedule_steps(warmup_steps)
 
     def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
         """Return how often the fit, from a position, steps its schedule; None: unknown.
 
-        `warmup_steps` are those still to be taken of the warm-up, for which the schedule waits.
+        The schedule begins after the `warmup_steps` that are still to be taken.
         """
-        epochs, done, steps, left = self.config.epochs, 0, self.steps_per_epoch, self.config.max_steps
+        epochs = self.config.epochs
+        done = 0
+        left = self.config.max_steps
         if position is not None:
-            epochs, done = position.first_epoch + epochs - position.epoch, position.epoch_steps
+            epochs = position.first_epoch + epochs - position.epoch
+            done = position.epoch_steps
             left = self.steps_left(position)
         if self.config.scheduler_interval == "epoch":
-            if left is not None and steps is None:
-                return None
-            epochs = epochs if left is None else min(epochs, -(-(done + left) // (steps or 1)))
-            late = 0 if steps is None else max(0, warmup_steps - (steps - done))
-            return max(0, epochs - -(-late // (steps or 1)))
-        to_come = _least(None if steps is None else epochs * steps - done, left)
+            return self._schedule_epochs(warmup_steps, epochs, done, left)
+        to_come = left
+        if self.steps_per_epoch is not None:
+            to_come = _least(epochs * self.steps_per_epoch - done, left)
         return None if to_come is None else max(0, to_come - warmup_steps)
+
+    def _schedule_epochs(self, warmup_steps: int, epochs: int, done: int, left: int | None) -> int | None:
+        """Return how many of the remaining `epochs` end after the warm-up; None: unknown.
+
+        `done`: steps of the running epoch so far; `left`: steps until `max_steps`, if it is set.
+        """
+        steps = self.steps_per_epoch
+        if steps is None:
+            return max(0, epochs) if left is None else None
+        divisor = max(steps, 1)
+        if left is not None:
+            epochs = min(epochs, _ceil_div(done + left, divisor))
+        after_this_epoch = max(0, warmup_steps - (steps - done))
+        return max(0, epochs - _ceil_div(after_this_epoch, divisor))
 
     def shares(self, position: Position) -> Generator[Share]:
         """Return this rank's shares of the rest of the epoch."""
@@ -233,64 +265,79 @@ def requested_steps(config: DistributedTrainingConfig) -> int | None:
 def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
     """Return how many optimizer steps an epoch has, at most; None: unknown until its batches end."""
     if config.steps_per_epoch is not None:
-        return requested_steps(config)  # the data are gone through again when they are over
+        return requested_steps(config)  # shorter data are gone through again
     return _least(requested_steps(config), feed.steps_per_epoch)
 
 
 def all_steps(config: DistributedTrainingConfig, steps_per_epoch: int | None) -> int | None:
     """Return how many optimizer steps a fit has; None: unknown."""
-    return _least(config.max_steps, None if steps_per_epoch is None else config.epochs * steps_per_epoch)
+    if steps_per_epoch is None:
+        return config.max_steps
+    return _least(config.max_steps, config.epochs * steps_per_epoch)
 
 
 def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
 def place_of(position: Position) -> Place:
     """Return where in the data training is."""
-    read = (position.passes, position.batches, position.order)
-    return Place(position.epoch, position.epoch_steps, position.samples, *read)
+    epoch = (position.epoch, position.epoch_steps, position.samples)
+    return Place(*epoch, position.passes, position.batches, position.order)
 
 
 def plan_fit(
     arguments: FitArguments, trainer: TrainerArguments, opened: Sources, epoch: int
 ) -> tuple[FitPlan, dict[str, Any]]:
     """Return this rank's plan, and what must be the same on every rank; `epoch`: where it is likely to begin."""
-    config, model, optimizers = arguments.config, trainer.model, trainer.optimizers
+    world = trainer.world
+    model = trainer.model
+    config = arguments.config
     trained = trained_with(model, Loss(trainer.loss_fn))
-    check_trained(trained, optimizers, config)
-    world, callbacks = trainer.world, Callbacks(arguments.callbacks)
+    check_trained(trained, trainer.optimizers, config)
+    callbacks = Callbacks(arguments.callbacks)
     source, validation_sources = opened
     feed = source.feed(config, world)
     data = _check_training_set(source, feed, config, trainer, epoch)
+    device = data.placement.device
     validation = {name: _check_validation_set(name, each, config, trainer) for name, each in validation_sources.items()}
-    facts = {
-        **device_facts(data.placement.device),
-        **_facts_of_sources(opened, world),
-        "resume": arguments.resume,
-        "initial_epoch": arguments.initial_epoch,
-        "_is_on_accelerator": _is_on_accelerator(trained),
-        **model_facts(trained, data.loss),
-        **optimizer_facts(optimizers, trained),
-        "the metrics": [*trainer.metrics],
-        "the callbacks that every rank must have": callbacks.on_all_ranks,
-        "_ends_on_nan": callbacks.end_on_nonfinite,
-        "_problem_of_loss": data.tried.warning,
-        "_weight_per_row": data.loss.weight_per_row,
-        "_shown": [rows.loss.shown for rows in (data, *validation.values())],
-        "_attempt": process_env.launched_run()[1],
-    }
-    _check_closures(optimizers, data)
+    _check_closures(trainer.optimizers, data)
     display = make_display(config.verbose and world.is_first)
-    check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
+    check_batch_norm(model, device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
-    fused = tuple(name for name, each in optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
-    by_layer = compiles_by_layer(model, config.compile, data.placement.device, world.size)
+    fused = tuple(name for name, each in trainer.optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
+    by_layer = compiles_by_layer(model, config.compile, device, world.size)
     plan = FitPlan(world, config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
     may_log = callbacks.may_log or trainer.logged.has_any
     plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
+    _check_keep_best(plan)
     _check_validation(plan)
-    return plan, facts
+    return plan, _facts(plan, trainer, opened, trained)
+
+
+def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: nn.Module) -> dict[str, Any]:
+    """Return what must be the same on every rank; entries with an underscore are only exchanged."""
+    data = plan.data
+    return {
+        **device_facts(data.placement.device),
+        **_facts_of_sources(opened, plan.world),
+        "resume": plan.resume,
+        "initial_epoch": plan.initial_epoch,
+        "_is_on_accelerator": _is_on_accelerator(trained),
+        **model_facts(trained, data.loss),
+        **optimizer_facts(trainer.optimizers, trained),
+        "the metrics": [*trainer.metrics],
+        "the callbacks that every rank must have": plan.callbacks.on_all_ranks,
+        "_ends_on_nan": plan.callbacks.end_on_nonfinite,
+        "_problem_of_loss": data.tried.warning,
+        "_weight_per_row": data.loss.weight_per_row,
+        "_shown": [rows.loss.shown for rows in (data, *plan.validation.values())],
+        "_attempt": process_env.launched_run()[1],
+    }
 
 
 def _facts_of_sources(opened: Sources, world: World) -> dict[str, Any]:
@@ -306,20 +353,24 @@ def _facts_of_sources(opened: Sources, world: World) -> dict[str, Any]:
 
 
 def _check_closures(optimizers: Mapping[str, torch.optim.Optimizer], data: CheckedData) -> None:
-    """Refuse an optimizer that evaluates the loss itself beside others, unless a step of the user's calls each."""
-    with_closure = [name for name, each in optimizers.items() if needs_closure(each)]
-    require(
-        not with_closure or len(optimizers) == 1 or data.call.optimizes,
-        f"the optimizer {(with_closure or [''])[0]!r} evaluates the loss several times per step, by its own parameters "
-        "alone, and there are others: give a train_step that calls self.optimize for each, or one optimizer.",
-    )
+    """Refuse an optimizer that evaluates the loss itself among several, unless the user's own step calls each."""
+    if len(optimizers) == 1 or data.call.optimizes:
+        return
+    for name, optimizer in optimizers.items():
+        if needs_closure(optimizer):
+            raise ConfigError(
+                f"the optimizer {name!r} evaluates the loss several times per step, by its own parameters alone, and "
+                "there are others: give a train_step that calls self.optimize for each, or one optimizer."
+            )
 
 
 def _check_training_set(
     source: Source, feed: Feed, config: DistributedTrainingConfig, trainer: TrainerArguments, epoch: int
 ) -> CheckedData:
+    """Return the training data after a dry run on its first micro-batch."""
     first = feed.first_rows(epoch)  # rank 0's; None: each rank has its own
-    first = source.first(feed.rows_at_once) if first is None else first
+    if first is None:
+        first = source.first(feed.rows_at_once)
     data = check_data(source, config.batch_size, config, trainer, trains_on=first)
     if data.call.needs_all_rows and feed.micro_batches > 1:
         raise ConfigError(accumulation_excludes(data.call.needs_all_rows))
@@ -336,30 +387,42 @@ def _check_validation_set(
 
 def _is_on_accelerator(trained: nn.Module) -> bool:
     """Return whether all parameters are on one accelerator of the kind that "auto" takes."""
-    devices, kind = {parameter.device for parameter in trained.parameters()}, accelerator.visible()
+    kind = accelerator.visible()
+    devices = {parameter.device for parameter in trained.parameters()}
     return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
 
 
-def _check_validation(plan: FitPlan) -> None:
-    """Refuse a best epoch and validations that cannot be found or made."""
-    config, best = plan.config, plan.config.keep_best
+def _check_keep_best(plan: FitPlan) -> None:
+    """Refuse a number to keep the best checkpoint by that the fit does not measure, or cannot rank."""
+    best = plan.config.keep_best
+    if best is None:
+        return
+    without_val = best.removeprefix("val_")
     if best in plan.measured:
         require(
-            best.removeprefix("val_") in plan.larger_is_better,
+            without_val in plan.larger_is_better,
             f"keep_best={best!r}: it is unknown whether larger is better. For a function in metrics, set "
             "my_function.higher_is_better = True; for a number of a step, record it by trainer.log(name, value, "
             "larger_is_better=True) under another name.",
         )
-    elif best is not None and not plan.may_log:
-        if best.removeprefix("val_") in plan.measured:
+    elif not plan.may_log:
+        if without_val in plan.measured:
             raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
         meant = nearest(best, plan.measured, "metric")
         raise ConfigError(f"keep_best={best!r}: no such metric in this run. {meant}")
+
+
+def _check_validation(plan: FitPlan) -> None:
+    """Refuse validations for which data, a length or distinct names are missing."""
+    config = plan.config
     if config.log_every_n_batches:
         warn_together("log_every_n_batches is deprecated: use log_every_n_steps, which counts steps over all epochs.")
     if config.validates_within_epochs and not plan.validation:
-        name = "validation_freq" if isinstance(config.validation_freq, float) else "validate_every_n_steps"
-        name = name if getattr(config, name) else "validate_every_n_minutes"
+        name = "validate_every_n_minutes"
+        if isinstance(config.validation_freq, float):
+            name = "validation_freq"
+        elif config.validate_every_n_steps:
+            name = "validate_every_n_steps"
         raise ConfigError(
             f"{name}={getattr(config, name)} needs validation data: pass validation_data, or set validation_split."
         )
@@ -368,12 +431,12 @@ def _check_validation(plan: FitPlan) -> None:
             f"validation_freq={config.validation_freq} is a fraction of an epoch, and the number of batches is "
             "unknown: set steps_per_epoch, or use validate_every_n_steps."
         )
-    twice = next((name for name, count in Counter(plan.measured).items() if count > 1), None)
-    if twice is not None:
-        raise ConfigError(
-            f"validation_data: two numbers would be named {twice!r}. Give the sets, or what a step returns, other "
-            "names."
-        )
+    for name, count in Counter(plan.measured).items():
+        if count > 1:
+            raise ConfigError(
+                f"validation_data: two numbers would be named {name!r}. Give the sets, or what a step returns, other "
+                "names."
+            )
 
 
 def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
@@ -381,24 +444,35 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
     warnings = [facts["_problem_of_loss"] for facts in facts_by_rank if facts["_problem_of_loss"]]
     if warnings:
         warn_together(warnings[0])
-    for name in dict.fromkeys(name for facts in facts_by_rank for name in facts["_not_finite"]):
-        found = [facts["_not_finite"][name] for facts in facts_by_rank if name in facts["_not_finite"]]
-        where, count = found[0][0], sum(rows for _, rows, _ in found)
-        more = f", the first of {count:,} such rows" * (count > 1)
-        columns = dict.fromkeys(column for _, _, named in found for column in named)
-        more += f" (column {shortened(columns)})" * bool(columns)
-        what = "on_nonfinite decides what happens if that makes the loss NaN."
-        if name != "training":
-            where = f"{name.replace('validation', 'validation data')}: {where}"
-            what = "val_loss may become NaN, and then no epoch is the best one."
-        warn_together(f"{where}{more}. {what} Fill or drop such rows first.")
+    parts: dict[str, list[tuple[str, int, list[str]]]] = {}
+    for facts in facts_by_rank:
+        for name, part in facts["_not_finite"].items():
+            parts.setdefault(name, []).append(part)
+    for name, found in parts.items():
+        _warn_of_not_finite(name, found)
+
+
+def _warn_of_not_finite(name: str, parts: Sequence[tuple[str, int, list[str]]]) -> None:
+    """Warn of NaN and infinities in a source; `parts`: of each rank's rows, as `Source.not_finite` returns them."""
+    where, _, _ = parts[0]
+    count = sum(rows for _, rows, _ in parts)
+    columns = dict.fromkeys(column for _, _, named in parts for column in named)
+    consequence = "on_nonfinite decides what happens if that makes the loss NaN."
+    if name != "training":
+        where = f"{name.replace('validation', 'validation data')}: {where}"
+        consequence = "val_loss may become NaN, and then no epoch is the best one."
+    if count > 1:
+        where += f", the first of {count:,} such rows"
+    if columns:
+        where += f" (column {shortened(columns)})"
+    warn_together(f"{where}. {consequence} Fill or drop such rows first.")
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments, at most.
 
-    For schedules that need it: the numbers are the same on every rank, and smaller with more ranks. All ranks call it;
-    like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
+    Use it for a schedule that needs a length: the numbers are the same on every rank, and smaller with more ranks. All
+    ranks call it; like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
 
     Args:
         *data: As `DistributedTrainer.fit`: X and y, or what gives batches; a `DistributedTrainingConfig`, or none.
@@ -410,7 +484,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     world = runtime.join_for_all()
     world.check_same_call("count_steps")
     config = parse_fit(*data, **keywords).config
-    if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have
+    if data and isinstance(data[0], Iterator):  # opening it would take batches that fit should have
         steps = requested_steps(config)
     else:
         arguments, opened = open_fit(world, lambda: parse_fit(*data, **keywords), None, 0)
@@ -419,7 +493,9 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     total = all_steps(config, steps)
     if total is None:
         raise ConfigError("the number of batches is unknown: set steps_per_epoch, or max_steps.")
-    return total if steps is None else steps, total
+    if steps is None:
+        steps = total
+    return steps, total
 
 
 def _world_of_fit(world: World, config: DistributedTrainingConfig) -> World:
@@ -427,7 +503,8 @@ def _world_of_fit(world: World, config: DistributedTrainingConfig) -> World:
     asked = config.num_processes
     if asked is None or world.size > 1 or process_env.is_launched():
         return world
-    if asked == "auto" and accelerator.visible() is not None:
+    if asked != "auto":
+        return replace(world.alone(), size=int(asked))
+    if accelerator.visible() is not None:
         raise ConfigError('num_processes="auto" depends on where the model is: give count_steps a number of processes.')
-    count = ranks_by_cores(process_env.to_pass_on()) if asked == "auto" else int(asked)
-    return replace(world.alone(), size=count)
+    return replace(world.alone(), size=ranks_by_cores(process_env.to_pass_on()))

@@ -1,4 +1,4 @@
-"""Micro-batches of a single row, or none, on which batch norm cannot be trained: found before the first step."""
+"""Micro-batches of a single row, or none, on which batch norm cannot train: refused before the first step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from cyxtrain.data.sharding import UnevenStep
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.training.inputs.checked_data import EmptyBatch
@@ -15,32 +16,36 @@ from cyxtrain.training.inputs.plan import FitPlan
 def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
     """Return the plan when each rank's rows of a step are known; refuse rows that batch norm cannot train on."""
     _check_single_rows(model, plan)
-    part = _part_without_rows(model, plan)
-    return replace(plan, data=replace(plan.data, without_rows=part, num_micro_batches=plan.feed.micro_batches))
+    without_rows = _empty_batch(model, plan)
+    data = replace(plan.data, without_rows=without_rows, num_micro_batches=plan.feed.micro_batches)
+    return replace(plan, data=data)
 
 
 def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
-    """Refuse a model with batch norm that would be trained on a single row, such as that of the last step.
+    """Refuse a model with batch norm if a micro-batch, often one of the last step, is a single row.
 
-    The dry run tells whether its batch norm can: images have many values per channel. The answer depends only on the
-    numbers of rows, ranks and micro-batches, so all ranks have the same. For SyncBatchNorm the rows of all ranks count
-    together.
+    The dry run finds whether that matters: images have many values per channel. The answer depends only on the numbers
+    of rows, ranks and micro-batches, so it is the same on all ranks. SyncBatchNorm computes on the rows of all ranks.
     """
-    feed, source, ranks = plan.feed, plan.data.source, plan.world.size
+    feed = plan.feed
+    ranks = plan.world.size
     norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
+    if not norms or not plan.data.tried.has_one_value_per_row:
+        return
     together = ranks > 1 and len(_layers_together(model, converts=plan.config.sync_batchnorm)) == len(norms)
-    single = feed.single_row(together=together) if norms else None
-    if single is None or not plan.data.tried.has_one_value_per_row:
+    single = feed.single_row(together=together)
+    if single is None:
         return
     rows = counted(single.global_rows, "row")
+    what = f"a step has {rows}"
+    remedy = "Set a larger batch_size"
     if single.global_rows == 0:
-        what, remedy = "the DataLoader's batch_sampler makes a batch of a single row", "Let it leave that out"
+        what = "the DataLoader's batch_sampler makes a batch of a single row"
+        remedy = "Let it leave that out"
     elif single.is_tail:
         full = f"full ones have {feed.effective_batch_size:,}"
-        what = f"the last step of an epoch has {rows} of {source.describe()} ({full})"
+        what = f"the last step of an epoch has {rows} of {plan.data.source.describe()} ({full})"
         remedy = "Set drop_last=True, or another batch_size"
-    else:
-        what, remedy = f"a step has {rows}", "Set a larger batch_size"
     where = f"{counted(ranks, 'rank')} with micro-batches of up to {counted(feed.rows_at_once, 'row')}"
     one = "all ranks together have a single row in one" if together else "one is a single row"
     raise ConfigError(
@@ -49,10 +54,12 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     )
 
 
-def _part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
+def _empty_batch(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     """Return what a rank that runs out of rows computes; None: nothing. Raise ConfigError if the model cannot."""
     layers = _layers_together(model, converts=plan.config.sync_batchnorm)
-    uneven = plan.feed.uneven_step() if layers and plan.world.size > 1 else None
+    if not layers or plan.world.size == 1:
+        return None
+    uneven = plan.feed.uneven_step()
     if uneven is None:
         return None
     data = plan.data
@@ -60,23 +67,29 @@ def _part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     if data.source.no_rows is not None:
         problem = "batches of any form cannot be cut to no rows."
     elif not data.call.optimizes:
-        part = EmptyBatch(data.source, data.placement, data.call, data.loss)
-        problem = part.problem(model, layers)
+        batch = EmptyBatch(data.source, data.placement, data.call, data.loss)
+        problem = batch.problem(model, layers)
         if not problem:
-            return part
+            return batch
         problem = f"the model cannot compute on no rows: {problem}"
-    rows, counts = counted(uneven.global_rows, "row"), ", ".join(map(str, uneven.counts))
-    which, remedy = f"a step has {rows}", "set another batch_size or accumulation_steps"
-    if uneven.is_tail:
-        which = f"the last step of an epoch has {rows} of {data.source.describe()}"
-        remedy = "set drop_last=True, or another batch_size"
-    what = f"{which}, which are {counts} micro-batches by rank ({remedy})"
-    if not uneven.counts:
-        what = "ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
+    what = _describe_uneven(uneven, data.source.describe())
     raise ConfigError(f"SyncBatchNorm needs all ranks in each forward, {what}, and {problem}")
 
 
+def _describe_uneven(step: UnevenStep, data: str) -> str:
+    """Describe a step in which ranks have different numbers of micro-batches, with a remedy."""
+    if not step.counts:
+        return "ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
+    rows = counted(step.global_rows, "row")
+    which = f"a step has {rows}"
+    remedy = "set another batch_size or accumulation_steps"
+    if step.is_tail:
+        which = f"the last step of an epoch has {rows} of {data}"
+        remedy = "set drop_last=True, or another batch_size"
+    return f"{which}, which are {', '.join(map(str, step.counts))} micro-batches by rank ({remedy})"
+
+
 def _layers_together(model: nn.Module, *, converts: bool) -> list[nn.Module]:
-    """Return the layers that ranks compute together; `converts`: all batch norms will become such."""
+    """Return the layers that compute over all ranks; `converts`: all batch norms will become SyncBatchNorm."""
     kind = torch_compat.BatchNormModule if converts else nn.SyncBatchNorm
     return [module for module in model.modules() if isinstance(module, kind)]

@@ -35,18 +35,19 @@ def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoc
 
     (arguments, sources), facts_by_rank = agree_on(world, open_and_describe)
     config = arguments.config
+    training = sources[0]
     with raised_on_all_ranks():
         _reconcile(sources, facts_by_rank, world.rank, config.sharded_data)
-        _check_batch_size(sources[0], config)
-    if sources[0].batch_size is not None:
-        config = dataclasses.replace(config, batch_size=sources[0].batch_size)
+        _check_batch_size(training, config)
+    if training.batch_size is not None:
+        config = dataclasses.replace(config, batch_size=training.batch_size)
     return dataclasses.replace(arguments, config=config), sources
 
 
 def open_rows(world: World, data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig) -> Source:
-    """Return the rows of an evaluation or a prediction; `config` is that of the latest fit."""
+    """Return the rows of an evaluation or a prediction; `config`: of the latest fit."""
     inputs, targets, weights = (*data, None, None)[:3]
-    config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
+    config = dataclasses.replace(config, sharded_data=None)  # it was about the fit's data
 
     def open_and_describe() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
@@ -57,14 +58,15 @@ def open_rows(world: World, data: tuple[Any, ...], batch_size: int | None, confi
         return sources, _source_facts(sources)
 
     sources, facts_by_rank = agree_on(world, open_and_describe)
-    with contextlib.nullcontext() if world.sends_nothing else raised_on_all_ranks():
+    marked = contextlib.nullcontext() if world.sends_nothing else raised_on_all_ranks()
+    with marked:
         _reconcile(sources, facts_by_rank, world.rank, None)
     return sources[0]
 
 
 @contextlib.contextmanager
 def raised_on_all_ranks() -> Iterator[None]:
-    """Mark a ConfigError within as one that all ranks have."""
+    """Mark a ConfigError within as one that all ranks raise."""
     try:
         yield
     except ConfigError as error:
@@ -72,7 +74,7 @@ def raised_on_all_ranks() -> Iterator[None]:
 
 
 def _source_facts(sources: Sources) -> dict[str, Any]:
-    """Return what ranks compare of their data: the kind, and the facts that `Source.reconcile` takes."""
+    """Return the facts that ranks compare about their data: its kind, and a summary for `Source.reconcile`."""
     facts: dict[str, Any] = {"the validation data": [name or "given" for name in sources[1]]}
     for name, source in by_name(sources).items():
         summary = source.summary()
@@ -82,7 +84,8 @@ def _source_facts(sources: Sources) -> dict[str, Any]:
 
 def by_name(sources: Sources) -> dict[str, Source]:
     """Return the sources of a fit by their names in messages."""
-    return {"training": sources[0], **{f"validation {name}".rstrip(): each for name, each in sources[1].items()}}
+    training, validation = sources
+    return {"training": training, **{f"validation {name}".rstrip(): each for name, each in validation.items()}}
 
 
 def _reconcile(sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
@@ -93,36 +96,45 @@ def _reconcile(sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], ran
 
 def _open_sources(world: World, arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
     """Return this rank's data of a fit; some of its rows validate, if validation_split is set."""
-    config, validation = arguments.config, dict[str, Source]()
+    config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
     source = open_source(*given, config, epoch, world, trains=True)
     _check_batch_size(source, config)
-    own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
-    for name, each in arguments.validation.items():
-        with naming_validation(f"validation {name}".rstrip()):
-            held_out = open_source(*each, own, 0, world, trains=False)
-            if held_out.reads_once and (config.epochs > 1 or config.validates_within_epochs):
-                raise ConfigError(
-                    "it gives its batches once, and each epoch is validated: give the function that makes it, without "
-                    "calling it, or a DataLoader."
-                )
-            validation[name] = _limited(held_out, config)
+    validation = _open_validation(world, arguments)
     if arguments.group_by_length is not None and arguments.group_by_length is not False:
         source.group_by_length(arguments.group_by_length)
     if config.validation_split:
         if not isinstance(source, ArraySource):
             raise ConfigError(
-                "validation_split divides arrays; of other data, give validation_data=, such as a second DataLoader."
+                "validation_split divides arrays; for other data, give validation_data=, such as a second DataLoader."
             )
         source, held_out = _split(source, arguments)
         validation[""] = _limited(held_out, config)
-    if arguments.class_weights is not None:  # they weigh training alone, as Keras's
+    if arguments.class_weights is not None:  # they weight training alone, as in Keras
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
     return source, validation
 
 
+def _open_validation(world: World, arguments: FitArguments) -> dict[str, Source]:
+    """Return the sets of validation data that a fit was given, by name."""
+    config = arguments.config
+    own_config = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
+    found: dict[str, Source] = {}
+    for name, (inputs, targets, weights) in arguments.validation.items():
+        with naming_validation(f"validation {name}".rstrip()):
+            source = open_source(inputs, targets, weights, own_config, 0, world, trains=False)
+            if source.reads_once and (config.epochs > 1 or config.validates_within_epochs):
+                raise ConfigError(
+                    "it gives its batches once, and each epoch is validated: give the function that makes it, without "
+                    "calling it, or a DataLoader."
+                )
+            found[name] = _limited(source, config)
+    return found
+
+
 def _split(source: ArraySource, arguments: FitArguments) -> tuple[ArraySource, ArraySource]:
+    """Return the rows to train on and those that validation_split holds out: by class, by group, or the last ones."""
     config = arguments.config
     first = validation_rows(len(source), config.validation_split)
     count = len(source) - first
@@ -145,19 +157,24 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
     """Return the validation data, limited to `validation_steps` batches."""
-    size, actual = config.validation_batch_size, validation.batch_size
+    size = config.validation_batch_size
+    actual = validation.batch_size
     if size is not None and actual not in (None, size):
         raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {actual}: give one.")
-    most = min(filter(None, (int(config.fast_dev_run), config.validation_steps)), default=None)
-    return validation if most is None else validation.shortened(most, actual or size or config.batch_size)
+    limits = [limit for limit in (int(config.fast_dev_run), config.validation_steps) if limit]
+    if not limits:
+        return validation
+    return validation.shortened(min(limits), actual or size or config.batch_size)
 
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
     """Prefix a ConfigError within, if it is about the validation data; `name`: "training", "validation near"."""
     kind, _, own = name.partition(" ")
-    prefix = f"validation data {own!r}" if own else "validation data"
     try:
         yield
     except ConfigError as error:
-        raise (ConfigError(f"{prefix}: {error}") if kind == "validation" else error) from error
+        if kind != "validation":
+            raise
+        prefix = f"validation data {own!r}" if own else "validation data"
+        raise ConfigError(f"{prefix}: {error}") from error

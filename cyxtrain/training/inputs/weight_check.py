@@ -14,72 +14,84 @@ from torch import Tensor, nn
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import OpaqueBatch, leaves, map_tree, tensors
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.metrics.num_items import ARGUMENT, find_rule, may_take_items, names_items, usual_rule
+from cyxtrain.metrics.num_items import ARGUMENT, ItemRule, find_rule, may_take_items, names_items, usual_rule
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.training.model.forward import ModelCall
 
 COMPARED_ROWS = 8
 """Rows at most whose losses are compared."""
+# Relative; of losses, with a model in 32 and in 16 bits, and of counts.
 _TOLERANCE = 1e-4
 _TOLERANCE_16_BITS = 0.03
 _COUNT_TOLERANCE = 1e-5
 
 
 class WeightCheck:
-    """Compares losses of a few rows, in evaluation mode; the loss learns what the model counts."""
+    """Compares the loss of a few rows with their single losses, in evaluation mode; the loss learns its divisor."""
 
     def __init__(self, model: nn.Module, loss: Loss, call: ModelCall, batch: Batch) -> None:
         self._model = model
         self._loss = loss
         self._call = call
-        self._together, self._single = batch, list[Batch]()
-        if not isinstance(batch.inputs, OpaqueBatch):  # of which no row can be tried alone
+        self._together = batch
+        self._single: list[Batch] = []
+        if not isinstance(batch.inputs, OpaqueBatch):  # its rows cannot be tried alone
             self._together = _picked(batch)
             self._single = [_part(self._together, slice(row, row + 1)) for row in range(self._together.rows)]
         is_full = call.precision.is_full and all(each.dtype.itemsize > 2 for each in model.parameters())
         self._tolerance = _TOLERANCE if is_full else _TOLERANCE_16_BITS
 
     def problem(self) -> str:
-        """Return a warning of how the loss is weighted; "" if it is right, or the model cannot be tried on one row."""
+        """Return a warning that the loss is weighted wrongly; "" if it is right, or one row cannot be tried alone."""
         for find in (self.find_items, self._find_weights):
             with contextlib.suppress(Exception):
-                if found := find():
+                found = find()
+                if found:
                     return found
         return ""
 
     def find_items(self) -> str:
         """Find out whether the model divides by num_items_in_batch, and what it counts; return a warning, or ""."""
-        loss, batches = self._loss, [self._together, *self._single]
-        if loss.used is not None or not self._single:  # a step of the user's own passes what it likes
+        if not self._may_divide_by_items():
             return ""
-        is_mean = loss.function is None and not loss.weightings and loss.weighting is Weighting.SAMPLES
-        if not is_mean or not may_take_items(self._model):
-            return ""
-        # An error means that **kwargs went where nobody knows the argument.
-        total, half = self._value(self._together, 1), self._value(self._together, 2)
+        # Raises if forward has **kwargs and passes them to something that does not know the argument.
+        total = self._value(self._together, 1)
+        half = self._value(self._together, 2)
+        # A model that ignores the number, or does not divide by it, returns the same loss for 1 and 2.
         if not math.isfinite(total) or abs(total - half) <= self._tolerance * abs(total):
             return ""
         try:
             totals = [total, *(self._value(each, 1) for each in self._single)]
-            means = [self._value(each, None) for each in batches]
-        except Exception:  # forward does without the argument, or takes one row, never
-            loss.use_num_items(usual_rule(self._together))
+            means = [self._value(each, None) for each in (self._together, *self._single)]
+        except Exception:  # forward requires the argument, or never takes a single row
+            self._loss.use_num_items(usual_rule(self._together))
             return ""
-        pairs = zip(totals, means, strict=True)
-        counts = [total / mean if total and math.isfinite(mean) else 0.0 for total, mean in pairs]
-        whole = all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts)
-        found = find_rule(batches, [round(count) for count in counts]) if whole else None
+        return self._use_rule([_ratio(total, mean) for total, mean in zip(totals, means, strict=True)])
+
+    def _use_rule(self, counts: Sequence[float]) -> str:
+        """Let the loss count items by the rule that gives these counts; return a warning if none does, or ""."""
+        found: ItemRule | None = None
+        kind = "which is not a whole number"
+        if all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts):
+            found = find_rule([self._together, *self._single], [round(count) for count in counts])
+            kind = "which is no count of labels or rows that we know"
         rule = found or usual_rule(self._together)
-        loss.use_num_items(rule)
+        self._loss.use_num_items(rule)
         if found is not None or self._tolerance > _TOLERANCE:
             return ""
-        kind = "which is no count of labels or rows that we know" if whole else "which is no whole number"
         passes = "names" if names_items(self._model) else "takes"
         return (
             f"the model {passes} {ARGUMENT}, and its loss with 1 is {counts[0]:g} times the loss without it, {kind}: "
             f"a part of it may not be divided by {ARGUMENT}. It is given the number of {rule.name}. Return (sum, "
-            "weight) in the place of the loss to say what counts."
+            "weight) in place of the loss to define what counts."
         )
+
+    def _may_divide_by_items(self) -> bool:
+        loss = self._loss
+        if loss.used is not None or not self._single:  # a step of the user's own passes what it likes
+            return False
+        is_mean = loss.function is None and not loss.weightings and loss.weighting is Weighting.SAMPLES
+        return is_mean and may_take_items(self._model)
 
     def _value(self, batch: Batch, items: int | None) -> float:
         output = self._call.with_items(self._model, batch, items)
@@ -87,35 +99,43 @@ class WeightCheck:
 
     def _find_weights(self) -> str:
         """Compare the losses of all rows with those of single rows; return a warning, or ""."""
-        loss, kinds = self._loss, self._loss.weightings or {"": self._loss.weighting}
-        if loss.gathers or len(self._single) < 2 or not (loss.gives_pairs or loss.is_assumed_mean):
+        kinds = self._loss.weightings or {"": self._loss.weighting}
+        if not self._may_compare_rows():
             return ""
-        together, *single = (_by_name(each) for each in self._losses())
-        if loss.gives_pairs:
-            for name in (name for name, kind in kinds.items() if kind is Weighting.WEIGHTS):
-                if problem := self._compare_pairs(name, together[name], [each[name] for each in single]):
+        losses = self._losses()
+        comparisons = {Weighting.WEIGHTS: self._compare_pairs, Weighting.SAMPLES: self._compare_means}
+        if not self._loss.gives_pairs:
+            del comparisons[Weighting.WEIGHTS]
+        for kind, compare in comparisons.items():
+            for name in (name for name, own in kinds.items() if own is kind):
+                together, *single = (loss[name] for loss in losses)
+                problem = compare(name, together, single)
+                if problem:
                     return problem
-        for name in (name for name, kind in kinds.items() if kind is Weighting.SAMPLES):
-            problem = self._compare_means(name, float(together[name].mean), [float(each[name].mean) for each in single])
-            if problem:
-                return problem
         return ""
 
-    def _losses(self) -> list[BatchLoss]:
-        """Return the loss of all rows, and of each; a loss_fn takes one forward if its output has a row for each."""
-        batches, output = [self._together, *self._single], self._call.without_graph(self._model, self._together)
+    def _may_compare_rows(self) -> bool:
+        if self._loss.gathers or len(self._single) < 2:  # a loss that gathers rows compares them with each other
+            return False
+        return self._loss.gives_pairs or self._loss.is_assumed_mean
+
+    def _losses(self) -> list[dict[str, BatchLoss]]:
+        """Return the losses by name, of all rows and of each; with a loss_fn, by one forward if its output has rows."""
+        batches = [self._together, *self._single]
+        output = self._call.without_graph(self._model, self._together)
         rows = self._together.rows
         has_rows = all(isinstance(part, Tensor) and part.shape[:1] == (rows,) for _, part in leaves(output))
         if self._loss.function is not None and has_rows:
             outputs = [_rows_of(output, slice(row, row + 1)) for row in range(rows)]
         else:
             outputs = [self._call.without_graph(self._model, each) for each in self._single]
-        return [self._loss(own, batch) for own, batch in zip([output, *outputs], batches, strict=True)]
+        pairs = zip([output, *outputs], batches, strict=True)
+        return [_by_name(self._loss(own, batch)) for own, batch in pairs]
 
     def _compare_pairs(self, name: str, together: BatchLoss, single: Sequence[BatchLoss]) -> str:
         """Warn of (mean, weight) instead of (sum, weight): weights of rows add up, losses do not."""
         total, weight = _pair(together)
-        pairs = [pair for pair in map(_pair, single) if pair[1]]
+        pairs = [(one, count) for one, count in map(_pair, single) if count]
         added = math.fsum(one for one, _ in pairs)
         counted = math.fsum(count for _, count in pairs)
         if not counted or abs(counted - weight) > self._tolerance * weight:
@@ -131,30 +151,42 @@ class WeightCheck:
             "(loss * n, n) for a mean over n, or (loss.sum(), n)."
         )
 
-    def _compare_means(self, name: str, value: float, single: Sequence[float]) -> str:
+    def _compare_means(self, name: str, together: BatchLoss, single: Sequence[BatchLoss]) -> str:
         """Warn of a loss that is not the mean of the losses of its rows, unless it depends on chance."""
-        size = self._tolerance * max(map(abs, (value, *filter(math.isfinite, single))), default=0.0)
-        mean = math.fsum(single) / len(single) if all(map(math.isfinite, single)) else math.nan
+        value = float(together.mean)
+        values = [float(loss.mean) for loss in single]
+        finite = [each for each in values if math.isfinite(each)]
+        rows = len(values)
+        mean = math.nan
+        if len(finite) == rows:
+            mean = math.fsum(values) / rows
+        size = self._tolerance * max(map(abs, (value, *finite)))
         if not math.isfinite(value) or abs(value - mean) <= size:
             return ""
+        # A loss that depends on chance differs from itself, and cannot be judged.
         again = self._loss(self._call.without_graph(self._model, self._together), self._together)
         if abs(value - float(_by_name(again)[name].mean)) > size:
             return ""
-        rows = len(single)
-        own = self._loss.function is None
-        is_what = "the sum over rows" if abs(value - mean * rows) <= size * rows else "no mean over rows"
-        where, others = "from loss_fn", ""
-        if own:
-            where = 'in place of the loss (or as {"loss": (sum, weight)})'
-        if own and self._loss.used is None:
-            others = f", let forward divide the sum by an argument {ARGUMENT}"
-            others += ", or give a loss_fn that does it from the outputs"
+        kind = "not a mean over rows"
+        if abs(value - mean * rows) <= size * rows:
+            kind = "the sum over rows"
+        remedy = "from loss_fn"
+        if self._loss.function is None:
+            remedy = 'in place of the loss (or as {"loss": (sum, weight)})'
+            if self._loss.used is None:
+                remedy += f", let forward divide the sum by an argument {ARGUMENT}"
+                remedy += ", or give a loss_fn that does it from the outputs"
         return (
             f"{_described(name)} of {rows} rows is {value:.6g}, and the mean of their losses one by one is "
-            f"{mean:.6g}: it is {is_what}, such as one over tokens. It is weighted by rows, so the result depends on "
+            f"{mean:.6g}: it is {kind}, such as one over tokens. It is weighted by rows, so the result depends on "
             "the number of ranks and on accumulation_steps, and evaluate depends on its batch size. Return (sum, "
-            f"weight) {where}{others}; for a loss that compares rows with each other, see cx.all_gather_with_grad."
+            f"weight) {remedy}; for a loss that compares rows with each other, see cx.all_gather_with_grad."
         )
+
+
+def _ratio(total: float, mean: float) -> float:
+    """Return how many items a loss counts: its value with one item by its mean; 0 if unknown."""
+    return total / mean if total and math.isfinite(mean) else 0.0
 
 
 def _by_name(loss: BatchLoss) -> dict[str, BatchLoss]:
@@ -175,13 +207,14 @@ def _picked(batch: Batch) -> Batch:
     if batch.rows <= COMPARED_ROWS or not tables:
         return _part(batch, slice(0, COMPARED_ROWS))
     flat = tables[0].reshape(batch.rows, -1)
-    order = (flat == flat.mode().values.mode().values).sum(1).argsort(stable=True)
+    padding = flat.mode().values.mode().values
+    order = (flat == padding).sum(1).argsort(stable=True)
     return _part(batch, torch.cat([order[: COMPARED_ROWS // 2], order[-COMPARED_ROWS // 2 :]]))
 
 
 def _part(batch: Batch, rows: slice | Tensor) -> Batch:
-    parts = {name: _rows_of(getattr(batch, name), rows) for name in ("inputs", "targets", "weights")}
-    return replace(batch, **parts)
+    inputs = _rows_of(batch.inputs, rows)
+    return replace(batch, inputs=inputs, targets=_rows_of(batch.targets, rows), weights=_rows_of(batch.weights, rows))
 
 
 def _rows_of(tree: Any, rows: slice | Tensor) -> Any:

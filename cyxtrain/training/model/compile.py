@@ -47,13 +47,15 @@ def check_compiler(mode: bool | str, device: torch.device) -> None:
 def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, world_size: int) -> bool:
     """Return whether a fit compiles the model's layers one by one; raise ConfigError if it cannot compile.
 
-    Only so are gradients averaged while backward runs. On CPUs the model is compiled as a whole: no gain is measured.
+    Only then are gradients averaged while backward runs. On CPUs the model is compiled as a whole: there, compiling by
+    layer was measured to gain nothing.
     """
     if not mode:
         return False
     check_compiler(mode, device)
-    is_free = torch_compat.compiled_call(model) is None
-    return is_free and world_size > 1 and is_accelerator(device) and bool(layers_to_compile(model, mode))
+    if torch_compat.compiled_call(model) is not None:  # the user has compiled it
+        return False
+    return world_size > 1 and is_accelerator(device) and bool(layers_to_compile(model, mode))
 
 
 def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:
@@ -72,18 +74,28 @@ def explain_compiled(mode: bool | str, by_layer: bool) -> str:
     """Describe how a model is compiled; "": it is not."""
     if not mode:
         return ""
-    return "compiled" + (f" ({mode})" if isinstance(mode, str) else "") + (" layer by layer" if by_layer else "")
+    words = "compiled"
+    if isinstance(mode, str):
+        words += f" ({mode})"
+    if by_layer:
+        words += " layer by layer"
+    return words
 
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> Iterator[None]:
     """Compile calls of the model within, unless the user has compiled it; restore it afterwards."""
-    parts = (layers_to_compile(model, mode) if by_layer else []) or [model]
-    is_free = bool(mode) and torch_compat.compiled_call(model) is None
-    before = [(part, torch_compat.compiled_call(part)) for part in parts if is_free]
+    if not mode or torch_compat.compiled_call(model) is not None:
+        yield
+        return
+    layers = layers_to_compile(model, mode) if by_layer else []
+    before = [(part, torch_compat.compiled_call(part)) for part in layers or [model]]
     for part, call in before:
-        if call is None:
-            part.compile(**({"mode": mode} if isinstance(mode, str) else {}))
+        # A layer that the user has compiled keeps its mode.
+        if call is None and isinstance(mode, str):
+            part.compile(mode=mode)
+        elif call is None:
+            part.compile()
     try:
         yield
     finally:
@@ -97,7 +109,9 @@ def marked_steps(batches: Iterator[_Batch], device: torch.device) -> Iterator[_B
     Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite
     outputs and gradients of the first one that are still needed.
     """
-    return _marked_steps(batches) if may_use_cuda_graphs(device) else batches
+    if may_use_cuda_graphs(device):
+        return _marked_steps(batches)
+    return batches
 
 
 def _marked_steps(batches: Iterator[_Batch]) -> Iterator[_Batch]:
@@ -110,26 +124,34 @@ def _marked_steps(batches: Iterator[_Batch]) -> Iterator[_Batch]:
 
 
 def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the layers that keep only their inputs, of the classes or names that are `wanted`.
+    """Return the layers to recompute: those of the classes or names that are `wanted`.
 
-    None: what is in the outermost Sequentials and ModuleLists, otherwise the children; of these, those with parameters.
+    By default, those with parameters in the outermost Sequentials and ModuleLists; without these, the model's children.
     """
     if wanted:
-        named = dict(model.named_modules())
-        unknown = [name for name in wanted if isinstance(name, str) and name not in named]
-        if unknown:
-            raise ConfigError(f"the model has no layers named {', '.join(map(str, unknown))}.")
-        classes = tuple(each for each in wanted if isinstance(each, type))
-        found = [layer for name, layer in named.items() if name in wanted or isinstance(layer, classes)]
+        found = _layers_named(model, wanted)
     else:
         stacked = stacked_layers(model) or model.children()
         found = [layer for layer in stacked if next(layer.parameters(), None) is not None]
     if not found:
         raise ConfigError("enable_gradient_checkpointing: the model has no such layers; give their classes or names.")
-    inner = {id(part) for layer in found for part in layer.modules() if part is not layer}
+    inner: set[int] = set()
+    for layer in found:
+        inner.update(id(part) for part in layer.modules() if part is not layer)
     if any(id(layer) in inner for layer in found):
         raise ConfigError("enable_gradient_checkpointing: some of these layers are parts of others; give one kind.")
     return found
+
+
+def _layers_named(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the layers of a model that have one of the classes or names."""
+    layers = dict(model.named_modules())
+    classes = tuple(each for each in wanted if isinstance(each, type))
+    names = [each for each in wanted if isinstance(each, str)]
+    unknown = [name for name in names if name not in layers]
+    if unknown:
+        raise ConfigError(f"the model has no layers named {', '.join(unknown)}.")
+    return [layer for name, layer in layers.items() if name in names or isinstance(layer, classes)]
 
 
 def stacked_layers(module: nn.Module) -> list[nn.Module]:
@@ -143,8 +165,8 @@ def stacked_layers(module: nn.Module) -> list[nn.Module]:
 def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Make these layers recompute in backward what they do not keep; restore them afterwards."""
     with contextlib.ExitStack() as stack:
-        # PyTorch's compiler takes each layer by itself: of a model as a whole it may run twice what changes buffers.
-        # Asking for that imports it, which takes seconds; so does the first call of checkpoint.
+        # A compiled model is compiled layer by layer here: as a whole, it may run twice what changes buffers.
+        # Only with layers: torch.compiler.disable imports the compiler, which takes seconds.
         forward = torch.compiler.disable(_forward, recursive=False) if layers else _forward
         for layer in layers:
             own = layer.__dict__.get("forward")  # a user may have replaced it
@@ -157,13 +179,14 @@ def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _forward(layer: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """Call a layer's own `forward`, which runs again in backward."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
 
     def contexts() -> tuple[Any, Any]:
         return contextlib.nullcontext(), _buffers_kept(layer)
 
-    # Randomness and autocast are as in the first run; buffers, such as running means, are kept from a second change.
+    # The second run has the same randomness and autocast; buffers, such as running means, must not change once more.
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
 

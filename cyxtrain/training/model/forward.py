@@ -32,17 +32,17 @@ class _Way(enum.Enum):
 class ModelCall:
     """Calls a model with batches of one form.
 
-    A dictionary is passed by name if forward takes its keys, without those that it does not take, such as ids. A tuple
-    or a list is passed positionally if forward takes that many arguments, otherwise as a single argument.
+    A dictionary is passed by name if forward takes its keys; keys that it does not take, such as ids, are left out. A
+    tuple or a list is passed positionally if forward takes that many arguments, otherwise as a single argument.
 
     Attributes:
-        step: A step of the user's own that is called instead; None: there is none.
+        step: The user's own step, called instead of the model, or None.
         owners: The objects that such a step may change.
-        optimizes: Whether it updates the parameters itself, by `optimize`, as far as it has run.
-        needs_all_rows: What in it excludes several micro-batches per step, in words, or "".
-        differentiates: Whether the model makes derivatives in forward, and needs gradients outside training too.
+        optimizes: Whether the step updates the parameters itself, by `optimize`; known once it has run.
+        needs_all_rows: The part of the step that excludes several micro-batches, for an error, or "".
+        differentiates: Whether the model computes derivatives in forward, and so needs a graph outside training too.
         left_out: Names of inputs, such as ids, that forward does not take.
-        names_differ: Which names forward takes and which the inputs have, for an error; "" where they have none.
+        names_differ: For an error: the names that forward takes, and those of a dictionary that is passed whole.
     """
 
     step: Callable[[Any], Any] | None = None
@@ -52,6 +52,7 @@ class ModelCall:
     differentiates = False
     left_out: Sequence[str] = ()
     names_differ = ""
+    _target_name = ""
 
     def __init__(
         self,
@@ -62,44 +63,62 @@ class ModelCall:
         loss: Loss | None = None,
     ) -> None:
         self.precision = precision
+        self._loss = loss
         inputs = _several(inputs)
         self._way = _way_of(model, inputs)
-        self.left_out = _not_taken(model, inputs) if isinstance(inputs, dict) and self._way is _Way.NAMED else []
-        if isinstance(inputs, dict) and self._way is _Way.WHOLE:
-            names, given = ", ".join(inspect.signature(model.forward).parameters), ", ".join(map(str, inputs))
+        if isinstance(inputs, dict):
+            self._compare_names(model, inputs)
+        self._gives_targets = False
+        if loss is not None and loss.function is None:  # the model computes its loss
+            self._gives_targets = targets is not None
+            if names_items(model):
+                loss.items = usual_rule(Batch(0, inputs, targets))
+        if self._gives_targets:
+            self._check_targets(model, targets)
+
+    def _compare_names(self, model: nn.Module, inputs: dict[Any, Any]) -> None:
+        """Note which inputs forward does not take, or why they are passed as a single argument."""
+        if self._way is _Way.NAMED:
+            self.left_out = _not_taken(model, inputs)
+        else:
+            names = ", ".join(inspect.signature(model.forward).parameters)
+            given = ", ".join(map(str, inputs))
             self.names_differ = (
                 f" (forward takes {names}, and X has {given}, so X is passed whole: use forward's names to pass its "
                 "parts)"
             )
-        self._gives_targets = loss is not None and loss.function is None and targets is not None
-        if self._gives_targets and self._way is _Way.WHOLE and not takes(model.forward, 2):
+
+    def _check_targets(self, model: nn.Module, targets: Tree | None) -> None:
+        """Find how a model that computes its own loss takes the targets; refuse one that does not take them."""
+        if self._way is _Way.WHOLE and not takes(model.forward, 2):
             raise ConfigError(
                 "loss_fn is missing: without one the model is called with X and y, and returns its loss; the forward "
                 f"of {type(model).__name__} does not take both. Give a loss_fn, such as 'cross_entropy', or no y."
             )
-        self._loss = loss
-        if loss is not None and loss.function is None and names_items(model):
-            loss.items = usual_rule(Batch(0, inputs, targets))
-        by_name = self._gives_targets and self._way is _Way.NAMED and not isinstance(targets, dict)
-        self._target_name = _name_of_targets(model) if by_name else ""
+        if self._way is _Way.NAMED and not isinstance(targets, dict):
+            self._target_name = _name_of_targets(model)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return the output for a batch; a model that computes its own loss gets the targets too."""
-        rule = None if self._loss is None else self._loss.items
-        if rule is not None:
-            return self.with_items(model, batch, rule.items(batch))
-        return self.with_items(model, batch, None) if self._gives_targets else self.predict(model, batch)
+        if self._loss is not None and self._loss.items is not None:
+            return self.with_items(model, batch, self._loss.items.items(batch))
+        if self._gives_targets:
+            return self.with_items(model, batch, None)
+        return self.predict(model, batch)
 
     def with_items(self, model: Callable[..., Any], batch: Batch, items: Tensor | int | None) -> Any:
         """Return the output of a model that computes its own loss; `items`: `num_items_in_batch`, if it is passed."""
-        targets = (batch.targets,) if self._gives_targets else ()
-        named: dict[str, Any] = {} if items is None else {ARGUMENT: items}
-        return self._compute(model, batch.inputs, *targets, **named)
+        named: dict[str, Any] = {}
+        if items is not None:
+            named[ARGUMENT] = items
+        if self._gives_targets:
+            return self._compute(model, batch.inputs, batch.targets, **named)
+        return self._compute(model, batch.inputs, **named)
 
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return the output for a batch's inputs alone."""
         if isinstance(batch.inputs, Tensor) and self.precision.is_full:
-            return model(batch.inputs)
+            return model(batch.inputs)  # the common case, without building arguments
         return self._compute(model, batch.inputs)
 
     def describe_failure(self, shapes: str) -> str:
@@ -139,43 +158,58 @@ class ModelCall:
         for name in self.left_out:
             del named[name]
         for target in targets:
-            named |= target if isinstance(target, dict) else {self._target_name: target}
+            if isinstance(target, dict):
+                named |= target
+            else:
+                named[self._target_name] = target
         return (), named
 
 
 def _several(inputs: Any) -> Any:
-    """Return an opaque batch as several inputs: a tuple or a dictionary as it is, anything else as one."""
+    """Return the inputs of an opaque batch: a tuple or a dictionary, or one of another type; other inputs as given."""
     if not isinstance(inputs, OpaqueBatch):
         return inputs
     return inputs.given if isinstance(inputs.given, (tuple, dict)) else (inputs.given,)
 
 
 def _way_of(model: nn.Module, inputs: Any) -> _Way:
+    """Return how inputs become arguments of the model's forward."""
     if isinstance(inputs, Tensor):
         return _Way.WHOLE
-    parameters = inspect.signature(model.forward).parameters.values()
-    kinds = {parameter.kind for parameter in parameters}
+    parameters = [*inspect.signature(model.forward).parameters.values()]
     if isinstance(inputs, dict):
-        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        needed = {p.name for p in parameters if p.default is p.empty and p.name in names} - {*TARGET_NAMES}
-        by_name = inputs.keys() <= names or (needed <= inputs.keys() and bool(names & inputs.keys()))
-        return _Way.NAMED if inspect.Parameter.VAR_KEYWORD in kinds or by_name else _Way.WHOLE
+        return _Way.NAMED if _takes_names(parameters, inputs) else _Way.WHOLE
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return _Way.EACH if inspect.Parameter.VAR_POSITIONAL in kinds or len(places) >= len(inputs) else _Way.WHOLE
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return _Way.EACH if takes_any or len(places) >= len(inputs) else _Way.WHOLE
+
+
+def _takes_names(parameters: Sequence[inspect.Parameter], inputs: dict[Any, Any]) -> bool:
+    """Return whether a forward takes all inputs by name, or some, with all that it requires except the targets."""
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return True
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = {p.name for p in named}
+    if inputs.keys() <= names:
+        return True
+    required = {p.name for p in named if p.default is p.empty} - {*TARGET_NAMES}
+    return required <= inputs.keys() and not names.isdisjoint(inputs)
 
 
 def _not_taken(model: nn.Module, inputs: dict[Any, Any]) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return [] if takes_all else [name for name in inputs if name not in parameters]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in inputs if name not in parameters]
 
 
 def _name_of_targets(model: nn.Module) -> str:
+    """Return the argument of a forward that takes the targets."""
     taken = inspect.signature(model.forward).parameters
-    found = next((name for name in TARGET_NAMES if name in taken), None)
-    if found is None:
-        raise ConfigError(
-            f"the model computes its own loss and takes X by name, and has no argument for y: call one of them "
-            f"{', '.join(TARGET_NAMES)}, or give y as a dictionary with its name."
-        )
-    return found
+    for name in TARGET_NAMES:
+        if name in taken:
+            return name
+    raise ConfigError(
+        f"the model computes its own loss and takes X by name, and has no argument for y: call one of them "
+        f"{', '.join(TARGET_NAMES)}, or give y as a dictionary with its name."
+    )

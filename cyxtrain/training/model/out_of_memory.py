@@ -1,4 +1,4 @@
-"""Errors about full memory of a device or of the machine."""
+"""Out-of-memory errors, of a device or of the machine, with a remedy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cyxtrain.errors import CyxtrainError
 from cyxtrain.world.world import World
 
 _OF_THE_CPU = "can't allocate memory"
-"""PyTorch's words for it, in a plain RuntimeError."""
+"""Part of PyTorch's message, in a plain RuntimeError."""
 _OF_LIBRARIES = ("out of memory", "_alloc_failed", "_allocation_failed", "failed to cuda")
-"""Words of drivers, cuBLAS, cuDNN, cuSPARSE and NCCL, which take memory by themselves; in lower case."""
+"""Parts of messages of drivers, cuBLAS, cuDNN, cuSPARSE and NCCL, which allocate memory themselves; in lower case."""
 _IN_PIECES = "PYTORCH_ALLOC_CONF=expandable_segments:True helps where free memory is in pieces."
 _LESS = "Give each rank less to hold at once: a smaller batch_size"
 _IN_TRAINING = (
@@ -32,14 +32,22 @@ def memory_explained(world: World, *, trains: bool = True) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         if is_full(error):
-            device = None if _is_of_the_cpu(error) else accelerator.in_use()
-            peak = None if device is None else accelerator.peak_memory(device, "reserved")
-            held = "" if peak is None else f"PyTorch has held up to {peak / 2**30:.1f} GiB of {device}. "
-            held += "" if _is_of_the_cpu(error) else f"{_IN_PIECES} "
-            less = _LESS + (_IN_TRAINING if trains else _IN_EVALUATION)
+            less = _IN_TRAINING if trains else _IN_EVALUATION
             reason = str(error).rstrip(". \n") or type(error).__name__
-            error.args = (f"rank {world.number} is out of memory: {reason}. {held}{less}. {_ON_GPUS}",)
+            problem = f"rank {world.number} is out of memory: {reason}. {_device_memory(error)}"
+            error.args = (f"{problem}{_LESS}{less}. {_ON_GPUS}",)
         raise
+
+
+def _device_memory(error: Exception) -> str:
+    """Describe how much memory of its device PyTorch has held, with a remedy; "" if the error is about the CPU's."""
+    if _is_of_the_cpu(error):
+        return ""
+    device = accelerator.in_use()
+    peak = None if device is None else accelerator.peak_memory(device, "reserved")
+    if peak is None:
+        return f"{_IN_PIECES} "
+    return f"PyTorch has held up to {peak / 2**30:.1f} GiB of {device}. {_IN_PIECES} "
 
 
 def is_full(error: Exception) -> bool:

@@ -1,7 +1,7 @@
-"""Steps of the user's own: `train_step`, `test_step` and `predict_step` in the place of the built-in ones.
+"""Steps of the user's own: `train_step`, `test_step` and `predict_step` in place of the built-in ones.
 
-A step takes a batch and returns its loss, as a model without a loss_fn does: what holds for such a model, such as
-(sum, weight), scalars in the history, accumulation and ranks without rows, holds for it.
+A step takes a batch and returns its loss, like a model without a loss_fn, with all that such a model may do: return
+(sum, weight) and scalars for the history, accumulate, and train on ranks without rows.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
 
 _RETURNED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""By trainer, the names that its steps have returned; not in the trainer, whose dry run changes nothing."""
-TRAIN, TEST, PREDICT = ("train_step", "test_step", "predict_step")
+"""By trainer, the names that its steps have returned; kept here, as a dry run restores the trainer's attributes."""
+TRAIN = "train_step"
+TEST = "test_step"
+PREDICT = "predict_step"
 
 Update = Callable[[Any, str, bool], Tensor]
 """Updates the parameters of the optimizer of that name by a loss; returns the loss, detached."""
 
 
-class BuiltIn:
+class BuiltInStep:
     """The built-in step: the model's forward, and the loss_fn if there is one.
 
     Attributes:
-        weight: What the latest loss was divided by, if that is not the number of rows.
-        update: What a step's `optimize` does; None: nothing, in an evaluation.
-        losses: What the step has called `optimize` with.
-        pair: The (sum, weight) that the latest call had.
+        weight: The divisor of the latest loss, if it is not the number of rows.
+        update: Called by a step's `optimize`; None in an evaluation, which updates nothing.
+        losses: The losses of the running step's calls of `optimize`.
+        pair: The (sum, weight) of the latest call of `optimize`, or None.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, precision: Precision) -> None:
@@ -64,30 +66,43 @@ class BuiltIn:
         self.pair: tuple[Any, Any] | None = None
 
     def __call__(self, given: Any) -> dict[str, Any]:
-        """Return "loss" and what else the built-in step measures of a batch, and the model's "output"."""
-        loss, batch, is_first = self._loss, Batch(0, *batch_parts(given)), self._is_first
+        """Return "loss" and other numbers that the built-in step measures on a batch, and the model's "output"."""
+        loss = self._loss
+        batch = Batch(0, *batch_parts(given))
         output = self._call_for(batch, loss)(self._model, batch)
-        with self.precision.suspended():
-            if is_first:
-                loss.check_shapes(output, batch.targets)
-            found = loss.first(output, batch) if is_first else loss(output, batch)
-        if is_first:
-            self._is_first = False
-            kinds = [kind for _, kind, _ in loss.components(found)]
-            require(
-                Weighting.NOTHING not in kinds,
-                "loss_fn is a sum (reduction='sum'), and the built-in step returns a mean to a step of your own: give "
-                "a loss_fn that is a mean, or compute the loss in the step and return (sum, weight).",
-            )
-            loss.accuracy = find_accuracy(loss, output, batch.labels, found.mean.detach(), asked=False)
-        measured = {name: _as_returned(part) for name, part in found.parts.items()}
+        if self._is_first:
+            found = self._first_loss(output, batch)
+        else:
+            with self.precision.suspended():
+                found = loss(output, batch)
+        measured: dict[str, Any] = {"loss": self._mean(found)}
+        for name, part in found.parts.items():
+            measured[name] = _as_returned(part)
         if loss.accuracy is not None and "accuracy" not in measured:
             measured["accuracy"] = tuple(correct_of(output, batch.labels, loss))
         shown = loss.without_own(output)
-        return {"loss": self._mean(found), **measured, **({} if is_scalar(shown) else {"output": shown})}
+        if not is_scalar(shown):
+            measured["output"] = shown
+        return measured
+
+    def _first_loss(self, output: Any, batch: Batch) -> BatchLoss:
+        """Return the loss of the first batch; find whether accuracy can be measured; refuse a loss_fn that is a sum."""
+        loss = self._loss
+        with self.precision.suspended():
+            loss.check_shapes(output, batch.targets)
+            found = loss.first(output, batch)
+        self._is_first = False
+        kinds = [kind for _, kind, _ in loss.components(found)]
+        require(
+            Weighting.NOTHING not in kinds,
+            "loss_fn is a sum (reduction='sum'), and the built-in step returns a mean to a step of your own: give "
+            "a loss_fn that is a mean, or compute the loss in the step and return (sum, weight).",
+        )
+        loss.accuracy = find_accuracy(loss, output, batch.labels, found.mean.detach(), asked=False)
+        return found
 
     def _mean(self, found: BatchLoss) -> Tensor:
-        """Return a loss as the mean of what counts, 0 if nothing does; keep what it was divided by."""
+        """Return the mean of a loss over all that counts, 0 if nothing does; keep its divisor."""
         if self._loss.has_weights and not self._loss.weightings:
             self.weight = found.weight
         return found.mean_or_zero
@@ -95,22 +110,19 @@ class BuiltIn:
     def optimize(self, loss: Any, name: str | None, trainer: Any, *, retain_graph: bool) -> Tensor:
         """Call `update`; return the loss, detached."""
         if isinstance(loss, Tensor) and self.weight is not None:
-            loss = loss * self.weight, self.weight
+            # A mean from the built-in step: means over ranks need its weight.
+            loss = (loss * self.weight, self.weight)
         self.pair = None
         if not callable(loss):
             value, weight = checked_loss(loss)
-            self.pair = None if weight is None else (value.detach(), weight)
+            if weight is not None:
+                self.pair = (value.detach(), weight)
         if self.update is None:
-            self.losses.append(mean_of_loss(*checked_loss(loss() if callable(loss) else loss)))
-            return self.losses[-1]
-        known = [*trainer.optimizers]
-        if name is None:
-            require(len(known) == 1, f"optimize needs the name of one of the optimizers: {', '.join(known)}.")
-            name = known[0]
-        if name not in known:
-            raise unknown_name("the trainer", str(name), known, "optimizer")
-        self.losses.append(self.update(loss, name, retain_graph))
-        return self.losses[-1]
+            detached = mean_of_loss(*checked_loss(_called(loss)))
+        else:
+            detached = self.update(loss, _known_optimizer(name, [*trainer.optimizers]), retain_graph)
+        self.losses.append(detached)
+        return detached
 
     def predict(self, given: Any) -> Any:
         """Return the model's output for a batch's inputs."""
@@ -124,17 +136,27 @@ class BuiltIn:
         return self._call
 
 
+def _known_optimizer(name: str | None, known: list[str]) -> str:
+    """Return the name of an optimizer, by default of the only one; refuse an unknown name."""
+    if name is None:
+        require(len(known) == 1, f"optimize needs the name of one of the optimizers: {', '.join(known)}.")
+        return known[0]
+    if name not in known:
+        raise unknown_name("the trainer", str(name), known, "optimizer")
+    return name
+
+
 class OwnStep(NamedTuple):
     """A step of the user's own: a function of a batch; `running` is the trainer's stack of built-in steps."""
 
     name: str
     function: Callable[[Any], Any]
     trainer: Any
-    running: list[BuiltIn]
+    running: list[BuiltInStep]
 
 
 OwnSteps = Mapping[str, OwnStep]
-"""By name; the built-in ones are not in it."""
+"""The user's own steps by name, without the built-in ones."""
 
 
 class TrainerSteps:
@@ -145,25 +167,26 @@ class TrainerSteps:
         for name, step in self._given_steps.items():
             is_step = step is None or (callable(step) and takes(step, 2))
             require(is_step, f"{name} must be a function of (trainer, batch), got {brief(step)}.")
-        self._running_steps: list[BuiltIn] = []
+        self._running_steps: list[BuiltInStep] = []
 
     @property
     def _own_steps(self) -> OwnSteps:
-        """The steps that the trainer was given, called with it first, or has by subclass."""
+        """The steps that the trainer was given, called with it first, and those that its subclass overrides."""
         found: dict[str, OwnStep] = {}
         for name, given in self._given_steps.items():
             method = getattr(self, name)
-            if given is not None or getattr(method, "__func__", None) is not vars(TrainerSteps)[name]:
-                step = method if given is None else partial(given, self)
-                found[name] = OwnStep(name, step, self, self._running_steps)
+            if given is not None:
+                found[name] = OwnStep(name, partial(given, self), self, self._running_steps)
+            elif getattr(method, "__func__", None) is not vars(TrainerSteps)[name]:
+                found[name] = OwnStep(name, method, self, self._running_steps)
         return found
 
     def train_step(self, batch: Any) -> Any:
         """Return the loss of a batch; `fit` then does backward and step. Override it for a step of your own.
 
         Args:
-            batch: (x, y), (x, y, sample_weight) or (x,), as far as the data have them; a dictionary, if the data give
-                such; of any other form as a DataLoader over a Dataset gives it. On the device.
+            batch: (x, y), (x, y, sample_weight) or (x,), depending on the data; a dictionary, if the data give
+                dictionaries; any other form that a DataLoader over a Dataset gives. On the device.
 
         Returns:
             A dictionary with "loss" (the mean over this rank's rows, or (sum, weight)), "output" (of the model, which
@@ -208,11 +231,11 @@ class TrainerSteps:
         """Return the model's output for a batch of `predict`. Override it for a prediction of your own.
 
         Args:
-            batch: (x,), or a dictionary, if the data give such; without targets.
+            batch: (x,), or a dictionary, if the data give dictionaries; without targets.
         """
         return self._built_in(PREDICT).predict(batch)
 
-    def _built_in(self, name: str) -> BuiltIn:
+    def _built_in(self, name: str) -> BuiltInStep:
         require(
             bool(self._running_steps),
             f"{name} is called by fit, evaluate and predict: for a single batch, call train_on_batch, test_on_batch or "
@@ -222,10 +245,10 @@ class TrainerSteps:
 
 
 def check_names(trainer: type, model: nn.Module, steps: OwnSteps) -> None:
-    """Refuse steps under Lightning's names, and those of the model, which nothing calls."""
-    kind = type(model)
-    places = ((trainer, "training_step", TRAIN), (trainer, "validation_step", TEST), (trainer, "compute_loss", TRAIN))
-    for owner, other, name in (*places, (kind, "training_step", TRAIN), (kind, TRAIN, TRAIN)):
+    """Refuse steps under Lightning's names, and steps of the model, which nothing calls."""
+    others = [(trainer, "training_step", TRAIN), (trainer, "validation_step", TEST), (trainer, "compute_loss", TRAIN)]
+    others += [(type(model), "training_step", TRAIN), (type(model), TRAIN, TRAIN)]
+    for owner, other, name in others:
         require(
             name in steps or not callable(getattr(owner, other, None)),
             f"{owner.__name__} has a {other}, and fit does not call it: make it {name}(self, batch) of a subclass of "
@@ -239,7 +262,8 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
     Without a test_step the built-in one evaluates, if there is a loss_fn; otherwise the train_step, which knows the
     loss. Raises ConfigError if the model has no forward and there is no step, or if the step takes no batch.
     """
-    found, has_forward = steps.get(kind), getattr(model.forward, "__func__", None) is not nn.Module.forward
+    found = steps.get(kind)
+    has_forward = getattr(model.forward, "__func__", None) is not nn.Module.forward
     if found is None and kind == TEST and not (has_forward and loss.function is not None):
         found = steps.get(TRAIN)
     if found is None and not has_forward:
@@ -262,13 +286,14 @@ class StepCall(ModelCall):
     `target_name` is that of `collate`. The trainer's other modules, such as a teacher, go to the device.
     """
 
-    def __init__(self, step: OwnStep, built_in: BuiltIn, target_name: str | None, device: torch.device) -> None:
+    def __init__(self, step: OwnStep, built_in: BuiltInStep, target_name: str | None, device: torch.device) -> None:
         self.precision = built_in.precision
-        self.owners = [step.trainer, step.function.func if isinstance(step.function, partial) else step.function]
+        function = step.function.func if isinstance(step.function, partial) else step.function
+        self.owners = [step.trainer, function]
         self.step = self._run
         self._own = step
         self._returns_loss = step.name != PREDICT
-        self.running = built_in  # what the trainer's methods call while the step runs
+        self.running = built_in  # called by the trainer's methods while the step runs
         self._batch_name = target_name
         for attribute in vars(step.trainer).values():
             if isinstance(attribute, nn.Module):
@@ -279,51 +304,68 @@ class StepCall(ModelCall):
         return f"{self._own.name} failed, tried on a batch of shape {shapes}"
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Return what the step returns; `model`: not wrapped, or what wraps the step."""
-        call: Callable[[Any], Any] = partial(self._watched, model)
-        if isinstance(model, nn.Module):
-            call = self._tried if torch.is_grad_enabled() else self._run
+        """Return the step's result; `model`: the model itself, outside training, or a function that runs the step."""
+        call: Callable[[Any], Any] = self._run
+        if not isinstance(model, nn.Module):
+            call = partial(self._watched, model)
+        elif torch.is_grad_enabled():  # the dry run of training
+            call = self._tried
         given = as_given(Rows(batch.inputs, batch.targets, batch.weights), self._batch_name)
         return self.precision.run(call, given)
 
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Return what the step returns for a batch's inputs alone."""
+        """Return the step's result for a batch's inputs alone."""
         return self(model, Batch(batch.number, batch.inputs, None))
 
     def run_apart(self, batch: Batch, update: Update) -> None:
-        """Run a step within the running one, which keeps its numbers; `optimize` calls a function."""
-        before, self.running.update = vars(self.running).copy(), update
+        """Run a step within the running one, which keeps its numbers; `optimize` calls `update`."""
+        before = vars(self.running).copy()
+        self.running.update = update
         try:
             self(self._run, batch)
         finally:
             vars(self.running).update(before)
 
     def _run(self, given: Any) -> Any:
-        own, built_in = self._own, self.running
-        own.running.append(built_in)
-        built_in.weight, built_in.losses = None, []
+        """Run the step; return its result, with a loss also if the step has called `optimize` instead."""
+        own = self._own
+        built_in = self.running
+        own.running.append(built_in)  # where train_step and optimize of the trainer find it
+        built_in.weight = None
+        built_in.losses = []
         try:
             result = own.function(given)
         finally:
             own.running.pop()
-        if built_in.losses and self._returns_loss:
-            self.optimizes = True
-            named = result if isinstance(result, Mapping) else {} if result is None else {"loss": result}
-            if "loss" not in named:
-                built_in.weight = None  # what `optimize` returned is the mean over all ranks
-            is_pair = len(built_in.losses) == 1 and built_in.pair is not None
-            result = {"loss": built_in.pair if is_pair else sum(built_in.losses), **named}
-        if self._returns_loss and not _has_loss(result):
-            raise ConfigError(
-                f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
-                'over this rank\'s rows; (sum, weight); or a dictionary with such a "loss".'
-            )
-        if isinstance(result, Mapping) and self._returns_loss:
-            self._warn_of_left_out(result)
+        if self._returns_loss:
+            if built_in.losses:
+                result = self._with_optimized_loss(result)
+            if not _has_loss(result):
+                raise ConfigError(
+                    f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
+                    'over this rank\'s rows; (sum, weight); or a dictionary with such a "loss".'
+                )
+            if isinstance(result, Mapping):
+                self._warn_of_left_out(result)
         return result if built_in.weight is None else _weighted(result, built_in.weight)
 
+    def _with_optimized_loss(self, result: Any) -> dict[str, Any]:
+        """Return the result of a step that has called `optimize`; its own "loss" takes precedence over those losses."""
+        self.optimizes = True
+        built_in = self.running
+        named: dict[str, Any] = {}
+        if isinstance(result, Mapping):
+            named.update(result)
+        elif result is not None:
+            named["loss"] = result
+        if "loss" not in named:
+            built_in.weight = None  # the loss that `optimize` returned is the mean over all ranks
+        if len(built_in.losses) == 1 and built_in.pair is not None:
+            return {"loss": built_in.pair, **named}
+        return {"loss": sum(built_in.losses), **named}
+
     def _warn_of_left_out(self, result: Mapping[str, Any]) -> None:
-        """Warn once of each thing in a step's dictionary that is not a number: the history does not have it."""
+        """Warn once of each part of a step's dictionary that is not a number: the history does not have it."""
         known = _RETURNED.setdefault(self._own.trainer, {"loss", "output"})
         if result.keys() <= known:
             return
@@ -335,12 +377,12 @@ class StepCall(ModelCall):
     def _refuse(self, call: str) -> None:
         raise ConfigError(
             f"{self._own.name} called {call}: return the loss, and fit does backward, averages the gradients over the "
-            "ranks, and steps; or call self.optimize(loss). For gradients that the loss is made of, call "
+            "ranks, and steps; or call self.optimize(loss). If the loss is computed from gradients, call "
             "torch.autograd.grad."
         )
 
     def _watched(self, call: Callable[[Any], Any], given: Any) -> Any:
-        """Run the step in training; refuse a backward that it does not do in the dry run."""
+        """Run the step in training; refuse a backward that it did not call in the dry run."""
         before = self._gradients()
         result = call(given)
         if not self.running.losses and self._gradients() != before:
@@ -348,11 +390,12 @@ class StepCall(ModelCall):
         return result
 
     def _gradients(self) -> list[int]:
+        """Return the identity and the version of each gradient, one of which a backward changes."""
         found = [parameter.grad for parameter in self._own.trainer.model.parameters()]
         return [*map(id, found), *torch_compat.versions_of([each for each in found if each is not None])]
 
     def _tried(self, given: Any) -> Any:
-        """Run the step in the dry run; refuse what `fit` does itself."""
+        """Run the step in the dry run; refuse a backward and an optimizer's step, which `fit` does itself."""
         before = self._gradients()
         hook = register_optimizer_step_pre_hook(lambda *_: self._refuse("an optimizer's step()"))
         self.running.update = self._try_update
@@ -366,7 +409,8 @@ class StepCall(ModelCall):
 
     def _try_update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
         """Compute the gradients of a loss as an update would, without changing anything; return it, detached."""
-        self.needs_all_rows = self.needs_all_rows or what_needs_all_rows(len(self.running.losses) + 1, loss)
+        if not self.needs_all_rows:
+            self.needs_all_rows = what_needs_all_rows(len(self.running.losses) + 1, loss)
         optimizer = self._own.trainer.optimizers[name]
         kind = type(optimizer).__name__
         if needs_closure(optimizer) and not callable(loss):
@@ -374,7 +418,7 @@ class StepCall(ModelCall):
                 f"{kind} evaluates the loss several times per step: give optimize a function that returns it, as in "
                 "self.optimize(lambda: loss_fn(self.model(x), y))."
             )
-        value, weight = checked_loss(loss() if callable(loss) else loss)
+        value, weight = checked_loss(_called(loss))
         parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
         if parameters and torch.is_grad_enabled():  # they may be frozen, for a callback to unfreeze
             found: Sequence[Tensor | None] = ()
@@ -389,16 +433,25 @@ class StepCall(ModelCall):
 
 
 def _weighted(result: Any, weight: Tensor | float) -> Any:
-    """Return a result whose loss, a mean, has the weight of the built-in step's loss, of which it is made."""
+    """Return a result with a loss, a mean that was computed from the built-in step's, as (sum, weight)."""
     if isinstance(result, Tensor):
         return result * weight, weight
-    own = result.get("loss") if isinstance(result, Mapping) else None
-    return {**result, "loss": (own * weight, weight)} if isinstance(own, Tensor) else result
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
+        return {**result, "loss": (result["loss"] * weight, weight)}
+    return result
+
+
+def _called(loss: Any) -> Any:
+    """Return the loss that a function of `optimize` returns; any other loss as it is."""
+    return loss() if callable(loss) else loss
 
 
 def checked_loss(loss: Any) -> tuple[Tensor, Any]:
     """Return (value, None) of a mean over rows, or (sum, weight)."""
-    value, weight = loss if type(loss) is tuple and len(loss) == 2 else (loss, None)
+    value = loss
+    weight = None
+    if type(loss) is tuple and len(loss) == 2:
+        value, weight = loss
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ConfigError(
             f"optimize was called with {_described(loss)}: give a tensor with one number, the mean over this rank's "
@@ -408,14 +461,18 @@ def checked_loss(loss: Any) -> tuple[Tensor, Any]:
 
 
 def what_needs_all_rows(calls: int, loss: Any) -> str:
-    """Return what a step with several micro-batches cannot do, in words, or ""; `calls`: of optimize in this step."""
+    """Return the part of a step that excludes several micro-batches, or ""; `calls`: of `optimize` in this step."""
     if calls > 1:
         return "several calls of optimize"
-    return "a function of the loss" if callable(loss) else "(sum, weight)" if isinstance(loss, tuple) else ""
+    if callable(loss):
+        return "a function of the loss"
+    if isinstance(loss, tuple):
+        return "(sum, weight)"
+    return ""
 
 
 def accumulation_excludes(what: str) -> str:
-    """Return the error for a step with several micro-batches that has `what` needs all rows at once."""
+    """Return the error for a step with several micro-batches; `what`: the part of it that needs all rows at once."""
     return (
         f"a step has several micro-batches, and the train_step has {what}, which needs all rows of its step at once: "
         "set accumulation_steps=1, with a smaller batch_size if memory is short."
@@ -423,8 +480,10 @@ def accumulation_excludes(what: str) -> str:
 
 
 def mean_of_loss(value: Tensor, weight: Any) -> Tensor:
-    """Return the mean of what `checked_loss` returned, detached; 0 if its weight is 0."""
-    return value.detach() if weight is None else batch_loss_of((value.detach(), weight), 1).mean_or_zero
+    """Return the mean of a loss as `checked_loss` returns it, detached; 0 if its weight is 0."""
+    if weight is None:
+        return value.detach()
+    return batch_loss_of((value.detach(), weight), 1).mean_or_zero
 
 
 def _has_loss(result: Any) -> bool:
@@ -435,20 +494,30 @@ def _has_loss(result: Any) -> bool:
 
 
 def _left_out(value: Any) -> str:
+    """Describe a part of a step's dictionary that the history cannot have, with a remedy."""
     if isinstance(value, (Tensor, np.ndarray)):
-        kind = f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {[*value.shape]}"
-        return f'{kind}, which is left out: return a number of it, such as its mean, or what metrics take as "output"'
-    remedy = "return its numbers by name" if isinstance(value, Mapping) else "the history has numbers, by name"
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
+        return (
+            f"{kind} of shape {[*value.shape]}, which is left out: return a number of it, such as its mean, or what "
+            'metrics take as "output"'
+        )
+    remedy = "the history has numbers, by name"
+    if isinstance(value, Mapping):
+        remedy = "return its numbers by name"
     return f"of type {type(value).__name__}, which is left out: {remedy}"
 
 
 def _described(result: Any) -> str:
     if isinstance(result, Mapping):
         return f"a dictionary with {', '.join(map(str, result)) or 'nothing'}"
-    return f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else brief(result)
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {list(result.shape)}"
+    return brief(result)
 
 
 def _as_returned(loss: BatchLoss) -> Any:
     """Return a number for the history: a mean over this rank's rows, or (sum, weight)."""
     counts_rows = not isinstance(loss.weight, Tensor) and not isinstance(loss.sum_factor, Tensor)
-    return loss.value if counts_rows and loss.sum_factor == loss.weight else (loss.value * loss.sum_factor, loss.weight)
+    if counts_rows and loss.sum_factor == loss.weight:
+        return loss.value
+    return loss.value * loss.sum_factor, loss.weight

@@ -18,85 +18,107 @@ from cyxtrain.world.world import World
 
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
     """Return the device that a user named, "auto" unchanged; raise ConfigError if it cannot be used."""
-    visible, count = accelerator.visible(), accelerator.count()
-    try:
-        found = torch.device("cpu" if device == "auto" else device)
-    except (RuntimeError, TypeError) as error:
-        gpu = "cuda" if visible is None else visible.type
-        meant = " Did you mean 'auto'?" * (str(device).lower() in ("gpu", "gpus", "tpu", "accelerator"))
-        raise ConfigError(
-            f"device must be 'auto' (a visible GPU, else the CPU), or one of torch's such as 'cpu' or {gpu!r}, got "
-            f"{device!r}.{meant}"
-        ) from error
-    asked = f"device={str(device)!r}"
-    is_there = visible is not None and visible.type == found.type
-    if not (is_there or found.type == "cpu" or accelerator.is_there(found.type)):
-        raise ConfigError(f"{asked}: no {found.type.upper()} device is visible. Use 'auto' or 'cpu'.")
-    if is_there and (found.index or 0) >= count:
-        numbers = f"{found.type}:0" + (f" to {found.type}:{count - 1}" if count > 1 else "")
-        raise ConfigError(
-            f"{asked}: {counted(count, 'such device')} visible ({numbers}). Use {found.type!r}: it is this rank's own."
-        )
+    visible = accelerator.visible()
+    if device != "auto":
+        _check_named(device, visible)
     if str(device) == "cpu" or visible is None:
         check_batch_norm(model, torch.device("cpu"), wanted=False)
     return device
 
 
-def choose_device(world: World, asked: str | torch.device, model: nn.Module) -> torch.device:
-    """Return where a model is to be, an accelerator with its number, and make that one this thread's.
+def _check_named(device: str | torch.device, visible: torch.device | None) -> None:
+    """Refuse a device that PyTorch does not know, or that is not on this machine."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        gpu = "cuda" if visible is None else visible.type
+        got = f"got {device!r}."
+        if str(device).lower() in ("gpu", "gpus", "tpu", "accelerator"):
+            got += " Did you mean 'auto'?"
+        raise ConfigError(
+            f"device must be 'auto' (a visible GPU, otherwise the CPU) or a PyTorch device such as 'cpu' or {gpu!r}, "
+            f"{got}"
+        ) from error
+    asked = f"device={str(device)!r}"
+    kind = found.type
+    is_visible = visible is not None and visible.type == kind
+    if not (is_visible or kind == "cpu" or accelerator.is_there(kind)):
+        raise ConfigError(f"{asked}: no {kind.upper()} device is visible. Use 'auto' or 'cpu'.")
+    count = accelerator.count()
+    if is_visible and (found.index or 0) >= count:
+        numbers = f"{kind}:0"
+        if count > 1:
+            numbers += f" to {kind}:{count - 1}"
+        raise ConfigError(
+            f"{asked}: {counted(count, 'such device')} visible ({numbers}). Use {kind!r}: it is this rank's own."
+        )
 
-    "auto" is where the model is, if that is an accelerator; otherwise the visible one, unless CPUs are asked for.
+
+def choose_device(world: World, asked: str | torch.device, model: nn.Module) -> torch.device:
+    """Return the device for a model, an accelerator with its number; make it this thread's current device.
+
+    "auto" is the model's device, if that is an accelerator; otherwise the visible one, unless CPUs are asked for.
     """
-    parameter = next(model.parameters(), None)
-    here = torch.device("cpu") if parameter is None else parameter.device
-    visible = accelerator.visible()
-    places = sorted({str(each.device) for each in model.parameters() if accelerator.is_accelerator(each.device)})
     empty = [name for name, each in model.named_parameters() if each.is_meta]
     if empty:
         raise ConfigError(
             f"the model's {shortened(empty)} are on the meta device, which keeps no values: make the model without it, "
             "or call model.to_empty(device='cpu') and load weights."
         )
-    if asked == "auto" and len(places) > 1:
-        raise ConfigError(
-            f"the model's parameters are on {' and '.join(places)}, and each rank trains a whole model on one device. "
-            f"Leave out device_map or its like; device={torch.device(places[0]).type!r} moves the model to one."
-        )
-    if asked != "auto":
-        chosen = torch.device(asked)
-    elif here.type == "cpu" and visible is not None and not runtime.why_cpus():
-        chosen = visible
-    else:
-        chosen = here
+    visible = accelerator.visible()
+    chosen = _automatic_device(model, visible) if asked == "auto" else torch.device(asked)
     if visible is None or chosen.type != visible.type:
         return chosen
     if chosen.index is None:
-        index = torch.accelerator.current_device_index()  # the program's choice
+        # The program's choice; 0 is also the default, which leaves the choice to the local rank.
+        index = torch.accelerator.current_device_index()
         chosen = torch.device(chosen.type, index or world.local_rank % accelerator.count())
-    bound = getattr(world.group, "bound_device_id", None)
-    if bound is not None and bound.type == chosen.type and bound != chosen:
-        what = f"the model is on {chosen}" if asked == "auto" else f"device={str(asked)!r}"
-        raise ConfigError(
-            f"{what}, and rank {world.number}, local rank {world.local_rank}, is connected over NCCL on "
-            f"{bound}. Use {chosen.type!r} without a number: after cyxtrain.init() it is this rank's own."
-        )
+    _check_connected_device(world, asked, chosen)
     torch.accelerator.set_device_index(chosen.index)
     return chosen
 
 
+def _check_connected_device(world: World, asked: str | torch.device, chosen: torch.device) -> None:
+    """Refuse another device than the one on which NCCL has connected this rank."""
+    bound = getattr(world.group, "bound_device_id", None)
+    if bound is None or bound.type != chosen.type or bound == chosen:
+        return
+    what = f"the model is on {chosen}" if asked == "auto" else f"device={str(asked)!r}"
+    raise ConfigError(
+        f"{what}, and rank {world.number}, local rank {world.local_rank}, is connected over NCCL on "
+        f"{bound}. Use {chosen.type!r} without a number: after cyxtrain.init() it is this rank's own."
+    )
+
+
+def _automatic_device(model: nn.Module, visible: torch.device | None) -> torch.device:
+    """Return where "auto" puts a model; refuse one on several accelerators."""
+    devices = [parameter.device for parameter in model.parameters()]
+    accelerators = sorted({str(device) for device in devices if accelerator.is_accelerator(device)})
+    if len(accelerators) > 1:
+        raise ConfigError(
+            f"the model's parameters are on {' and '.join(accelerators)}, and each rank trains a whole model on one "
+            f"device. Leave out device_map or its like; device={torch.device(accelerators[0]).type!r} moves the model "
+            "to one."
+        )
+    here = next(iter(devices), torch.device("cpu"))
+    if here.type == "cpu" and visible is not None and not runtime.why_cpus():
+        return visible
+    return here
+
+
 def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
-    """Refuse SyncBatchNorm on a CPU, where PyTorch has none; `wanted`: whether batch norms are to become such."""
+    """Refuse SyncBatchNorm on a CPU, where PyTorch does not support it; `wanted`: batch norms will be converted."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if device.type == "cpu" and (layers or wanted):
         asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
         raise ConfigError(
-            f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, whose statistics are "
-            "those of each rank's samples, or nn.GroupNorm, which needs no others."
+            f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, which compute "
+            "statistics of each rank's samples, or nn.GroupNorm, which computes them for each sample alone."
         )
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Return what ranks compare of their devices; `device` has its number."""
+    """Return the facts that ranks compare about their devices; `device` has its number."""
     identity = f"{device} of {platform.node()}"
     if device.type == "cuda":
         identity = torch_compat.identity_of_gpu(device.index)[0] or identity
@@ -104,7 +126,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def check_devices(world: World, facts_by_rank: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Refuse ranks that share a GPU over NCCL, on every rank, if NCCL has not connected them yet."""
+    """Refuse ranks that share a GPU over NCCL, if NCCL has not connected them yet; every rank raises."""
     group = world.group_for(device)
     is_connected = getattr(group, "bound_device_id", None) is not None
     if is_connected or consensus.backends_of(group).get(device.type) != "nccl":
@@ -124,24 +146,32 @@ def check_devices(world: World, facts_by_rank: Sequence[dict[str, Any]], device:
 
 def explain_device(world: World, device: torch.device, facts_by_rank: Sequence[dict[str, Any]]) -> str:
     """Describe which devices are used and which are visible."""
-    visible, count = accelerator.visible(), accelerator.count()
+    visible = accelerator.visible()
+    count = accelerator.count()
     words = str(device)
     if device.type == "cpu":
         words += f", {counted(torch.get_num_threads(), 'thread')} per rank"
     if visible is None:
         return words
     if device.type != visible.type:
-        what = f"1 {visible.type} device is" if count == 1 else f"{count} {visible.type} devices are"
-        return f"{words}; {what} visible and not used: {runtime.why_cpus() or f'device={str(device)!r}'}"
-    node = facts_by_rank[world.rank]["_device"][1]
-    here = {name for name, other, _ in (facts["_device"] for facts in facts_by_rank) if other == node}
-    used = sorted(here, key=lambda name: torch.device(name).index or 0)
-    which = str(device) if len(used) == 1 else f"{used[0]} to {used[-1]}"
+        unused = f"1 {visible.type} device is" if count == 1 else f"{count} {visible.type} devices are"
+        why = runtime.why_cpus() or f"device={str(device)!r}"
+        return f"{words}; {unused} visible and not used: {why}"
+    _, node, _ = facts_by_rank[world.rank]["_device"]
+    used: set[str] = set()
+    for facts in facts_by_rank:
+        name, other_node, _ = facts["_device"]
+        if other_node == node:
+            used.add(name)
+    in_order = sorted(used, key=lambda name: torch.device(name).index or 0)
+    which = in_order[0]
+    if len(used) > 1:
+        which += f" to {in_order[-1]}"
     return f"{which} ({len(used)} of {count} visible {accelerator.name_of(device)})"
 
 
 def put_channels_last(model: nn.Module) -> None:
-    """Give a model's weights of four and five dimensions that format, in place; raise ConfigError if it has none."""
+    """Store a model's weights of 4 and 5 dimensions channels last, in place; raise ConfigError if it has none."""
     if not any(parameter.dim() in (4, 5) for parameter in model.parameters()):
         raise ConfigError(
             f"channels_last=True is for 2-d and 3-d convolutions, and no parameter of {type(model).__name__} has 4 or "

@@ -1,4 +1,4 @@
-"""Modes of modules, and snapshots of buffers, modules and other objects, to undo what a step or a trial changes."""
+"""Snapshots of buffers, modules and other objects, to undo what a step or a trial changes; modes of modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import itertools
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,10 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, coll
 
 
 def put_into_training(*modules: nn.Module) -> Callable[[], None]:
-    """Put modules that are in evaluation mode into training mode, with all their parts.
+    """Put modules that are in evaluation mode, as `from_pretrained` returns them, into training mode with all parts.
 
     A module in training mode is not changed: its parts in evaluation mode, such as a frozen batch norm, are the user's
-    choice. A model in evaluation mode is one as `from_pretrained` returns it. The returned function, called before each
-    epoch, undoes an `eval()` of a whole module in between.
+    choice. The returned function, called before each epoch, undoes an `eval()` of a whole module in between.
     """
     for module in modules:
         if not module.training:
@@ -62,20 +61,20 @@ def modes_kept(*modules: nn.Module) -> Iterator[None]:
 def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[list[GatherCall]]:
     """Restore what a trial changes in some objects, and the random generators, whatever happens within.
 
-    Restored are attributes of the objects, of modules in them and of their classes (counters, modes), what lists and
-    dictionaries among these hold, buffers, `.grad`, `requires_grad`, and the generators of torch, NumPy and Python;
-    with `copies` also trained parameters and other tensors among the attributes. Values are compared: code that writes
-    to `.data` changes no version counter. Within, no parameter has a `.grad`, and no rank waits for another:
-    `all_gather_with_grad` returns this rank's rows. Yields the calls of that.
+    It restores attributes of the objects, of modules in them and of their classes (counters, modes); the elements of
+    lists and dictionaries among these; buffers, `.grad`, `requires_grad`, and the generators of torch, NumPy and
+    Python; with `copies` also trained parameters and other tensors among the attributes. Values are compared: code that
+    writes to `.data` changes no version counter. Within, no parameter has a `.grad`, and no rank waits for another:
+    `all_gather_with_grad` returns this rank's rows. Yields the calls of `all_gather_with_grad`.
 
-    Cost: a copy of the buffers, on their device; with `copies` also one of what is trained, on the CPU.
+    Cost: a copy of the buffers, on their device; with `copies` also a copy of what is trained, on the CPU.
 
     Args:
         owners: Modules, functions, methods and other objects; their attributes are looked at one level deep.
-        device: Whose generator is kept, besides the CPU's.
+        device: The device whose generator is kept, besides the CPU's.
         copies: Whether parameters are copied, which would slow down each prediction for a few rows.
     """
-    kept = _Kept([owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners], copies=copies)
+    kept = _Kept(owners, copies=copies)
     with generators_kept(device, kept.generators), gathering_alone() as gathers:
         try:
             yield gathers
@@ -98,59 +97,58 @@ def inputs_seen(layers: Iterable[nn.Module], look: Callable[[Tensor], None]) -> 
 
 
 class _Kept:
-    """The present state of objects, but for gradients, which are removed."""
+    """The present state of objects, except for gradients, which are removed."""
 
     def __init__(self, owners: Iterable[Any], *, copies: bool) -> None:
-        plain = [each for each in owners if isinstance(getattr(each, "__dict__", None), dict)]  # no class has such
-        held = [each for owner in plain for each in (owner, *vars(owner).values()) if isinstance(each, nn.Module)]
+        objects = _restorable(owners)
+        held = _modules_in(objects)
+        parts = dict.fromkeys(part for module in held for part in module.modules())
         # What a lazy module makes in its first forward stays, as it does wherever else it runs first.
-        modules = [
-            part for part in dict.fromkeys(part for module in held for part in module.modules()) if not _is_lazy(part)
-        ]
-        objects = [*modules, *(each for each in plain if not isinstance(each, nn.Module))]
+        modules = [part for part in parts if not _is_lazy(part)]
         self._buffers = [BuffersKept(module) for module in held if not any(map(_is_lazy, module.modules()))]
+        values = self._keep_attributes([*modules, *(each for each in objects if not isinstance(each, nn.Module))])
+        self._keep_generators(values)
+        tensors = [*{id(value): value for value in values if isinstance(value, Tensor)}.values()]
+        self._keep_gradients(tensors)
+        self._copies = _copied(tensors, modules) if copies else []
+
+    def _keep_attributes(self, objects: Sequence[Any]) -> list[Any]:
+        """Keep the attributes of objects and their classes, and the elements of containers; return all values."""
         self._attributes = [(vars(each), dict(vars(each))) for each in objects]
-        self._classes = [
-            (cls, dict(vars(cls))) for cls in dict.fromkeys(cls for each in objects for cls in _own_classes(each))
-        ]
-        values = [value for _, before in [*self._attributes, *self._classes] for value in before.values()]
+        self._classes = [(cls, dict(vars(cls))) for cls in _user_classes(objects)]
+        values = [value for _, before in (*self._attributes, *self._classes) for value in before.values()]
         self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
-        found = [*values, *(part for _, container in self._containers for part in _flat(container))]
-        self.generators = [each for each in found if isinstance(each, torch.Generator)]
-        numpys = [each.bit_generator for each in found if isinstance(each, np.random.Generator)]
+        for _, container in self._containers:
+            elements = container.values() if isinstance(container, dict) else container
+            values += elements
+        return values
+
+    def _keep_generators(self, values: Iterable[Any]) -> None:
+        self.generators = [each for each in values if isinstance(each, torch.Generator)]
+        numpys = [each.bit_generator for each in values if isinstance(each, np.random.Generator)]
         self._numpys = [(each, copy.deepcopy(each.state)) for each in numpys]
-        self._pythons = [(each, each.getstate()) for each in found if isinstance(each, random.Random)]
-        tensors = {id(each): each for each in found if isinstance(each, Tensor)}
-        self._parameters = [
-            (each, each.requires_grad, each.grad) for each in tensors.values() if isinstance(each, nn.Parameter)
-        ]
-        for parameter, _, _ in self._parameters:
+        self._pythons = [(each, each.getstate()) for each in values if isinstance(each, random.Random)]
+
+    def _keep_gradients(self, tensors: Iterable[Tensor]) -> None:
+        parameters = [each for each in tensors if isinstance(each, nn.Parameter)]
+        self._gradients = [(each, each.requires_grad, each.grad) for each in parameters]
+        for parameter in parameters:
             parameter.grad = None
-        others = _frozen(modules) | {id(each) for module in modules for each in module.buffers(recurse=False)}
-        self._copies = [
-            (tensor, tensor.detach().to("cpu", copy=True))
-            for number, tensor in tensors.items()
-            if copies and number not in others and tensor.layout is torch.strided and not tensor.is_meta
-        ]
 
     def restore(self) -> None:
         """Restore the objects."""
-        for now, before in [*self._attributes, *self._containers]:
-            if _marks(now) != _marks(before):
-                now.clear()
-                now.extend(before) if isinstance(now, (list, collections.deque)) else now.update(before)
-        for cls, before in self._classes:
-            for name, value in before.items():
-                if vars(cls).get(name) is not value:
-                    setattr(cls, name, value)
-        for parameter, requires_grad, gradient in self._parameters:
+        for container, elements in (*self._attributes, *self._containers):
+            _restore_elements(container, elements)
+        for cls, attributes in self._classes:
+            _restore_class(cls, attributes)
+        for parameter, requires_grad, gradient in self._gradients:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
-        for numbers, state in self._numpys:
-            numbers.state = state
-        for generator, before in self._pythons:
-            generator.setstate(before)
+        for numpy_generator, numpy_state in self._numpys:
+            numpy_generator.state = numpy_state
+        for python_generator, python_state in self._pythons:
+            python_generator.setstate(python_state)
         for buffers in self._buffers:
             buffers.restore()
         for tensor, copied in self._copies:
@@ -158,10 +156,27 @@ class _Kept:
                 tensor.data.copy_(copied)
 
 
-def _own_classes(instance: Any) -> Iterator[type]:
-    """Yield the classes of an object that a user wrote: `seen = 0` in a class is a counter, too."""
-    libraries = ("builtins", "torch", "cyxtrain")
-    return (cls for cls in type(instance).__mro__ if cls.__module__.partition(".")[0] not in libraries)
+def _restorable(owners: Iterable[Any]) -> list[Any]:
+    """Return the objects whose attributes can be restored; of a bound method, its object."""
+    found: list[Any] = []
+    for owner in owners:
+        if isinstance(owner, types.MethodType):
+            owner = owner.__self__
+        if isinstance(getattr(owner, "__dict__", None), dict):  # of a class it is a proxy
+            found.append(owner)
+    return found
+
+
+def _modules_in(owners: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules among objects and their attributes."""
+    values = [value for owner in owners for value in (owner, *vars(owner).values())]
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+def _user_classes(objects: Iterable[Any]) -> list[type]:
+    """Return the classes of objects that a user wrote: `seen = 0` in a class is a counter, too."""
+    classes = dict.fromkeys(cls for each in objects for cls in type(each).__mro__)
+    return [cls for cls in classes if cls.__module__.partition(".")[0] not in ("builtins", "torch", "cyxtrain")]
 
 
 def _is_lazy(module: nn.Module) -> bool:
@@ -169,24 +184,50 @@ def _is_lazy(module: nn.Module) -> bool:
     return any(map(nn.parameter.is_lazy, tensors))
 
 
+def _copied(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return (tensor, its copy on the CPU), without frozen parameters, and without buffers, which are kept apart."""
+    excluded = _frozen(modules) | {id(buffer) for module in modules for buffer in module.buffers(recurse=False)}
+    copies: list[tuple[Tensor, Tensor]] = []
+    for tensor in tensors:
+        if id(tensor) not in excluded and tensor.layout is torch.strided and not tensor.is_meta:
+            copies.append((tensor, tensor.detach().to("cpu", copy=True)))
+    return copies
+
+
 def _frozen(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of parameters that nothing changes: those of a partly frozen model are not copied."""
-    return {
-        id(parameter)
-        for module in modules
-        for parameter in torch_compat.own_parameters(module).values()
-        # An embedding with max_norm changes its weight in forward, frozen or not.
-        if parameter is not None and not parameter.requires_grad and getattr(module, "max_norm", None) is None
-    }
+    """Return the ids of parameters that nothing changes."""
+    found: set[int] = set()
+    for module in modules:
+        if getattr(module, "max_norm", None) is not None:
+            continue  # such an embedding changes its weight in forward, frozen or not
+        parameters = torch_compat.own_parameters(module).values()
+        found |= {id(each) for each in parameters if each is not None and not each.requires_grad}
+    return found
 
 
-def _flat(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+def _restore_elements(container: Any, elements: Any) -> None:
+    """Restore the elements of a container that has others, or has them in another order."""
+    if _ids(container) == _ids(elements):
+        return
+    container.clear()
+    if isinstance(container, (list, collections.deque)):
+        container.extend(elements)
+    else:
+        container.update(elements)
 
 
-def _marks(container: Any) -> list[int]:
-    parts = itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
-    return [id(part) for part in parts]
+def _restore_class(cls: type, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        if vars(cls).get(name) is not value:
+            setattr(cls, name, value)
+
+
+def _ids(container: Any) -> list[int]:
+    """Return the identities of a container's elements, of a dictionary's keys and values."""
+    # Not compared by ==, which for tensors and arrays is no single answer, and is the user's code for other objects.
+    if isinstance(container, dict):
+        container = itertools.chain.from_iterable(container.items())
+    return [id(element) for element in container]
 
 
 @dataclass
@@ -196,7 +237,7 @@ class _KeptBuffer:
     buffer: Tensor | None
     copy: Tensor
     version: float = -1
-    """Of the buffer, when it was copied; where nothing changes it without that."""
+    """The buffer's version when it was copied; only for kinds of tensors that do not change without it."""
 
 
 class BuffersKept:
@@ -211,24 +252,26 @@ class BuffersKept:
 
     def keep(self) -> None:
         """Copy the buffers as they are now."""
-        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        by_type: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for kept in self._kept:
-            before, kept.buffer = kept.buffer, torch_compat.own_buffers(kept.module).get(kept.name)
-            now = kept.buffer
+            before = kept.buffer
+            now = torch_compat.own_buffers(kept.module).get(kept.name)
+            kept.buffer = now
             if now is None:
                 continue
             if not is_plain(now):
                 version = torch_compat.version_of(now)
                 if now is not before or version != kept.version:
-                    kept.copy, kept.version = now.detach().clone(), version
+                    kept.copy = now.detach().clone()
+                    kept.version = version
                 continue
             if _form(now) != _form(kept.copy):
                 kept.copy = torch.empty_like(now, memory_format=torch.contiguous_format)
-            copies, buffers = kinds.setdefault((now.device, now.dtype), ([], []))
+            copies, buffers = by_type.setdefault((now.device, now.dtype), ([], []))
             copies.append(kept.copy)
             buffers.append(now)
-        # All of them: PyTorch's batch norm, and code that writes to .data, change one without a change of its version.
-        for copies, buffers in kinds.values():
+        # All are copied: PyTorch's batch norm, and code that writes to .data, change a buffer but not its version.
+        for copies, buffers in by_type.values():
             torch_compat.copy_all(copies, buffers)
 
     def restore(self) -> None:
@@ -240,7 +283,7 @@ class BuffersKept:
 
 
 class StepBuffers:
-    """The buffers of a wrapped model, which each step's forward changes; `depth`: copies of so many steps are kept."""
+    """The buffers of a wrapped model, which each step's forward changes; `depth`: how many steps' copies to keep."""
 
     def __init__(self, ddp: DistributedDataParallel, depth: int) -> None:
         self._ddp = ddp
@@ -248,8 +291,9 @@ class StepBuffers:
 
     def keep(self) -> Callable[[], None]:
         """Copy the buffers; return what restores them, and the number of rows that they have counted."""
-        self._copies.append(self._copies.pop(0))
-        kept, rows = self._copies[-1], self._ddp.buffer_rows
+        kept = self._copies.pop(0)  # the oldest copy is overwritten
+        self._copies.append(kept)
+        rows = self._ddp.buffer_rows
         kept.keep()
 
         def restore() -> None:

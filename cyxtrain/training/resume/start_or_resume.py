@@ -1,4 +1,4 @@
-"""Which checkpoint a fit continues from, and how it begins or continues."""
+"""The start of a fit: find the checkpoint to resume from, and resume, or start from scratch."""
 
 from __future__ import annotations
 
@@ -42,32 +42,35 @@ _DATA = {"data": "the training data differ", "validation": "the validation data 
 
 
 def find_checkpoint(plan: FitPlan, state: TrainingState, program: str) -> Checkpoint | None:
-    """Return the checkpoint to continue from, on every rank; None: there is none, or `resume` is not set.
+    """Return the checkpoint to continue from, on every rank; None: none was found, or `resume` is not set.
 
     A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
-    it was complete: the program then sees the model between two calls as it was. If the launcher has restarted the
-    ranks, the newest checkpoint of this launch takes precedence over `resume`. Raises CheckpointError on every rank if
-    the named one does not exist or is corrupt. `program`: as `_program_of` returns it.
+    it was complete: so the model between two calls is as it was. If the launcher has restarted the ranks, the newest
+    checkpoint of this launch takes precedence over `resume`. Raises CheckpointError on every rank if the named one does
+    not exist or is corrupt. `program`: as `_program_of` returns it.
     """
-    launched, _ = process_env.launched_run()  # rank 0's, which reads
-    folder, resume, initial_epoch = _folder_of(plan.config), plan.resume, plan.initial_epoch
-    if plan.attempt and resume != AUTO:
-        # A fit that resumes from a path is that checkpoint's call of fit.
-        named = None if resume is None else look_into(Path(resume)).position
-        call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
+    folder = _folder_of(plan.config)
+    resume = plan.resume
+    call: tuple[Any, Any] = state.next_fit(plan.initial_epoch)
+    if resume == AUTO:
+        return read_on_all(plan.world, lambda: _newest_of_call(folder, state, call, program))
+    if plan.attempt:
+        if resume is not None:  # then this is the call of fit that made the checkpoint
+            named = look_into(Path(resume)).position
+            call = (named.get("fits"), named.get("first_epoch"))
+        launched, _ = process_env.launched_run()  # on rank 0, which reads
         found = read_on_all(plan.world, lambda: _newest_of_call(folder, state, call, program, launched))
         if found is not None:
             return found
     if resume is None:
         return None
-    if resume == AUTO:
-        return read_on_all(plan.world, lambda: _newest_of_call(folder, state, state.next_fit(initial_epoch), program))
     return read_file_on_all(plan.world, resume)
 
 
 def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
     """Return the folder that rank 0 reads: where its own checkpoints are, if each rank writes some."""
-    return CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
+    rank = None if config.save_on_master_only else 0
+    return CheckpointFolder(config.checkpoint_dir, rank)
 
 
 def start_or_resume(
@@ -90,8 +93,9 @@ def start_or_resume(
 
 def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests: Mapping[str, str]) -> str:
     """Return a digest by which a program recognizes its own checkpoints: of model, optimizers and samples."""
-    by_world = ("batch_size", "effective_batch_size")
-    same = [getattr(config, name) for name in POLICIES[Policy.EQUAL].split() if name not in by_world]
+    # A program that continues on another number of ranks may adapt these.
+    changes_with_world = ("batch_size", "effective_batch_size")
+    same = [getattr(config, name) for name in POLICIES[Policy.EQUAL].split() if name not in changes_with_world]
     shapes = [(name, [*each.shape]) for name, each in plain_parameters(state.trained)]
     kinds = [type(each).__name__ for each in state.optimizers.values()]
     options = restorable(state)["optimizer"]
@@ -99,7 +103,7 @@ def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests
 
 
 def _after_all(world: World, config: DistributedTrainingConfig) -> float:
-    """Return the earliest time at which a run may begin to be newer than all others, whose clocks may be ahead."""
+    """Return a starting time that makes a run newer than all others in its folder, whose clocks may be ahead."""
     started = [0.0]
     if config.makes_checkpoints and world.is_first:
         started += [found.run.get("started", 0.0) for found in _folder_of(config).newest_first()]
@@ -126,8 +130,9 @@ def _begin(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple
 def _resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any], run: Mapping[str, Any], found: Checkpoint
 ) -> tuple[FitPlan, Checkpoint, HeaderLines]:
-    name, source = found[1], f"checkpoint {found[1]}"
-    checkpoint = _reopened(found[0], source, plan)
+    saved, name = found
+    source = f"checkpoint {name}"
+    checkpoint = _reopened(saved, source, plan)
     changed = differing_settings(checkpoint.config, plan.config)
     _check_same_fit(checkpoint, name, plan, run, changed[Policy.EQUAL])
     program = restorable(state)
@@ -139,7 +144,7 @@ def _resume(
         plan.feed.resume_from(state.position.effective_batch_size)
         plan.feed.load_state_dict(checkpoint.others.get("data", {}))
         plan = with_batch_norm_checked(state.model, plan)
-    if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
+    if plan.initial_epoch is not None:  # then `epochs` is the number of the last one, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
         state.set(config=replace(state.config, epochs=max(left, 0)))
         plan = replace(plan, config=state.config)
@@ -150,34 +155,41 @@ def _resume(
     header_lines += _resume_schedules(state, plan)
     if checkpoint.others.get("compression") and plan.world.size == 1:
         header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
-    if computed := differences(Policy.PROGRAM, checkpoint.arithmetic, numerics):
+    computed = differences(Policy.PROGRAM, checkpoint.arithmetic, numerics)
+    if computed:
         warn_together(
             f"the checkpoint {name} was computed differently: {'; '.join(computed.values())}. Numbers may differ in "
             "their last bits, or more."
         )
-    if done := changed[Policy.PROGRAM].values():
-        warn_together(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
-    header_lines.insert(0, ("resume", _where(name, state, plan, checkpoint.world_size)))
-    return plan, (checkpoint, source), header_lines
+    if changed[Policy.PROGRAM]:
+        settings = "; ".join(changed[Policy.PROGRAM].values())
+        warn_together(f"the fit resumed from {name} continues with other settings: {settings}.")
+    where = _where(name, state, plan, checkpoint.world_size)
+    return plan, (checkpoint, source), [("resume", where), *header_lines]
 
 
 def _check_same_fit(
     checkpoint: CheckpointState, name: str, plan: FitPlan, digests: Mapping[str, str], found: dict[str, str]
 ) -> None:
-    """Refuse to continue with other data, or other samples of them.
+    """Refuse to continue with other data, or with steps of other samples.
 
-    `digests`: of the data, by what they are for; `found`: differences of settings, by name.
+    `digests`: of the training and the validation data; `found`: differences of settings, by name.
     """
-    config, effective = plan.config, plan.feed.effective_batch_size
-    same_steps = checkpoint.position.get("effective_batch_size") == effective
+    config = plan.config
+    same_steps = checkpoint.position.get("effective_batch_size") == plan.feed.effective_batch_size
     if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):
         found.pop("batch_size", None)  # the steps are the same
         if same_steps:
             found.pop("effective_batch_size", None)
-    for what, words in _DATA.items():
-        own, saved = digests[what], checkpoint.run.get(what)
+    for kind, words in _DATA.items():
+        own = digests[kind]
+        saved = checkpoint.run.get(kind)
         if own != saved:
-            found[what] = words + ("" if own and saved else f": none {'were' if own else 'are'} given")
+            found[kind] = words
+            if not own:
+                found[kind] += ": none are given"
+            elif not saved:
+                found[kind] += ": none were given"
     if found:
         raise ConfigError(
             f"fit cannot resume from {name}: {'; '.join(found.values())}. Pass what was passed before; or call "
@@ -200,7 +212,7 @@ def _resume_schedules(state: TrainingState, plan: FitPlan) -> HeaderLines:
 
 
 def _is_new_run(plan: FitPlan, checkpoint: CheckpointState, run: Mapping[str, Any]) -> bool:
-    """Return whether a fit that continues a checkpoint becomes another run; `run` are facts of this fit's."""
+    """Return whether a fit that continues a checkpoint becomes another run; `run`: facts of this fit's own."""
     is_own = plan.resume != AUTO or checkpoint.run.get("program", run["program"]) == run["program"]
     return plan.resume not in (None, AUTO) or not is_own or "id" not in checkpoint.run
 
@@ -214,74 +226,69 @@ def _describe_run(plan: FitPlan, name: str, before: Mapping[str, Any], now: Mapp
 
 def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
     """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer."""
-    if before := checkpoint.others.get("before_end"):
-        with taking_over(source):
-            earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
-            check_content(earlier, source)
-            position = Position.from_json(earlier.position, source)
-        if not (checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position)):
-            return earlier
-    return checkpoint
+    before = checkpoint.others.get("before_end")
+    if not before:
+        return checkpoint
+    # Otherwise the rest of that epoch would never be trained.
+    with taking_over(source):
+        earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
+        check_content(earlier, source)
+        position = Position.from_json(earlier.position, source)
+    if checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position):
+        return checkpoint
+    return earlier
 
 
 def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     """Describe the checkpoint that a fit continues from, and whether anything is left to train."""
     position = state.position
-    text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
+    words = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
     there = _folder_of(plan.config).newest_first() if plan.world.is_first else []
     later = sum(found.fits is not None and found.fits > position.fits for found in there)
     if later:
-        text += f"; {counted(later, 'checkpoint')} of later calls of fit there"
+        words += f"; {counted(later, 'checkpoint')} of later calls of fit there"
     if ranks != plan.world.size:
-        text += f"; made by {counted(ranks, 'rank')}, samples keep their order"
-    limit = "max_steps" if plan.steps_left(position) == 0 else "epochs"
+        words += f"; made by {counted(ranks, 'rank')}, samples keep their order"
     if position.stopped:
         why = f" ({state.stop_reason})" if state.stop_reason else ""
-        return f"{text}; the fit was stopped there{why}: to continue, call load_checkpoint() and fit()"
-    return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise {limit}"
+        words += f"; the fit was stopped there{why}: to continue, call load_checkpoint() and fit()"
+    elif plan.is_over(position):
+        limit = "max_steps" if plan.steps_left(position) == 0 else "epochs"
+        words += f"; nothing is left to train: to continue, raise {limit}"
+    return words
 
 
-def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
-    """Return the header's lines where a fit begins."""
+def _describe_start(plan: FitPlan, state: TrainingState) -> HeaderLines:
+    """Return the header's lines if a fit starts from scratch: about `resume`, and a checkpoint_dir without effect."""
     config = plan.config
     if not plan.world.is_first:
         return []
-    if plan.resume is None and not config.makes_checkpoints:
-        is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
-        return [("keeps", "no checkpoint: checkpoint_dir is set, but checkpoint_every_n_epochs is not")] * is_named
     if plan.resume is None:
+        is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
+        if is_named and not config.makes_checkpoints:
+            return [("keeps", "no checkpoint: checkpoint_dir is set, but checkpoint_every_n_epochs is not")]
         return []
     there = _folder_of(config).newest_first()
-    found = counted(len(there), "checkpoint") if there else "no checkpoint"
-    others = f", none that call {state.position.fits} of fit can continue" if there else ""
-    keeps = "" if config.makes_checkpoints else "; checkpoints are off"
-    return [("resume", f"{found} in {config.checkpoint_dir}{others}, starting from scratch{keeps}")]
+    words = f"no checkpoint in {config.checkpoint_dir}"
+    if there:
+        words = f"{counted(len(there), 'checkpoint')} in {config.checkpoint_dir}"
+        words += f", none that call {state.position.fits} of fit can continue"
+    words += ", starting from scratch"
+    if not config.makes_checkpoints:
+        words += "; checkpoints are off"
+    return [("resume", words)]
 
 
 def _newest_of_call(
     folder: CheckpointFolder, state: TrainingState, call: tuple[Any, Any], program: str, launched: str | None = None
 ) -> tuple[bytes, str]:
-    """Return (bytes, path) of the newest intact checkpoint of this call of `fit`; "": there is none.
+    """Return (bytes, path) of the newest intact checkpoint of a call of `fit`; path "": none was found.
 
-    If one of an earlier call is newer, or this call begins at another epoch than the one on disk, the earlier ones were
-    trained differently since.
-
-    `call` is its number, from 1, and the epochs before it; `launched` the command in which this trainer must have
-    written it, None: any. Those of the same `program` come first, and those of runs that are alive never: the state's
-    claim tells other processes that the run is continued here.
+    Checkpoints of the same `program` come first. The state's claim tells other processes that the run continues here.
     """
-    candidates, live = list[Found](), folder.live_runs()
-    for found in folder.newest_first():
-        own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == (launched, state.trainer)
-        if found.run and (not own or found.run.get("id") in live):
-            continue
-        if found.fits is not None and call[0] is not None and found.fits < call[0]:
-            break
-        same_beginning = call[0] == 1 or found.position.get("first_epoch") == call[1]
-        if found.position and not (found.fits == call[0] and same_beginning):
-            continue
-        candidates.append(found)
+    candidates = _checkpoints_of_call(folder, state, call, launched)
     own_runs = {each.origin for each in candidates if each.run.get("program", program) == program}
+    # A stable sort: within each group the newest stays first.
     for found in sorted(candidates, key=lambda each: each.origin not in own_runs):
         try:
             if found.problem:
@@ -296,3 +303,31 @@ def _newest_of_call(
         if folder.claim(checkpoint.run, state.claim):
             return data, str(found.path)
     return b"", ""
+
+
+def _checkpoints_of_call(
+    folder: CheckpointFolder, state: TrainingState, call: tuple[Any, Any], launched: str | None
+) -> list[Found]:
+    """Return the checkpoints that a call of `fit` may continue from, the newest first; corrupt ones are included.
+
+    `call`: its number, from 1, and the epochs before it. `launched`: the launch in which this trainer must have written
+    them; None: any. Processes that are alive continue their own checkpoints, which are left out.
+    """
+    number, first_epoch = call
+    live = folder.live_runs()
+    candidates: list[Found] = []
+    for found in folder.newest_first():
+        is_own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == (launched, state.trainer)
+        if found.run and (not is_own or found.run.get("id") in live):
+            continue
+        # If the checkpoint of an earlier call is newer, the model was trained differently since the older ones.
+        if found.fits is not None and number is not None and found.fits < number:
+            break
+        if not found.position or _is_of_call(found, number, first_epoch):
+            candidates.append(found)
+    return candidates
+
+
+def _is_of_call(found: Found, number: Any, first_epoch: Any) -> bool:
+    """Return whether a call of `fit` made a checkpoint, and began at the same epoch."""
+    return found.fits == number and (number == 1 or found.position.get("first_epoch") == first_epoch)

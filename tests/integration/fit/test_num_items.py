@@ -1,4 +1,4 @@
-"""Claims about models that divide their loss by `num_items_in_batch`, and losses that are no mean over rows."""
+"""Claims about models that divide their loss by `num_items_in_batch`, and losses that are not a mean over rows."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...], str]] = 
         make_model,
         lambda output, y: functional.cross_entropy(output, y, torch.tensor([1.0, 2.0, 9.0])),
         make_rows(20),
-        "no mean over rows",
+        "not a mean over rows",
     ),
     "pairs": (make_model, pairs, make_rows(20), "cx.all_gather_with_grad"),
     "a model that ignores the number": (Deaf, None, HUGGING, "let forward divide the sum by an argument num_items"),
@@ -266,7 +266,7 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...], str]] = 
         "'a_loss', a loss, of 8 rows is (",
     ),
     "a mean in the model's pair": (Halved, None, HUGGING, DIVIDED),
-    "a part of the loss": (Auxiliary, None, HUGGING, "which is no whole number"),
+    "a part of the loss": (Auxiliary, None, HUGGING, "which is not a whole number"),
 }
 EQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...]]] = {
     "a mean": (make_model, lambda output, y: functional.cross_entropy(output, y).mul(2), make_rows(20)),

@@ -298,7 +298,7 @@ def test_other_predictions_and_folders_that_ranks_do_not_share_are_refused_by_na
         assert found["files"].startswith(f"{prefix}output_dir {tmp_path}/other has files (['notes.txt']) and no index")
         assert found["no path"].startswith("ConfigError: predict.output_dir must be a path, got 3.")
         assert found["own folders"].startswith("ConfigError: rank 1 differs from rank 0 in the folder output_dir (")
-        assert "output_dir needs rows that all ranks share, and each has its own" in found["own rows"]
+        assert "output_dir needs samples that all ranks share, and each has its own" in found["own rows"]
         assert "rank 1 differs from rank 0 in whether output_dir is given: True on rank 1" in found["one rank"]
         assert "the first batch was " in found["steps"]
         assert found["alone"] == "True"

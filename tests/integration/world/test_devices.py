@@ -223,7 +223,7 @@ def choose_alone() -> None:
     for wrong, words in [
         ("fakegpu:2", r"2 such devices visible \(fakegpu:0 to fakegpu:1\)"),
         ("cuda", "no CUDA device"),
-        ("gpu", "one of torch's such as 'cpu' or 'fakegpu', got 'gpu'"),
+        ("gpu", "a PyTorch device such as 'cpu' or 'fakegpu', got 'gpu'"),
     ]:
         with pytest.raises(cx.ConfigError, match=words):
             fit(wrong)
