@@ -41,8 +41,8 @@ from cyxtrain.training.stopping import (
     StoppedError,
     StopRequest,
     StopSignals,
+    describe_place,
     explain_stop,
-    place_in_words,
     stop_if_requested,
 )
 from cyxtrain.training.trained import warn_of_params_without_optimizer
@@ -287,7 +287,7 @@ class FitLoop:
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
         is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
-        where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
+        where = f"after epoch {position.epoch + 1}" if is_whole else describe_place(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._session.step = None
         state.end_epoch(plan.feed.position)
