@@ -491,7 +491,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """Save model, optimizer, position and history in one file. All ranks or only rank 0 may call it; rank 0 writes.
 
         Args:
-            path: Of the file, on rank 0; other ranks' values are ignored.
+            path: The file to write, on rank 0; other ranks' values are ignored.
 
         Raises:
             CheckpointError: It could not be written; the previous file, if any, is intact.
@@ -506,7 +506,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
 
         Args:
-            path: Of the file, on rank 0; other ranks' values are ignored.
+            path: The file to read, on rank 0; other ranks' values are ignored.
 
         Raises:
             CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
