@@ -216,7 +216,7 @@ class DistributedAMPTrainer:
         include_optimizer: bool = True,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write model, optimizer, loss scale and position as one file; rank 0 writes, whether others call it or not.
+        """Write model, optimizer, loss scale and position as one file, on rank 0; other ranks may call it.
 
         `load_checkpoint` reads it, of this class and of `DistributedTrainer`, and `cx.load_weights` its weights.
         Gradients of an incomplete step are not in it.
@@ -286,8 +286,8 @@ class DistributedAMPTrainer:
             problem = dry_run.problem_of_weights(rows)
             if problem:
                 warn_together(problem)
-        # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
-        # same number for all ranks and calls, so that gradients can be added.
+        # In 16 bits the gradients of a mean over rows have their usual size, and gradients of a sum overflow early. All
+        # ranks and calls use the same number, so that gradients can be added.
         first_rows = self._agree_on_first_batch(num_rows(rows.inputs))
         self._share.global_rows = max(first_rows, 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)

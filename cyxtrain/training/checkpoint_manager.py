@@ -20,12 +20,12 @@ from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.history import validation_of
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.trained import load_state_besides
+from cyxtrain.training.trained import load_extra_state
 from cyxtrain.world.agreement import raise_together
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one fit, and keeps those that the settings name. All ranks make the same calls.
+    """Writes the checkpoints of one fit and keeps some, as configured. All ranks make the same calls.
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
     written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
@@ -47,11 +47,11 @@ class CheckpointManager:
         self._missing = 0
         all_write = not self._config.save_on_master_only
         self._folder = CheckpointFolder(self._config.checkpoint_dir, self._world.rank if all_write else None)
-        # If the current folder is gone, whoever writes is told.
+        # If the current folder is gone, writing reports it.
         with contextlib.suppress(FileNotFoundError):
             self._folder.path = self._folder.path.absolute()
+        # The checkpoints in the folder when this fit began.
         self._before: list[Found] = []
-        """The checkpoints in the folder when this fit began."""
         self._writer: Writer | None = None
         if self._is_on and (all_write or self._world.is_first):
             self._writer = Writer(self._folder)
@@ -88,7 +88,7 @@ class CheckpointManager:
             )
 
     def _replaces(self, found: Found) -> bool:
-        """Return whether a checkpoint belongs to another training, and this fit may write one of the same name."""
+        """Return whether this fit may replace a checkpoint of another training by one of the same name."""
         state = self._state
         if found.origin in (None, *state.runs, state.run.get("origin")):
             return False
@@ -144,7 +144,7 @@ class CheckpointManager:
             self._save(totals)
 
     def gather(self, totals: MetricSums | None) -> None:
-        """Gather buffers, compression state and, in the middle of an epoch, sums of all ranks. All ranks call it."""
+        """Gather buffers, compression state and, within an epoch, sums of all ranks. All ranks call it."""
         if totals is not None:
             own = {
                 "generators": generators_as_json(self._plan.data.placement.device),
@@ -193,9 +193,8 @@ class CheckpointManager:
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""
         every = self._config.checkpoint_every_n_epochs
-        epoch = self._state.position.epoch
         is_best = self._is_best()
-        if is_best or (every and epoch % every == 0):
+        if is_best or (every and self._state.position.epoch % every == 0):
             self._save(None, is_best=is_best)
 
     def after_validation(self, totals: MetricSums | None) -> None:
@@ -292,7 +291,7 @@ class CheckpointManager:
                 return
 
     def _settle(self, *, together: bool = False) -> None:
-        """Wait for the previous checkpoint, if `together` for those of all ranks; report its error."""
+        """Wait for the previous checkpoint, on all ranks if `together`; report its error."""
         problem = self._take_problem()
         if self._config.on_save_error == "raise":
             raise_together(self._world, problem)
@@ -331,7 +330,7 @@ class CheckpointManager:
             return ""
         state, source = found
         load_model_state(self._state.model, state.model, source)
-        load_state_besides(self._state.trained, state.others, source)
+        load_extra_state(self._state.trained, state.others, source)
         self._state.callbacks.load_best(state.others.get("callbacks", {}), source)
         return f"the weights of step {state.position['step']:,}, from {source}"
 

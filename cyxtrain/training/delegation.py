@@ -1,4 +1,4 @@
-"""The hook through which worker processes can take over a trainer's call; the notebook package registers it."""
+"""The hook by which worker processes take over a trainer's calls; the notebook package registers it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cyxtrain.training.inputs.checked_data import TrainerArguments
 
 
 class TrainerParts(NamedTuple):
-    """The parts of a trainer that a delegate sends, changes in place and reads (`trainer.parts_of_trainer`).
+    """What a delegate sends, changes and reads of a trainer (`trainer.parts_of_trainer`).
 
     Attributes:
         owners: The objects whose attributes a call may change, by name: "trainer", "its state", the optimizers and

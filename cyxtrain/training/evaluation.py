@@ -36,7 +36,7 @@ _PHASES = {"test": "validating", "predict": "predicting"}
 
 
 class Evaluation:
-    """Metrics over all rows, the same on every rank: `loss, accuracy = ...`, `.loss`, `["accuracy"]`, `dict(...)`.
+    """Metrics over all samples: `loss, accuracy = ...`, `.loss`, `["accuracy"]`, `dict(...)`.
 
     It unpacks as loss, accuracy, then the other metrics. A regression has no accuracy: it unpacks as loss, then its
     metrics; without any, as loss and None.
@@ -118,7 +118,7 @@ def evaluate_rows(
     *,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank stopped early.
+    """Return loss, accuracy and metrics over all rows, on every rank; None: this rank stopped early.
 
     If a callback ends the evaluation, they cover the batches done so far. `should_stop` is called after each batch; it
     returns whether to skip the rest.
@@ -134,7 +134,7 @@ def evaluate_rows(
         with torch.no_grad(), gathering_alone():
             output = rows.call.without_graph(model, batch)
             loss.check_shapes(output, batch.targets)
-            # A stream's batches share one row of sums: nobody knows how many there will be.
+            # The batches of a stream, whose number is unknown, share one row of sums.
             row = 0 if batches is None else batch.number
             batch_loss = loss(output, batch)
             output = loss.measured_part(output)
@@ -157,7 +157,7 @@ def evaluate_rows(
 
 
 def _over_whole_set(world: World, tried: TriedSet, kept: Outputs, data: CheckedData) -> dict[str, float]:
-    """Return the numbers of a metric over all rows, which rank 0 computes; empty if the fit stops on any rank."""
+    """Return a metric over all rows, which rank 0 computes; empty if the fit stops on any rank."""
     found: dict[str, float] = {}
     rows = gathered_rows(world, kept, data.source, only_first=True)
 
@@ -170,7 +170,7 @@ def _over_whole_set(world: World, tried: TriedSet, kept: Outputs, data: CheckedD
 
 
 def predict(call: Call, pad_value: float | None = None) -> Any:
-    """Return a model's output for all rows, in their order, on every rank: NumPy arrays if X consists of them.
+    """Return a model's output for all rows, in their order, on every rank; as NumPy arrays if X is one.
 
     If a callback ends the prediction, these are the rows of the batches done so far.
 
@@ -185,7 +185,7 @@ def predict(call: Call, pad_value: float | None = None) -> Any:
 
 
 def predict_to_folder(call: Call, path: str | os.PathLike[str], pad_value: float | None) -> Predictions:
-    """Write a model's output for all rows to a folder, shard by shard; return its reader. Raises as `ShardFolder`."""
+    """Write a model's output for all rows to a folder; return its reader. Raises as `ShardFolder`."""
     rows = call.rows
     model = call.trainer.model
     outputs = Outputs(rows.loss.without_own(rows.tried.output), rows.tried.rows_second)
@@ -313,7 +313,7 @@ class BatchRun:
 
 
 class Call(Display):
-    """A call of `evaluate` or `predict`, shown as an epoch is: a bar, or with verbose=2 only a line at the end."""
+    """A call of `evaluate` or `predict`, shown like an epoch: a bar, or with verbose=2 only a line."""
 
     def __init__(
         self, name: str, trainer: Trainer, world: World, rows: CheckedData, callbacks: Any, verbose: Verbosity

@@ -69,8 +69,8 @@ class FitLoop:
         self._plan = plan
         self._world = plan.world
         self._ddp = ddp
+        # None as soon as all of it is restored.
         self._checkpoint = checkpoint
-        """What is still to be restored from; None as soon as all of it is."""
         self._device = plan.data.placement.device
         self._logged = logged
         logged.reserved |= {name.removeprefix("val_") for name in plan.measured}
@@ -79,7 +79,7 @@ class FitLoop:
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
         self._trained_rows = 0
         self._training_seconds = 0.0
-        # A fit that resumes averages its speed with that of the epochs before.
+        # A fit that resumes continues the average over the epochs before.
         speed = state.history.samples_per_second
         if speed:
             rows_per_epoch = plan.feed.rows_of(plan.steps_per_epoch) or 0
@@ -270,7 +270,7 @@ class FitLoop:
         for name in plan.fused_optimizers:
             fuse(state.optimizers[name])
         reset_peak_memory(self._device)
-        # Displayed epochs start at 1; the sampling order is indexed from 0.
+        # Displayed epochs start at 1; the order of samples counts them from 0.
         last_step = plan.end_of_epoch(position, plan.steps_per_epoch)
         last_epoch = self._last_epoch if plan.knows_epochs else 0
         plan.display.begin_epoch(position.epoch + 1, last_epoch, last_step, position.epoch_steps)
@@ -292,6 +292,7 @@ class FitLoop:
     def _keep_before_end(self) -> None:
         """Keep the state, if a longer fit would continue differently from here than from the end of the epoch."""
         if self._plan.ends_early(self._state.position) and not self._state.position.stopped:
+            # Resumed with a larger max_steps, a fit would otherwise never train the rest of this epoch.
             self._manager.gather(self._session.totals)
             self._state.keep_before_end(self._world)
 
@@ -315,11 +316,11 @@ class FitLoop:
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
         is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
-        where = describe_place(position)
-        if is_whole:
-            where = f"after epoch {position.epoch + 1}"
+        where = f"after epoch {position.epoch + 1}" if is_whole else describe_place(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._session.step = None
+        # The place in the data moves on with the epoch, not with its last step: a fit that resumes from within the
+        # validation would otherwise train the epoch again.
         state.end_epoch(plan.feed.position)
         self._record(step, measured, own, seconds, rows, is_validated=is_validated)
         if is_validated:
@@ -351,7 +352,7 @@ class FitLoop:
             )
 
     def _validate_within_epoch(self) -> None:
-        """Validate, save the best and stop if a callback asks for it; training continues with the same generators."""
+        """Validate, save the best, and stop if a callback asks for it; random generators continue as before."""
         self._session.wait_for_verdict()
         began = time.perf_counter()
         # Numbers that hooks log from here on do not belong to the batch.
@@ -389,6 +390,7 @@ class FitLoop:
                     found = evaluate_rows(
                         self._world, model, rows, self._callbacks, display, logged, should_stop=should_stop
                     )
+                # A rank that stops early, after a signal, say, ends the validation on all ranks.
                 received, stopping_rank = self._requests.agree(flagged=found is None)
                 if stopping_rank is not None:
                     self._callbacks.call("on_test_end", {})
@@ -469,6 +471,7 @@ class FitLoop:
         has_changed = rates_of(*optimizers) != rates_before or facts != facts_before
         received, rank = self._requests.agree(flagged=has_changed)
         if rank is not None:
+            # Raises if ranks froze, unfroze or added different parameters.
             agree(self._world, facts)
             found = torch.tensor(rates_of(*optimizers), dtype=torch.float64, device="cpu")
             set_rates(state.rates.values(), self._world.broadcast(found, rank).tolist())
@@ -512,7 +515,7 @@ class FitLoop:
             plan.display.line(f"batch {share.number + 1}{of}  {numbers(totals.over_ranks(self._world))}")
 
     def _batch_values(self) -> dict[str, Callable[[], float]]:
-        """Return functions that calculate this rank's numbers of the epoch so far, and the step's learning rate."""
+        """Return functions that compute this rank's numbers of the epoch so far, and the learning rate."""
         rates = {name: partial(float, rate) for name, rate in rates_by_name(self._state.rates).items()}
         return self._session.running.lazy_values() | rates | self._logged.lazy_values()
 

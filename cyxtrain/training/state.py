@@ -41,7 +41,7 @@ from cyxtrain.optim.precision import LossScale, make_loss_scale
 from cyxtrain.optim.schedule_classes import given_schedule
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.progress.history import TrainingHistory
-from cyxtrain.training.trained import check_state_besides, load_state_besides, state_besides, trained_with
+from cyxtrain.training.trained import check_extra_state, extra_state, load_extra_state, trained_with
 from cyxtrain.world.world import World
 
 
@@ -89,6 +89,7 @@ class Position(_Fields):
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
         """Return the position stored in a checkpoint; raise CheckpointError if it is not one."""
         names = {field.name for field in dataclasses.fields(cls)}
+        # Checkpoints of earlier versions have no first_step.
         if set(values) | {"first_step"} != names or not is_position(values):
             raise CheckpointError(
                 f"Cannot load {source}: its position {brief(values)} is invalid, or from another version."
@@ -106,7 +107,7 @@ class Position(_Fields):
 
 @dataclass
 class TrainingState(_Fields):
-    """What changes while a model is trained. Only this module assigns its fields and those of its position.
+    """What changes while a model is trained. Only this module assigns its fields and its position's.
 
     Attributes:
         model: Not wrapped.
@@ -252,7 +253,7 @@ class TrainingState(_Fields):
         self._clear_rank_states()
 
     def end_epoch(self, read: tuple[int, int, int]) -> None:
-        """Count a completed epoch; `read`, as for `Position.have_read`: with its end, which resumed fits find again."""
+        """Count a completed epoch; `read`: as for `Position.have_read`, up to the end of the epoch."""
         self.position.epoch += 1
         self.position.have_read(read)
         self.position.samples = self.position.epoch_steps = 0
@@ -322,7 +323,7 @@ class TrainingState(_Fields):
                 "stop_reason": self.stop_reason,
                 "before_end": self.before_end,
                 "data": self._state_of_data(),
-                **state_besides(trained),
+                **extra_state(trained),
             },
             ranks=self.ranks,
             position=dataclasses.asdict(self.position),
@@ -359,7 +360,7 @@ class TrainingState(_Fields):
             position = Position.from_json(state.position, source)
             history = TrainingHistory.from_dict(state.history)
             fitting_state(self.model, state.model, source)
-            check_state_besides(self.trained, state.others, source)
+            check_extra_state(self.trained, state.others, source)
             unknown = set(state.others.get("trained", ())) - {name for name, _ in plain_parameters(self.trained)}
             if unknown:
                 raise CheckpointError(
@@ -404,7 +405,7 @@ class TrainingState(_Fields):
                     parameter.requires_grad_(True)
             load_optimizer_state_by_name(rates.optimizer, trained, saved[own].state, saved[own].groups)
         load_model_state(self.model, state.model, source)
-        load_state_besides(trained, state.others, source)
+        load_extra_state(trained, state.others, source)
         for own, rates in self.rates.items():
             load_scheduler_state(rates.scheduler, saved[own].scheduler)
             if saved[own].rates:
@@ -449,7 +450,7 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 class _SavedOptimizer(NamedTuple):
-    """What a checkpoint has of an optimizer: its state by parameter name, its groups, its schedule and its rates."""
+    """A checkpoint's part of an optimizer: state by parameter name, groups, schedule and rates."""
 
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
@@ -528,12 +529,15 @@ class TrainerView:
         return {name: given_schedule(rates.scheduler) for name, rates in self._state.rates.items()}
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
+        """Set the learning `rates`, one per group.
+
+        What a callback sets between two epochs is set on all ranks.
+        """
         set_rates(self._state.rates.values(), rates)
 
     @property
     def step_seconds(self) -> list[dict[str, float]]:
-        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
+        """Seconds per step of the latest epoch: "data", "forward", "backward", "communication", "optimizer".
 
         Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
         communication over NCCL, how long the GPU waited.
@@ -544,8 +548,8 @@ class TrainerView:
     def device_usage(self) -> dict[str, float]:
         """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
 
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
-        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
+        The model's FLOPs are counted in the first micro-batch, forward and backward; "mfu" is their fraction of the
+        GPU's peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
         """
         return self._state.device_usage
 

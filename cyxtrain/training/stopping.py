@@ -1,7 +1,7 @@
 """Requests to stop a fit, or to save, before its last epoch; all ranks apply them at the same step.
 
 Each rank has its own requests: a signal arrived, or its time limit has passed. They are sent with the gradients of a
-step, so that after it every rank knows those of all ranks, without another message.
+step, so that after it every rank knows the requests of all ranks, without another message.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ REASONS = {
 _ASKING = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
 """Signals that ask to stop, unless the program ignores them."""
 _UNLESS_USED: dict[int, StopRequest] = {}
-"""Signals that ask to stop, unless the program ignores them or has a handler of its own."""
+"""Signals that ask to stop, unless the program ignores them or handles them itself."""
 if sys.platform == "win32":
     # What the launcher sends there.
     _ASKING[signal.SIGBREAK] = StopRequest.TERMINATE
@@ -95,8 +95,8 @@ class StopSignals:
         self._state = state
         self._requested: set[StopRequest] = set()
         self._is_stopping = False
+        # The first signal that asked to end the program.
         self._number = 0
-        """The first signal that asked to end the program."""
         self._interrupted_at = 0.0
         self._second_ctrl_c_from = 0.0
         self._gives_up_at = math.inf
@@ -104,15 +104,15 @@ class StopSignals:
         self._ends_at = math.inf
         if config.max_time_seconds is not None:
             self._ends_at = time.monotonic() + config.max_time_seconds
+        # Seconds between two checkpoints, and between two validations; only the clock of rank 0 counts.
         self._intervals = [math.inf, math.inf]
-        """Seconds between two checkpoints, and between two validations."""
         if world.is_first:
             minutes = (config.checkpoint_every_n_minutes, config.validate_every_n_minutes)
             self._intervals = [60.0 * (each or math.inf) for each in minutes]
         self._latest = [time.monotonic()] * len(self._intervals)
         self._has_clock = any(map(math.isfinite, (self._ends_at, *self._intervals)))
+        # The handlers of signals outside the fit.
         self._before: dict[int, Any] = {}
-        """The handlers of signals outside the fit."""
         self._stack = contextlib.ExitStack()
 
     def local(self) -> list[float]:
@@ -130,7 +130,7 @@ class StopSignals:
         return [float(request in self._requested) for request in StopRequest]
 
     def take_due(self) -> tuple[bool, bool]:
-        """Return whether a checkpoint and a validation are due by rank 0's clock; all ranks call it after CLOCK."""
+        """Return whether a checkpoint and a validation are due by rank 0's clock. All ranks call it."""
         now = time.monotonic()
         due = self._world.broadcast(torch.tensor(self._due(now), device="cpu"))
         saves, validates = map(bool, due.tolist())
@@ -173,6 +173,7 @@ class StopSignals:
                 stack.callback(signal.signal, number, handler)
                 signal.signal(number, self._handle)
             self._stack = stack.enter_context(contextlib.ExitStack())
+            # A worker of a loader may die of the same signal: in a stop that is not an error.
             loader_workers.ask(self._wait_for_request)
             try:
                 yield
@@ -208,6 +209,7 @@ class StopSignals:
         if number == signal.SIGINT:
             self._handle_first_ctrl_c(now)
         else:
+            # The first of several: launchers, schedulers and people send a signal more than once.
             self._number = self._number or number
             self._limit_time(number)
 
@@ -330,7 +332,7 @@ def stop_if_requested(received: Sequence[float]) -> None:
 
 
 def exit_for(stop: StoppedError | None) -> None:
-    """Exit after SIGTERM and its like, with a shell's code; raise KeyboardInterrupt after Ctrl-C, not at a prompt."""
+    """Exit with a shell's code after a signal; raise KeyboardInterrupt after Ctrl-C, not at a prompt."""
     if stop is None:
         return
     if stop.request is StopRequest.TERMINATE:

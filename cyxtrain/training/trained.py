@@ -49,7 +49,7 @@ class Trained(nn.Module):
 
 
 def trained_with(model: nn.Module, loss: Loss | None, step: Callable[[Any], Any] | None = None) -> nn.Module:
-    """Return the model and what is trained with it; the model itself if that is all. A call runs `step`, if any."""
+    """Return the model and what is trained with it, as one module; a call runs `step`, if given."""
     losses: dict[str, nn.Module] = {}
     if loss is not None:
         prefix = "loss_fn_" if "loss_fn" in dict(model.named_children()) else "loss_fn"
@@ -93,8 +93,8 @@ def warn_of_params_without_optimizer(
     )
 
 
-def state_besides(trained: nn.Module) -> dict[str, Any]:
-    """Return what a checkpoint keeps besides the model's `state_dict`: losses, and buffers in no `state_dict`."""
+def extra_state(trained: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint keeps beyond the model's `state_dict`: losses, and buffers without one."""
     states = {name: plain_state(module) for name, module in _losses_of(trained).items()}
     known = set(plain_state(_model_of(trained)))
     for name, state in states.items():
@@ -118,7 +118,7 @@ def _can_be_kept(buffer: torch.Tensor) -> bool:
     return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_meta
 
 
-def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
+def check_extra_state(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
     """Refuse a state of other losses, names or shapes, before anything has changed."""
     losses = _losses_of(trained)
     given = state.get("losses", {})
@@ -132,8 +132,8 @@ def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: st
         fitting_state(module, given[name], f"the {name} of {source}")
 
 
-def load_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Load what `state_besides` returned; skip buffers that this model does not have."""
+def load_extra_state(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Load what `extra_state` returned; skip buffers that this model does not have."""
     for name, module in _losses_of(trained).items():
         load_model_state(module, state["losses"][name], f"the {name} of {source}")
     modules = {plain_name(name): module for name, module in trained.named_modules()}

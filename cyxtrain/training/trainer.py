@@ -73,7 +73,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         model: Any `nn.Module`; a wrapped one is unwrapped.
         loss_fn: A module of torch.nn, a callable of (output, target) that returns the mean over samples or (sum,
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
-            added, and the history has each; None is no loss.
+            added, and the history has each; None: no loss.
         optimizer: From torch.optim, a factory, or a name.
         optimizers: Instead of `optimizer`, several by name, each built with its own parameters.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
@@ -262,7 +262,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
             validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches; or several of
-                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is that of the first.
+                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is the first one's.
             validation_groups: What each sample belongs to, such as a patient, shape (n,): `validation_split` then
                 keeps the samples of a group together, and `seed` draws the groups.
             sample_weight: How much the loss of each sample counts, shape (n,).
@@ -312,7 +312,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
-        """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
+        """Check `fit`'s arguments on all ranks; return plan, wrapped model, checkpoint and header lines."""
         world = self._begin("fit")
         plan = self._agreed_plan(world, arguments, keywords)
         with ending_group_on_error(world), self._logging():
@@ -347,7 +347,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     @contextlib.contextmanager
     def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:
-        """Set modes, precision and kernels for a fit, and collect numbers; restore them, and wrappers, afterwards."""
+        """Set modes, precision and kernels for a fit, and restore them; yield the numbers that it logs."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
@@ -403,6 +403,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         options: dict[str, Any] = {"distributed": distributed, "steps": steps, "verbose": verbose}
         given = {"batch_size": batch_size, "sample_weight": sample_weight, **options}
         evaluation: Evaluation | None = None
+        # Callbacks are called in this process, and with them this process does the work.
         if not callbacks:
             evaluation = delegated(self, "evaluate", (X, y), given)
         if evaluation is None:
@@ -478,7 +479,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             return rows
 
     def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
-        """Print the model's layers and their numbers of parameters, on rank 0; return the text.
+        """Print the model's layers and their numbers of parameters, on rank 0; return them as a string.
 
         Args:
             X: Inputs, of which two samples are tried: then the shapes of outputs are shown, too, such as (2, 10).
@@ -499,7 +500,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         return text
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Save model, optimizer, position and history in one file. All ranks or only rank 0 may call it; rank 0 writes.
+        """Save model, optimizer, position and history in one file. All ranks or only rank 0 may call it.
 
         Args:
             path: The file to write, on rank 0; other ranks' values are ignored.
@@ -545,9 +546,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             ) from error
         if together and self._fit is not None:
             self._fit.prepare_to_evaluate()
-        if together:
-            return world
-        return world.alone()
+        return world if together else world.alone()
 
     def is_master(self) -> bool:
         """Return whether this is rank 0; join the world if this process has not."""
@@ -584,7 +583,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
 
 def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
-    """Return the parts of a trainer that another process needs to run its calls: only this module knows its layout."""
+    """Return the parts of a trainer that another process needs to run its calls."""
     state = trainer._state
     modules = {} if state.loss is None else state.loss.named_modules("loss")
     return TrainerParts(

@@ -110,7 +110,7 @@ def _host_copy(tensor: Tensor) -> Tensor | HostCopy:
 def _checked(
     output: Any, rows: int, rows_second: frozenset[str], owner: str
 ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """Return the tensors of a model's output, and the lengths of rows of packed sequences, which are padded, by name.
+    """Return the tensors of an output by name, and the lengths of rows that were packed sequences.
 
     Raises ConfigError unless each has a row per input row.
     """
@@ -201,7 +201,7 @@ def gathered_rows(
 
 
 def _common_kinds(ranks: Sequence[Mapping[str, Any]], owner: str) -> dict[str, str]:
-    """Return the kinds of all ranks' outputs; empty if no rank has a batch. Raises ConfigError if they differ."""
+    """Return the kinds of all ranks' outputs, or raise ConfigError; empty if no rank has a batch."""
     # A rank without a batch has not seen what the model returns.
     kinds = [each["kinds"] for each in ranks if each["kinds"]]
     if any(other != kinds[0] for other in kinds):
@@ -240,7 +240,7 @@ def _gathered(
 
 
 def _places(numbers: Sequence[int], batches: Sequence[Shapes]) -> Tensor | None:
-    """Return where each row of some batches goes, by the batches' numbers and shapes; None: they are in order."""
+    """Return where each row goes, by the batches' numbers and shapes; None: all are in order."""
     as_gathered = range(len(numbers))
     in_order = sorted(as_gathered, key=numbers.__getitem__)
     if in_order == [*as_gathered]:

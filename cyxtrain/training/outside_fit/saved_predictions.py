@@ -89,9 +89,7 @@ class Predictions:
         return f"Predictions({counted(len(self), 'row')} in {self.folder})"
 
     def __len__(self) -> int:
-        if not self._parts:
-            return 0
-        return self._parts[0].ends[-1]
+        return self._parts[0].ends[-1] if self._parts else 0
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
@@ -134,8 +132,8 @@ class _Part:
         self.shapes: Shapes = [*itertools.chain.from_iterable(shards)]
         self.longest = longest_of(self.shapes)
         self.ends = [*itertools.accumulate(shape[0] for shape in self.shapes)]
+        # The shard of each run, and where the run begins in the shard's file.
         self._places: list[tuple[int, int]] = []
-        """Of each run: its shard, and where its values begin in the file of that."""
         for shard, shapes in enumerate(shards):
             first = 0
             for shape in shapes:
@@ -207,7 +205,7 @@ def longest_of(shapes: Shapes) -> list[int] | None:
 def joined_rows(
     values: Tensor, shapes: Shapes, order: Tensor | None, pad_value: float | None, longest: list[int] | None
 ) -> Tensor | list[Tensor]:
-    """Return the rows of several batches in their order, as one tensor; if their shapes differ, padded or as a list.
+    """Return the rows of several batches as one tensor; if their shapes differ, padded or as a list.
 
     Args:
         values: Of all batches, one after the other.
@@ -282,6 +280,7 @@ class ShardFolder:
     def _begin(self, facts: dict[str, Any], output: Any) -> dict[str, Any]:
         """Create the folder and its index, or check them; return what the other ranks must know."""
         try_folder(self.path, INDEX, "predictions")
+        # Of a call that was killed; a file that is still being written is locked.
         for leftover in self.path.glob(f".*{TEMPORARY_SUFFIX}"):
             if is_locked(leftover) is False:
                 leftover.unlink(missing_ok=True)
@@ -339,7 +338,7 @@ class ShardFolder:
         self.done |= {shard}
 
     def finish(self, pad_value: float | None, *, is_ended: bool) -> Predictions:
-        """Write the index; return the predictions. If a callback has ended the call, they are the first shards."""
+        """Write the index; return the predictions: the first shards, if a callback has ended the call."""
         count = 1 + max(self._world.gather_json(max(self.done, default=-1)))
 
         def write() -> None:

@@ -1,4 +1,4 @@
-"""Losses or gradients that are NaN or infinite: the step is refused or skipped, and the rank at fault named.
+"""NaN or infinite losses and gradients: the step is refused or skipped, and the rank at fault named.
 
 Gradients are averaged before they are checked, and one rank's NaN is in the average: all ranks reach the same verdict
 without a message. Only then does each recompute its batches locally to find the rank at fault.
@@ -56,7 +56,7 @@ class _Pending(NamedTuple):
 
 
 class FiniteGuard:
-    """Refuses or skips steps whose loss or gradients are not finite, as `on_nonfinite` says: by default it raises.
+    """Refuses or skips steps whose loss or gradients are not finite, as `on_nonfinite` tells.
 
     Cost of a step: the gradients are read once, and the buffers are copied. On an accelerator the host does not wait
     for that: the device itself skips such a step (`report`), and the host learns of it when the next step's backward
@@ -104,7 +104,7 @@ class FiniteGuard:
         return self._state.position
 
     def verdict(self, share: Share, losses: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]) -> Verdict:
-        """Return whether to take the step, or raise NonFiniteError, with the model restored; all ranks call it.
+        """Return whether to take the step, or restore the model and raise NonFiniteError. All ranks call it.
 
         `recompute` runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad` then
         holds this rank's own gradients.
@@ -112,6 +112,7 @@ class FiniteGuard:
         finite = self._ddp.is_finite()
         scale_can_fall = self._scale is not None and self._scale.can_fall
         if self._scale is not None:
+            # For the error: the update below changes it.
             self._used_scale = self._scale.value
             if not self._part:
                 self._scale.update(overflowed=not finite)
@@ -205,7 +206,7 @@ class FiniteGuard:
         nonfinite: Sequence[str],
         undo: Callable[[], None],
     ) -> None:
-        """Find the rank at fault; raise or warn. All ranks call it; `nonfinite`: parameters with such averages."""
+        """Find the rank at fault; raise or warn. All ranks call it, with the parameters that are `nonfinite`."""
         facts: dict[str, Any] = {}
         with generators_kept(self._device), self._ddp.suspended():
             recomputed_losses = recompute()
@@ -217,7 +218,7 @@ class FiniteGuard:
         self._raise_or_warn(share, self._ddp.world.gather_json(facts), nonfinite)
 
     def explain_epoch(self) -> str:
-        """Return how many steps of the ended epoch the loss scale has cost, or ""; warn if none changed the model."""
+        """Return how many steps of the epoch overflowed, or ""; warn if no step changed the model."""
         if self._scale is None:
             return ""
         if self._overflows and not self._taken:
@@ -271,9 +272,7 @@ class FiniteGuard:
 
     def _remedy(self, *, has_bad_data: bool) -> str:
         """Return the rest of the error: what has become of the step, and the remedy."""
-        in_a_row = ""
-        if self._skips:
-            in_a_row = f"That is {self._position.skipped} steps in a row. "
+        in_a_row = f"That is {self._position.skipped} steps in a row. " if self._skips else ""
         kept = "The step was not taken: the model is as before."
         if self._part:
             kept = "The update was not taken: its parameters are as before."

@@ -63,6 +63,7 @@ class Updates:
 
     Attributes:
         has_updated: Whether the running step, as far as it is known, has made any update.
+        parts: The parts of the model that are optimized, by the optimizer's name.
         norms: Of the gradients that the updates of the running step have clipped.
     """
 
@@ -85,14 +86,14 @@ class Updates:
         assert isinstance(setup.call, StepCall)
         self._call = setup.call
         self._names = [*state.rates]
-        self._targets: dict[str, _Target] = {}
+        self.parts: dict[str, _OptimizedPart] = {}
         self.has_updated = False
         self._idle = set(self._names)
         self._signals: Sequence[float] = [0.0] * NUM_SIGNALS
         self._received: list[float] | None = None
         if self._call.optimizes:
             for name in self._names:
-                self._target(name)
+                self._part(name)
 
     def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
         """Send numbers with the next gradients, as `DistributedDataParallel.exchange_signals`."""
@@ -123,7 +124,7 @@ class Updates:
         self._leader = _leader(self._world, share, asks=self._call.optimizes)
 
     def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
-        """Return what a forward returns that may make updates; `is_last`: of this rank in the step."""
+        """Return the result of a forward that may make updates; `is_last`: of this rank in the step."""
         running = self._call.running
         self._rows = rows
         self._is_last = is_last
@@ -145,16 +146,14 @@ class Updates:
                 return
             self.has_updated = True
             self._calls += 1
-            self._step(self._target(self._names[optimizer]), None, retain_graph=False, has_closure=bool(has_closure))
+            self._step(self._part(self._names[optimizer]), None, retain_graph=False, has_closure=bool(has_closure))
 
     def finish(self) -> Verdict:
         """End a step that has made updates: update the loss scale, and step the schedules."""
         verdicts = [*chain.from_iterable(self._verdicts.values())]
         verdict = self._guard.end_updates(verdicts)
         self._idle -= self._verdicts.keys()
-        skipped = 0
-        if Verdict.SKIPPED in verdicts:
-            skipped = self._skipped + 1
+        skipped = self._skipped + 1 if Verdict.SKIPPED in verdicts else 0
         self._state.position.set(skipped=skipped)
         for name, rates in self._state.rates.items():
             if Verdict.TAKEN in self._verdicts.get(name, [Verdict.TAKEN]):
@@ -180,21 +179,21 @@ class Updates:
         That averages when it is asked to: hooks of a parameter run for the wrapper that was made last.
         """
         with contextlib.ExitStack() as stack:
-            for target in self._targets.values():
-                stack.enter_context(target.ddp.suspended())
+            for part in self.parts.values():
+                stack.enter_context(part.ddp.suspended())
             yield
 
     def seconds_communicated(self) -> float:
         """Return how long this rank has averaged gradients in updates since the last call."""
-        return sum(target.ddp.seconds_communicated() for target in self._targets.values())
+        return sum(part.ddp.seconds_communicated() for part in self.parts.values())
 
     def close(self, error: BaseException | None) -> None:
-        """Remove the hooks from the parameters; explain an error of the ring if ranks call `optimize` differently."""
+        """Remove the hooks from the parameters; explain an error if ranks call `optimize` differently."""
         calls: dict[int, str] = {}
         if isinstance(error, CollectiveMismatchError):
             calls = self._calls_in(str(error))
-        for target in self._targets.values():
-            target.ddp.close()
+        for part in self.parts.values():
+            part.ddp.close()
         if calls:
             raise _differing(calls) from error
 
@@ -203,10 +202,10 @@ class Updates:
         return f"{_called(name)} as call {self._calls} of step {self._state.position.step + 1}"
 
     def _calls_in(self, error: str) -> dict[int, str]:
-        """Describe what the ranks did that an error of the ring names; empty if none of them called `optimize`."""
+        """Describe what ranks did that an error of the ring names; empty if none called `optimize`."""
         names = {}
-        for target in self._targets.values():
-            names.update(dict.fromkeys(target.ddp.collectives, target.name))
+        for part in self.parts.values():
+            names.update(dict.fromkeys(part.ddp.collectives, part.name))
         found: dict[int, str] = {}
         for rank, call in re.findall(r"rank (\d+) is in (\w+ #\d+(?: \(.*?\))?)", error):
             name = next((names[each] for each in names if each in call), None)
@@ -239,13 +238,13 @@ class Updates:
             return "called it no more"
         return "had a loss of another form, a mean or (sum, weight)"
 
-    def _target(self, name: str) -> _Target:
-        """Return what is optimized under a name. All ranks call it."""
-        if name not in self._targets:
-            self._targets[name] = _Target(name, self._state, self._device, self._ddp, ends_fit=self._ends_fit)
-        target = self._targets[name]
-        target.module.refresh()
-        return target
+    def _part(self, name: str) -> _OptimizedPart:
+        """Return the part that an optimizer has, as it is now. All ranks call it."""
+        if name not in self.parts:
+            self.parts[name] = _OptimizedPart(name, self._state, self._device, self._ddp, ends_fit=self._ends_fit)
+        part = self.parts[name]
+        part.module.refresh()
+        return part
 
     def _update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
         """Update the parameters of an optimizer; return the loss, detached."""
@@ -259,71 +258,71 @@ class Updates:
             raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
         if self._is_last:
             self._broadcast(_UPDATE, self._names.index(name), int(has_closure))
-            return self._step(self._target(name), loss, retain_graph=retain_graph, has_closure=has_closure)
-        target = self._target(name)
-        with self._call.precision.suspended(), target.ddp.no_sync():
-            return self._backward(target, loss, retain_graph=retain_graph)
+            return self._step(self._part(name), loss, retain_graph=retain_graph, has_closure=has_closure)
+        part = self._part(name)
+        with self._call.precision.suspended(), part.ddp.no_sync():
+            return self._backward(part, loss, retain_graph=retain_graph)
 
-    def _step(self, target: _Target, loss: Any, *, retain_graph: bool, has_closure: bool) -> Tensor:
-        """Average the gradients of a loss, and step if they are finite; None: this rank has no rows."""
-        evaluate = partial(self._evaluate, target, loss) if has_closure else None
+    def _step(self, part: _OptimizedPart, loss: Any, *, retain_graph: bool, has_closure: bool) -> Tensor:
+        """Average a loss's gradients, and step if they are finite; `loss`: None if this rank has no rows."""
+        evaluate = partial(self._evaluate, part, loss) if has_closure else None
         with self._call.precision.suspended():
-            value = evaluate() if evaluate else self._backward(target, loss, retain_graph=retain_graph)
+            value = evaluate() if evaluate else self._backward(part, loss, retain_graph=retain_graph)
             # A callback may have frozen all of them.
-            if not target.module.trained:
-                self._verdicts[target.name].append(Verdict.TAKEN)
+            if not part.module.trained:
+                self._verdicts[part.name].append(Verdict.TAKEN)
                 return value
-            verdict = self._check(target)
-            self._verdicts[target.name].append(verdict)
+            verdict = self._check(part)
+            self._verdicts[part.name].append(verdict)
             if verdict is Verdict.TAKEN:
-                self._apply(target, value, evaluate)
-            target.module.zero_grad()
+                self._apply(part, value, evaluate)
+            part.module.zero_grad()
         return value
 
-    def _check(self, target: _Target) -> Verdict:
+    def _check(self, part: _OptimizedPart) -> Verdict:
         """Return the verdict on averaged gradients; raise NonFiniteError with the whole step rolled back."""
         losses = [] if self._own_loss is None else [self._own_loss]
         # Several updates of a step that are skipped count as one.
         self._state.position.set(skipped=self._skipped)
-        fill_gradients(target.module.trained, target.module)
+        fill_gradients(part.module.trained, part.module)
         try:
-            return target.guard.verdict(self._share, losses, partial(self._recompute_locally, target, losses))
+            return part.guard.verdict(self._share, losses, partial(self._recompute_locally, part, losses))
         except NonFiniteError:
             self._transaction.roll_back()
             raise
 
-    def _apply(self, target: _Target, value: Tensor, evaluate: Callable[[], Tensor] | None) -> None:
+    def _apply(self, part: _OptimizedPart, value: Tensor, evaluate: Callable[[], Tensor] | None) -> None:
         """Clip the averaged gradients, and step; `evaluate` computes loss and gradients again, for a closure."""
         before_step = self._state.callbacks.before_optimizer_step
         if before_step is not None:
             before_step(self._share.number)
-        if target.clip is not None:
-            own_name = "" if target.name == ONLY else target.name
-            for norm in target.clip(target.module.trained).values():
+        if part.clip is not None:
+            own_name = "" if part.name == ONLY else part.name
+            for norm in part.clip(part.module.trained).values():
                 self.norms.append({own_name: norm})
         if evaluate is None:
-            target.step()
+            part.step()
             return
-        closure = Closure(target.optimizer, self._logged.repeating()(evaluate), value)
-        target.optimizer.step(closure)  # type: ignore[arg-type]
+        closure = Closure(part.optimizer, self._logged.repeating()(evaluate), value)
+        part.optimizer.step(closure)  # type: ignore[arg-type]
 
-    def _evaluate(self, target: _Target, closure: Callable[[], Any] | None) -> Tensor:
+    def _evaluate(self, part: _OptimizedPart, closure: Callable[[], Any] | None) -> Tensor:
         """Return the loss of a closure over all ranks, and set the averaged gradients."""
-        target.module.zero_grad()
+        part.module.zero_grad()
         # A line search may have left NaN in what the previous evaluation watched.
-        target.ddp.forget()
+        part.ddp.forget()
         loss = None
         if closure is not None:
             with self._call.precision.computing():
                 loss = closure()
-        return self._backward(target, loss, retain_graph=False, averages=True)
+        return self._backward(part, loss, retain_graph=False, averages=True)
 
-    def _backward(self, target: _Target, loss: Any, *, retain_graph: bool, averages: bool = False) -> Tensor:
+    def _backward(self, part: _OptimizedPart, loss: Any, *, retain_graph: bool, averages: bool = False) -> Tensor:
         """Set the gradients of a loss, averaged unless micro-batches follow; return it, detached.
 
         `loss` is None if this rank has no rows. `averages`: return it over all ranks, as (sum, weight) always is.
         """
-        ddp = target.ddp
+        ddp = part.ddp
         value: Tensor | None = None
         weight = None
         if loss is not None:
@@ -332,9 +331,11 @@ class Updates:
         has_weight = self._is_last and self._all_have_weight(weight)
         ddp.forward_without_batch()
         ddp.expect_scale(self._multiplier)
-        received = ddp.exchange_signals([*self._signals, *self._call_signals(target)])
+        # Ranks compare their calls with the gradients themselves, without another message.
+        received = ddp.exchange_signals([*self._signals, *self._call_signals(part)])
         shown, factor = self._shown_and_factor(weight, has_weight=has_weight, averages=averages)
-        trained = target.module.trained
+        trained = part.module.trained
+        # An optimizer whose parameters are all frozen takes no part.
         if not trained:
             return shown
         has_graph = False
@@ -348,7 +349,7 @@ class Updates:
         if self._is_last:
             if ddp.awaits_backward or not has_graph:
                 ddp.backward_without_batch()
-            self._take_signals(target, received())
+            self._take_signals(part, received())
             if self._multiplier != 1:
                 multiply_gradients(trained, 1.0 / self._multiplier)
         return shown
@@ -357,20 +358,20 @@ class Updates:
         """Return whether the loss is (sum, weight): a rank without rows learns it from the others."""
         return bool(self._broadcast(_EVALUATE, int(weight is not None))[1])
 
-    def _call_signals(self, target: _Target) -> list[float]:
+    def _call_signals(self, part: _OptimizedPart) -> list[float]:
         """Return the call of `optimize` as bits: their averages are 0 or 1 if all ranks make the same call."""
-        code = self._names.index(target.name)
+        code = self._names.index(part.name)
         if self._calls == 1:
             code += 2 ** (_CODE_BITS - 1)
         return [float(code >> bit & 1) for bit in range(_CODE_BITS)]
 
-    def _take_signals(self, target: _Target, signals: Sequence[float]) -> None:
+    def _take_signals(self, part: _OptimizedPart, signals: Sequence[float]) -> None:
         """Keep the requests of all ranks; raise on all of them if they have made different calls."""
         self._received = [*map(max, self._received or self._signals, signals)]
         num_ranks = self._world.size
         ranks_with_bit = [each * num_ranks for each in signals[NUM_SIGNALS:]]
         if any(0.1 < ranks < num_ranks - 0.1 for ranks in ranks_with_bit):
-            calls = self._world.gather(self._running_call(target.name))
+            calls = self._world.gather(self._running_call(part.name))
             raise on_all_ranks(_differing(dict(enumerate(calls))))
 
     def _shown_and_factor(self, weight: Any, *, has_weight: bool, averages: bool) -> tuple[Tensor, Number]:
@@ -394,18 +395,18 @@ class Updates:
             factor = quotient(num_ranks, divisor)
         return shown, factor
 
-    def _recompute_locally(self, target: _Target, own_losses: list[Tensor]) -> list[Tensor]:
-        """Set this rank's gradients of the running call of `optimize`, without averaging them; return its losses.
+    def _recompute_locally(self, part: _OptimizedPart, own_losses: list[Tensor]) -> list[Tensor]:
+        """Set this rank's gradients of the running call of `optimize`, not averaged; return its losses.
 
         The step runs again, up to that call. It does not if losses tell which rank is at fault.
         """
-        target.module.zero_grad()
-        if not target.ddp.losses_are_finite():
+        part.module.zero_grad()
+        if not part.ddp.losses_are_finite():
             return own_losses
         examined_call = self._calls
         calls = 0
         losses: list[Tensor] = []
-        trained = target.module.trained
+        trained = part.module.trained
 
         def update(loss: Any, name: str, retain_graph: bool) -> Tensor:
             nonlocal calls
@@ -449,7 +450,7 @@ def _trained_loss(loss: Any) -> tuple[Tensor, Any]:
 
 
 class _OptimizerParameters(nn.Module):
-    """The parameters of an optimizer, with their names in the model; `refresh` adds those that callbacks add to it."""
+    """The parameters of an optimizer, with their names in the model; `refresh` follows its groups."""
 
     def __init__(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
@@ -476,8 +477,8 @@ class _Wrapper(DistributedDataParallel):
     num_signals = NUM_SIGNALS + _CODE_BITS
 
 
-class _Target:
-    """An optimizer that `self.optimize` may name: its parameters, wrapped, and how they are checked and clipped."""
+class _OptimizedPart:
+    """The parameters of one optimizer, wrapped, and how their gradients are checked and applied."""
 
     def __init__(
         self, name: str, state: TrainingState, device: torch.device, ddp: DistributedDataParallel, *, ends_fit: bool
@@ -486,10 +487,11 @@ class _Target:
         self.optimizer = state.optimizers[name]
         self.module = _OptimizerParameters(ddp.module, self.optimizer)
         _check_averaged(ddp, self.optimizer)
-        # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
+        # An update may use a part of the parameters, and all ranks have the same ones already.
         self.ddp = _Wrapper(self.module, dataclasses.replace(ddp.config, broadcast_parameters=False))
-        part = f", {described_name(name)}"
-        self.guard = FiniteGuard(self.ddp, state, device, StepTransaction(), ends_fit=ends_fit, part=part)
+        self.guard = FiniteGuard(
+            self.ddp, state, device, StepTransaction(), ends_fit=ends_fit, part=f", {described_name(name)}"
+        )
         self.step = OptimizerStep(self.optimizer)
         self.clip = make_clip(state.config, {name: self.optimizer})
 
@@ -514,13 +516,11 @@ _CALLED = "called self.optimize"
 
 
 def _called(name: str) -> str:
-    if name == ONLY:
-        return _CALLED
-    return f"{_CALLED}(optimizer={name!r})"
+    return _CALLED if name == ONLY else f"{_CALLED}(optimizer={name!r})"
 
 
 def _differing(calls: Mapping[int, str]) -> CollectiveMismatchError:
-    """Return the error for ranks that call `optimize` differently; `calls` describes the call of each rank."""
+    """Return the error for ranks that call `optimize` differently; `calls` describes each rank's call."""
     by_rank = sorted(calls.items())
     first, what = by_rank[0]
     rank, other = next((each for each in by_rank if each[1] != what), by_rank[0])
