@@ -146,6 +146,7 @@ class FitLoop:
                     self._session.wait_for_verdict()
                     self._keep_before_end()
                 except DataInterruptedError:
+                    # Workers of a loader have died of the signal that stops the fit: stop in good order.
                     self._session.wait_for_verdict()
                     stop_if_requested(self._requests.agree()[0])
                     raise
