@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from cyxtrain.checkpoint.format.encoding import same_kinds
-from cyxtrain.checkpoint.validation import taking_over
+from cyxtrain.checkpoint.validation import restoring_from
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_constructed, takes, unknown_name
 from cyxtrain.errors import CheckpointError, ConfigError, brief, reason_of, warn, warn_together
@@ -391,7 +391,7 @@ class Callbacks:
         left = dict(states)
         for name, callback in self._named():
             if name in left:
-                with taking_over(f"{source}, {name}"):
+                with restoring_from(f"{source}, {name}"):
                     state = left.pop(name)
                     is_own = type(callback).__module__.startswith(f"{__package__}.")
                     if is_own and not same_kinds(state, callback.state_dict()):
@@ -407,7 +407,7 @@ class Callbacks:
         """Restore the states of the best checkpoint that belong to its weights."""
         for name, callback in self._named():
             if callback.restored_with_best and name in states:
-                with taking_over(f"{source}, {name}"):
+                with restoring_from(f"{source}, {name}"):
                     callback.load_state_dict(states[name])
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
