@@ -121,7 +121,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:
 
 
 def checkpoint_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a checkpoint's file; refuse a file that is obviously not one without reading all of it."""
+    """Return the bytes of a checkpoint's file; refuse an obviously different file before reading it all."""
     return read_file(path, "checkpoint", lambda file: look_at_archive(file, str(path)))
 
 

@@ -1,4 +1,4 @@
-"""Files that are complete or absent: readers never see half of one, and a failed write keeps the old one."""
+"""Files that are complete or absent: readers never see half a file; a failed write keeps the old one."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def is_locked(path: str | os.PathLike[str]) -> bool | None:
 
 
 def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
-    """Return the content of a regular file, read once and completely (a mapped file would crash on a bad disk)."""
+    """Return the content of a regular file; `look` may refuse the open file before all of it is read."""
+    # Read, not mapped: a mapped file would crash the process on a bad disk.
     try:
         with open_regular(local_path(f"the path of a {what}", path)) as file:
             if look is not None:

@@ -94,7 +94,10 @@ class CheckpointFolder:
         return None
 
     def claim(self, run: Mapping[str, Any], claim: contextlib.ExitStack) -> bool:
-        """Tell other processes that a run writes here, until `claim` is closed; return False if one continues it."""
+        """Tell other processes that a run writes here, until `claim` is closed.
+
+        Returns False if another process already continues the run.
+        """
         claim.close()
         with contextlib.suppress(CheckpointError):  # `check` reports it
             target = self.path / f"{_CLAIM}{run.get('id')}{SUFFIX}"
@@ -171,7 +174,7 @@ def name_of(run: Mapping[str, Any]) -> str:
 
 
 def look_into(path: Path) -> Found:
-    """Return the position and the run of a checkpoint, by its manifest; an older one's are in its state.json."""
+    """Return the position and the run of a checkpoint, by its manifest or, if older, its state.json."""
     try:
         with blaming(str(path), MANIFEST), open_regular(path) as file:
             values = read_summary(file, STATE, _LIMIT_BYTES)

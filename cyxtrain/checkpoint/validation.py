@@ -40,7 +40,7 @@ def check_content(state: CheckpointState, source: str) -> None:
 
 @contextlib.contextmanager
 def restoring_from(source: str) -> Iterator[None]:
-    """Turn errors that the content of a checkpoint causes into a CheckpointError with the checkpoint's name."""
+    """Turn errors that a checkpoint's content causes into a CheckpointError with the checkpoint's name."""
     try:
         yield
     except (CyxtrainError, MemoryError):

@@ -116,7 +116,7 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
 
 
 def _complete_ties(given: dict[str, Any], ties: Mapping[str, str]) -> None:
-    """Give each tied tensor all of its names, whichever of them the writer kept; `ties` has each other name's first."""
+    """Give each tied tensor all of its names, whichever of them the writer kept (`ties`: name to first name)."""
     for name, first in ties.items():
         if first not in given and name in given:
             given[first] = given[name]
@@ -129,7 +129,7 @@ def _complete_ties(given: dict[str, Any], ties: Mapping[str, str]) -> None:
 def _free_names(
     model: torch.nn.Module, expected: Mapping[str, Any], given: Mapping[str, Any], is_custom: Callable[[str], bool]
 ) -> set[str]:
-    """Return names that may differ from the model: custom ones, and buffers that forward makes or replaces."""
+    """Return names that may differ: of custom loading, and of buffers that forward makes or replaces."""
     free = {name for name in {**expected, **given} if is_custom(name)}
     for name, (buffers, own_name) in resizable_buffers(model).items():
         is_not_made_yet = buffers[own_name] is None

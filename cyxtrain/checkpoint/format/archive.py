@@ -41,7 +41,7 @@ _LOCAL_SIGNATURE = b"PK\x03\x04"
 
 @contextlib.contextmanager
 def blaming(name: str, entry: str) -> Iterator[None]:
-    """Turn any error that a corrupt or hostile file causes into a CheckpointError with the file and the entry."""
+    """Turn errors that a corrupt or hostile file causes into a CheckpointError with file and entry."""
     try:
         yield
     except MemoryError:
@@ -58,7 +58,7 @@ def blaming(name: str, entry: str) -> Iterator[None]:
 def write_archive(
     file: BinaryIO, form: str, version: int, entries: Mapping[str, Sequence[Buffer]], summary: object = None
 ) -> None:
-    """Write an archive to an empty file that is open for reading and writing; equal entries give equal bytes.
+    """Write an archive to an empty file, open for reading and writing; equal entries give equal bytes.
 
     `summary` is a small JSON value, for `read_summary`.
     """

@@ -1,4 +1,4 @@
-"""Nested Python values as strict JSON: exact, typed, with tensors stored separately, without running code.
+"""Nested Python values as strict JSON: exact, typed, tensors stored separately, without running code.
 
 What JSON cannot express is an object with one key that begins with a dollar sign:
 
@@ -112,7 +112,7 @@ def _numeric_dtype(name: Any) -> np.dtype[Any]:
 
 
 def same_kinds(saved: Any, own: Any) -> bool:
-    """Return whether a saved value may replace the present one: a number a number, a dictionary a dictionary.
+    """Return whether a saved value may replace the present one: a number a number, a dict a dict.
 
     Anything but a string may replace None. Names in only one of two dictionaries, and the items of lists, are not
     compared; tuples must have the same length.

@@ -41,7 +41,7 @@ def custom_loading(model: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def resizable_buffers(model: torch.nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-    """Return buffers that forward may make or replace by larger ones, by plain name: their module's dict and key.
+    """Return buffers that forward may make or enlarge, by plain name: their module's dict and key.
 
     These are all but the buffers of norms.
     """
@@ -87,7 +87,7 @@ def _resize_buffers(model: torch.nn.Module, state: Mapping[str, Any], is_custom:
 
 
 def _write_uncopyable(own: Mapping[str, Any], state: Mapping[str, Any], is_custom: Callable[[str], bool]) -> set[str]:
-    """Write the saved values of tensors into which `load_state_dict` cannot copy; return the names of these tensors."""
+    """Write saved tensors into which `load_state_dict` cannot copy; return their names in the model."""
     uncopyable = {name for name, value in own.items() if _is_uncopyable(value) and not is_custom(plain_name(name))}
     for name in uncopyable:
         tensor = own[name]

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, so that it fits any order of parameters and any number of ranks.
+"""An optimizer's state by parameter name: it fits any order of parameters and any number of ranks.
 
 PyTorch numbers the parameters in the order in which the optimizer got them; a name is right also after layers were
 reordered or grouped differently. PyTorch's `state_dict` and `load_state_dict` do the rest, with their hooks and casts.

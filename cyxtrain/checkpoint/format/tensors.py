@@ -1,4 +1,4 @@
-"""Tensors as safetensors stores them: each memory once, no overlaps, only dtypes that every version has."""
+"""Tensors as safetensors stores them: each memory once, no overlaps, dtypes that every version has."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def encode_tensors(
 def _with_parts_of_sparse(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, list[int]]]]:
-    """Return tensors with the parts of each sparse one in its place, and the layout and shape of each sparse one."""
+    """Return tensors with each sparse one replaced by its parts, and the layouts and shapes of these."""
     strided: dict[str, torch.Tensor] = {}
     sparse = {}
     for name, tensor in tensors.items():
@@ -166,7 +166,7 @@ def _with_sparse(
 
 
 def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """Return the parts of a safetensors file: its header, then the memory of each tensor, without copies on the CPU.
+    """Return the parts of a safetensors file: its header, then each tensor's memory, not copied on a CPU.
 
     The library's `save` makes two copies of everything, and holds the GIL all the while.
     Source: https://github.com/huggingface/safetensors#format.
