@@ -47,7 +47,7 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
     if tensors is not None:
         if isinstance(value, torch.Tensor):
             return {"$tensor": _stored_under(path, value, tensors)}
-        if isinstance(value, np.ndarray) and value.dtype.kind in _NUMERIC_KINDS:
+        if _is_numeric_array(value):
             return _encoded_array(value)
         allowed += ", and tensors"
     raise CheckpointError(
@@ -63,6 +63,10 @@ def _stored_under(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tens
         name += "'"
     tensors[name] = tensor
     return name
+
+
+def _is_numeric_array(value: object) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in _NUMERIC_KINDS
 
 
 def _encoded_array(array: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
