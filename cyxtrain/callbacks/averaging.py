@@ -21,6 +21,7 @@ class _Averaging(Callback):
     """Average of the trained tensors, the same on every rank, which the model gets where it is used."""
 
     belongs_on_all_ranks = True
+    # Otherwise the end of a fit with `load_best` would put the last average over the best weights.
     restored_with_best = True
     _averages_buffers = False
 
@@ -28,7 +29,8 @@ class _Averaging(Callback):
         owner = type(self).__name__
         require_boolean(owner, "validates", validates)
         require_boolean(owner, "overwrites_at_end", overwrites_at_end)
-        self.validates = self.validates_own_weights = validates
+        self.validates = validates
+        self.validates_own_weights = validates
         self.overwrites_at_end = overwrites_at_end
         self._average: dict[str, Tensor] = {}
         self._followed: dict[str, Tensor] = {}
@@ -52,6 +54,7 @@ class _Averaging(Callback):
         present = self._tensors_to_average()
         present_ids = {id(tensor) for tensor in present.values()}
         by_object = {id(tensor): self._average[name] for name, tensor in self._followed.items()}
+        # A name counts only if its tensor is gone: a layer inserted before one of the same shape takes its name.
         replaced = {name: self._average[name] for name, old in self._followed.items() if id(old) not in present_ids}
         self._average = {}
         self._followed = present
@@ -177,7 +180,7 @@ class EMA(_Averaging):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         weight = 1.0
         if self.trainer.step > self.start_step:
-            weight -= self.decay
+            weight = 1.0 - self.decay
         self._move(weight)
 
 
@@ -216,9 +219,7 @@ class SWA(_Averaging):
 
     def _at_end(self) -> dict[str, Tensor]:
         """Return the mean, or the weights if none count yet."""
-        if self._count == 0:
-            return self._followed
-        return self._average
+        return self._average if self._count else self._followed
 
     def _during_fit(self) -> dict[str, Tensor]:
         """Return the mean as if the present weights already counted."""

@@ -110,7 +110,8 @@ class CSVLogger(Callback):
         self._lines.append([str(epoch), *(cells.get(name, "") for name in header[1:])])
         table = io.StringIO()
         csv.writer(table, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
-        with replacing(self._path, "CSV file", synchronizes=False) as file:  # readers see no part; no epoch waits
+        # Readers never see half of it. Training does not wait for the disk: a log need not survive a power cut.
+        with replacing(self._path, "CSV file", synchronizes=False) as file:
             file.write(table.getvalue().encode())
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +119,5 @@ class CSVLogger(Callback):
 
 
 def _cell(value: float) -> str:
-    """Return a number as a cell, such as a step or a loss (which may be a tensor)."""
-    if isinstance(value, int):
-        return repr(value)
-    return repr(float(value))
+    """Return a step, or a metric that may be a tensor, so that it can be read back exactly."""
+    return repr(value if isinstance(value, int) else float(value))

@@ -112,9 +112,7 @@ class EarlyStopping(Monitoring):
 
     def _stop(self, epoch: int) -> None:
         rounds = counted(self.wait, "validation" if self._is_of_validations else "epoch")
-        best = "never finite"
-        if math.isfinite(self.best):
-            best = f"best {self.best:.4g} at {self._best_place}"
+        best = f"best {self.best:.4g} at {self._best_place}" if math.isfinite(self.best) else "never finite"
         self.stopped_epoch = epoch
         self.stop_reason = f"{self.monitor} has not improved for {rounds}; {best}"
         self.trainer.stop_training = True

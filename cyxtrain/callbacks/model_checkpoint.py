@@ -87,6 +87,7 @@ class ModelCheckpoint(Monitoring):
         for optimizer in self.trainer.optimizers.values():
             if not self.save_weights_only:
                 optimizer_state_by_name(optimizer, self.trainer.trained)
+        # Relative paths are of the fit's beginning: the program may change its working directory.
         self._folder = os.getcwd()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

@@ -63,7 +63,8 @@ class Monitoring(Callback):
         measured = params["metrics"]
         is_measured = self.monitor in measured
         name = self.monitor.removeprefix("val_")
-        self.runs_last = self.runs_last or not is_measured
+        if not is_measured:
+            self.runs_last = True  # another callback may log it
         if name != self.monitor and name in measured and not params["validation"]:
             raise ConfigError(
                 f"{type(self).__name__} monitors {self.monitor!r}, but there is no validation data: pass some, or set "
