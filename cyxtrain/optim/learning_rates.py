@@ -38,8 +38,8 @@ class LearningRates:
             self.scheduler = scheduler
         else:
             self._make = scheduler
-        self._made_for = 0
-        self._first: list[float] = []
+        self._made_for = 0  # the length of the schedule that `_make` has made
+        self._first: list[float] = []  # the program's rates, from which `_make` makes each schedule
         self.factor = 1.0  # by which the program's rates have been multiplied
         self.interval = "step"  # after which the schedule is stepped: "step" or "epoch"
         self.optimizer = optimizer
@@ -48,9 +48,9 @@ class LearningRates:
         # Callbacks may add groups to the ones that the optimizer had when the latest fit began.
         self.built_groups = len(optimizer.param_groups)
         self._num_groups = self.built_groups
-        self._targets: list[float] = []
-        self._noted: list[float] = []
-        self._used: list[torch.Tensor | float] = []
+        self._targets: list[float] = []  # the rates after the warm-up; empty once it is complete
+        self._noted: list[float] = []  # the rates when the latest fit ended
+        self._used: list[torch.Tensor | float] = []  # the rates of the latest step, if the next ones are set already
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore attributes, and PyTorch's wrapper of `optimizer.step`, which pickling drops."""
@@ -241,13 +241,14 @@ class LearningRates:
 
     def program_rates(self) -> list[float]:
         """Return the program's rates, before scaling and scheduling."""
-        groups = self.optimizer.param_groups
-        if self._first:
-            return [float(f"{rate / self.factor:.12g}") for rate in self._first]
-        rates = self._targets or [group["lr"] for group in groups]
-        # Schedules store the initial rates. Scaling and dividing may change the last bits.
-        began = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
-        return [float(f"{rate / self.factor:.12g}") for rate in began]
+        rates = self._first
+        if not rates:
+            groups = self.optimizer.param_groups
+            present = self._targets or [group["lr"] for group in groups]
+            # Schedules store the initial rates.
+            rates = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, present, strict=True)]
+        # Rounded, because scaling and dividing may change the last bits.
+        return [float(f"{rate / self.factor:.12g}") for rate in rates]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rates' part of a checkpoint, besides the scheduler's own state."""
