@@ -85,8 +85,8 @@ class Callback:
     Every rank has its own callbacks and calls them at the same points. To stop the fit on all ranks, set
     `self.trainer.stop_training = True` on any rank: from `on_epoch_end` it stops after that epoch; from
     `on_train_batch_end` after the next step (on several accelerators: the one after it), and the epoch ends there.
-    A collective, such as `trainer.evaluate`, must be called on all ranks. Put callbacks that save last: those after
-    them have not seen the epoch yet.
+    A collective, such as `trainer.evaluate`, must be called on all ranks. Put callbacks that save last: later
+    ones have not seen the epoch yet.
 
     On an accelerator `on_train_batch_end` may run before the loss and gradients of the step are known to be finite; if
     they are not, the step was skipped (docs/exactness.md).
@@ -116,8 +116,8 @@ class Callback:
     restored_with_best = False
     """Whether `fit(load_best=True)` restores its state, too, before `on_train_end`."""
     runs_last = False
-    """Whether its hooks, except those of batches, run after those of the other callbacks; its `on_epoch_end` then sees
-    what they have logged."""
+    """Whether its hooks, except the hooks of batches, run after the other callbacks'; its `on_epoch_end` then sees the
+    numbers that they have logged."""
     validates_own_weights = False
     """Whether validation uses weights that it puts into the model, from `on_test_begin` to `on_test_end`, or within a
     `with` block by `applied()`: what keeps the best weights then keeps these."""
@@ -157,7 +157,7 @@ class Callback:
         """A fit starts; if it resumes, `load_state_dict` follows, with model and optimizer restored."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """The fit is complete, not interrupted; logs are those of the last epoch."""
+        """The fit is complete, not interrupted; logs hold the numbers of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """An epoch starts; not called if a fit resumes in the middle of it."""

@@ -212,7 +212,7 @@ class TensorBoard(Callback):
 
 
 def _write_weights(writer: SummaryWriter, model: nn.Module, step: int, *, images: bool) -> None:
-    """Write a histogram of each parameter, and an image of those with rows and columns."""
+    """Write a histogram of each parameter, and an image of each matrix or convolution."""
     for name, parameter in model.named_parameters():
         weights = parameter.detach().float().cpu()
         if not weights.numel() or not weights.isfinite().all():

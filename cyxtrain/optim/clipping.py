@@ -61,7 +61,7 @@ def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Limit the norm of each unit's gradient to `factor` times that of its weights, at least 0.001.
+    """Limit the norm of each unit's gradient to `factor` times its weights' norm, which counts as at least 0.001.
 
     A unit feeds one output: a row of a matrix, a filter of a convolution, an element of a vector such as a bias.
     Cost: weights and gradients are read once more.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: those by name, which end with the fit, and those of other packages."""
+"""Learning-rate schedules: by name, which end with the fit, and of other packages, such as timm."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ def _unseen_parameters(layer: nn.Module, seen: set[int]) -> int:
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> int:
-    """Return how many numbers parameters have; those of lazy layers have none yet."""
+    """Return how many numbers parameters have; a lazy layer's have none yet."""
     return sum(each.numel() for each in parameters if not isinstance(each, nn.parameter.UninitializedParameter))
 
 
 def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return the columns' widths; those that can be shortened are, if the terminal is narrower."""
+    """Return the columns' widths, shortened as far as possible if the terminal is narrower."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     available = max(shutil.get_terminal_size().columns, 80)
     for column in (1, 0, 2):

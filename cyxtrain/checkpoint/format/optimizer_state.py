@@ -99,7 +99,7 @@ def load_optimizer_state_by_name(
 def rebuild_groups(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]], built: int
 ) -> list[str]:
-    """Add the groups that the checkpoint's fit had added, and drop those that it had not added yet.
+    """Add the groups that the checkpoint's fit had added, and drop groups that it had not added yet.
 
     Groups that the optimizer was built with stay; if these differ, nothing changes. Returns the names of the parameters
     in added groups.

@@ -122,7 +122,7 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     first_names: dict[object, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        # Empty tensors all have the same address, and those on the meta device have none.
+        # Empty tensors all have the same address, and tensors on the meta device have none.
         if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
             continue
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
