@@ -116,7 +116,8 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
 
 
 def _complete_ties(given: dict[str, Any], ties: Mapping[str, str]) -> None:
-    """Give each tied tensor all of its names, whichever of them the writer kept (`ties`: name to first name)."""
+    """Give each tied tensor all of its names; `ties` maps the other names to the first one."""
+    # Other writers keep any one of the names.
     for name, first in ties.items():
         if first not in given and name in given:
             given[first] = given[name]

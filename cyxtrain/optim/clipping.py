@@ -61,9 +61,9 @@ def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Limit the norm of each unit's gradient to `factor` times its weights' norm, which counts as at least 0.001.
+    """Limit the norm of each unit's gradient to `factor` times the norm of its weights.
 
-    A unit feeds one output: a row of a matrix, a filter of a convolution, an element of a vector such as a bias.
+    A norm of weights below 0.001 counts as 0.001. A unit feeds one output: a row of a matrix, a filter of a convolution, an element of a vector such as a bias.
     Cost: weights and gradients are read once more.
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
     """
