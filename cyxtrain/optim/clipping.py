@@ -63,8 +63,8 @@ def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
 def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Limit the norm of each unit's gradient to `factor` times the norm of its weights.
 
-    A norm of weights below 0.001 counts as 0.001. A unit feeds one output: a row of a matrix, a filter of a convolution, an element of a vector such as a bias.
-    Cost: weights and gradients are read once more.
+    A norm of weights below 0.001 counts as 0.001. A unit feeds one output: a row of a matrix, a filter of a
+    convolution, an element of a vector such as a bias. Cost: weights and gradients are read once more.
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
     """
     for parameter in parameters:

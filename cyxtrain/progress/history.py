@@ -32,6 +32,7 @@ _KERAS_NAMES = {
 
 # Strict JSON has no such numbers: other readers refuse the NaN that Python writes without quotes.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NAMES_OF_NON_FINITE = {str(number): name for name, number in _NON_FINITE.items()}
 
 _FIRST_ROWS = 5
 _LAST_ROWS = 4
@@ -245,10 +246,7 @@ def _json_values(value: Any) -> Any:
         return {name: _json_values(part) for name, part in value.items()}
     if isinstance(value, list):
         return [_json_values(item) for item in value]
-    if math.isfinite(value):
-        return value
-    names = {str(number): name for name, number in _NON_FINITE.items()}
-    return names[str(float(value))]
+    return value if math.isfinite(value) else _NAMES_OF_NON_FINITE[str(float(value))]
 
 
 def _validations(name: str, rows: object) -> list[dict[str, Any]]:

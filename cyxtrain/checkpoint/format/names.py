@@ -61,10 +61,8 @@ def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     _resize_buffers(model, state, is_custom)
     own = model.state_dict()
     written = _write_uncopyable(own, state, is_custom)
-    given = {}
-    for plain, name in _model_names(model, own, state).items():
-        if plain in state and name not in written:
-            given[name] = state[plain]
+    names = _model_names(model, own, state)
+    given = {name: state[plain] for plain, name in names.items() if plain in state and name not in written}
     found = model.load_state_dict(torch_compat.with_versions(given, own), strict=not written)
     missing = [name for name in found.missing_keys if name not in written]
     unknown = [*found.unexpected_keys, *missing]
