@@ -120,4 +120,5 @@ class CSVLogger(Callback):
 
 def _cell(value: float) -> str:
     """Return a step, or a metric that may be a tensor, so that it can be read back exactly."""
-    return repr(value if isinstance(value, int) else float(value))
+    number = value if isinstance(value, int) else float(value)
+    return repr(number)

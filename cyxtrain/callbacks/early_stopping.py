@@ -111,10 +111,10 @@ class EarlyStopping(Monitoring):
         return self.wait >= self.patience and not is_first
 
     def _stop(self, epoch: int) -> None:
-        rounds = counted(self.wait, "validation" if self._is_of_validations else "epoch")
+        rounds = "validation" if self._is_of_validations else "epoch"
         best = f"best {self.best:.4g} at {self._best_place}" if math.isfinite(self.best) else "never finite"
         self.stopped_epoch = epoch
-        self.stop_reason = f"{self.monitor} has not improved for {rounds}; {best}"
+        self.stop_reason = f"{self.monitor} has not improved for {counted(self.wait, rounds)}; {best}"
         self.trainer.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:

@@ -204,7 +204,8 @@ def slow_rank(ranks: Sequence[dict[str, float]], threshold: float) -> tuple[int 
         compute = [_compute(parts) for parts in ranks]
         extra_data = data[slowest] - _others_mean(data, slowest)
         extra_compute = compute[slowest] - _others_mean(compute, slowest)
-        return slowest, "data" if extra_data >= extra_compute else "compute"
+        cause = "data" if extra_data >= extra_compute else "compute"
+        return slowest, cause
     if all(parts["communication"] > _own(parts) for parts in ranks):
         return None, "communication"
     return None, ""

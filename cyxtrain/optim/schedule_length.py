@@ -113,7 +113,8 @@ def _length(part: LRScheduler) -> tuple[int | None, str]:
     if isinstance(part, PolynomialLR):
         return part.total_iters, "the learning rate is 0 after them."
     if isinstance(part, LinearLR):
-        return part.total_iters, stays if part.end_factor < part.start_factor else ""
+        is_decay = part.end_factor < part.start_factor
+        return part.total_iters, stays if is_decay else ""
     if isinstance(part, ConstantLR):
         return part.total_iters, ""
     if isinstance(part, MultiStepLR):

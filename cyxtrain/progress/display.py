@@ -49,7 +49,7 @@ class Display:
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
         """Start an epoch, or the rest of one after `done` steps.
 
-        `last_epoch` is 0 if unknown, `steps` is None.
+        An unknown `last_epoch` is 0, and unknown `steps` are None.
         """
         name = f"epoch {epoch}/{last_epoch}" if last_epoch else f"epoch {epoch}"
         self.begin(name, steps, done)
@@ -80,7 +80,7 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """Drawn ten times a second: this rank's numbers and samples/s, or what the fit does between steps."""
+    """A display that draws ten times a second: numbers and samples/s, or what the fit does between steps."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
@@ -364,7 +364,7 @@ def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
 def _wrapped(text: str, columns: int, indent: int) -> str:
     """Return text with long lines broken to fit into columns; with 0 columns, as it is.
 
-    The rest of a line is indented; if the line itself is, the rest is placed below its second word.
+    The rest of a line is indented; if the line itself is indented, the rest goes below its second word.
     """
     if not columns:
         return text

@@ -145,15 +145,19 @@ class TrainingHistory:
         names = {name: _csv_name(name) for name in (*_KERAS_NAMES, *self.metrics)}
         validations = self._validations_by_epoch()
         has_steps = any(len(of_epoch) > 1 for of_epoch in validations.values())
-        lines: list[list[Any]] = [["epoch", *(["step"] if has_steps else []), *names.values()]]
+        header: list[Any] = ["epoch", *names.values()]
+        if has_steps:
+            header.insert(1, "step")
+        lines = [header]
         for row, epoch in enumerate(self._epoch_numbers()):
             *within, last = validations.get(epoch) or [{}]
             for validation in within:
                 cells = {name: repr(value) for name, value in validation.items()}
                 lines.append([epoch, validation["step"], *(cells.get(name, "") for name in names.values())])
-            step = [last.get("step", "")] if has_steps else []
             cells = {name: repr(float(value)) for name, value in self._row(row).items()}
-            lines.append([epoch, *step, *(cells.get(name, "") for name in names)])
+            lines.append([epoch, *(cells.get(name, "") for name in names)])
+            if has_steps:
+                lines[-1].insert(1, last.get("step", ""))
         table = io.StringIO()
         csv.writer(table, lineterminator="\n").writerows(lines)
         return _written(table.getvalue(), path)

@@ -108,7 +108,8 @@ class Profile:
 
     def __init__(self, asked: bool | str, device: torch.device, world: World) -> None:
         self._world = world
-        folder = Path(local_path("fit.profile", asked if isinstance(asked, str) else _FOLDER))
+        name = asked if isinstance(asked, str) else _FOLDER
+        folder = Path(local_path("fit.profile", name))
         self._folder = folder.absolute() if asked else None
         self._seconds: list[dict[str, float]] = []
         self._steps = 0

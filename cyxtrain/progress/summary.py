@@ -39,7 +39,8 @@ def summary_of(model: nn.Module, shapes: dict[str, list[str]], depth: int | None
             continue
         place = "  " * level + (name.rpartition(".")[2] or "model")
         first, *others = shapes.get(name) or [""]
-        rows.append((place, type(layer).__name__, first, f"{count:,}" if count else ""))
+        shown_count = f"{count:,}" if count else ""
+        rows.append((place, type(layer).__name__, first, shown_count))
         rows += [("", "", other, "") for other in others]
     widths = _widths([_HEADER, *rows])
     lines = [_line(_HEADER, widths), "-" * (sum(widths) + _GAPS), *(_line(row, widths) for row in rows)]
