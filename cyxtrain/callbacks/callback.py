@@ -295,6 +295,7 @@ class Callbacks:
         flag = _FLAGS.get(hook.removeprefix("on_").removesuffix("_begin"))
         if flag is not None and self._callbacks:
             setattr(self._callbacks[0].trainer, flag, False)
+        # Sorting is stable: otherwise the user's order holds.
         for callback in sorted(self._callbacks, key=lambda each: each.runs_last):
             if last is None or callback.runs_last is last:
                 self._run(callback, hook, *arguments)
@@ -436,6 +437,7 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
     found = [callbacks] if is_one else list(callbacks or ())
     for callback in found:
         _require_callback(callback)
+        # The user's class may derive from one of ours, whose constructor must have run.
         own = next(cls for cls in type(callback).__mro__ if cls.__module__.startswith(f"{__package__}."))
         require_constructed(callback._is_constructed, callback, own.__name__)
         for name in dir(callback):

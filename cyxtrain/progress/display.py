@@ -275,6 +275,7 @@ class CellDisplay(LiveDisplay):
 
     @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
+        # A loop of fits in one cell would repeat the same lines for each.
         shown_before: list[tuple[str, str]] = []
         if not self._epoch:  # nothing has been trained
             shown_before = [fact for fact in facts if fact in self._before]
@@ -348,6 +349,7 @@ def make_display(shows: bool) -> Display:
         return LauncherDisplay(columns)
     from rich.console import Console  # takes a third of the time of `import cyxtrain`
 
+    # A closed terminal or a full disk must not end the fit: STDOUT does not raise.
     console = Console(file=cast("IO[str]", STDOUT))
     if console.is_jupyter:
         from IPython import display, get_ipython  # installed where notebooks run
