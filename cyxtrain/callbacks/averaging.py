@@ -18,9 +18,10 @@ from cyxtrain.parallel.consistency.buffer_kinds import MEAN, kinds_of_buffers
 
 
 class _Averaging(Callback):
-    """Keeps an average of what is trained, the same on every rank, and puts it into the model where it is used."""
+    """Average of the trained tensors, the same on every rank, which the model gets where it is used."""
 
     belongs_on_all_ranks = True
+    # Otherwise the end of a fit with `load_best` would put the last average over the best weights.
     restored_with_best = True
     _averages_buffers = False
 
@@ -28,60 +29,63 @@ class _Averaging(Callback):
         owner = type(self).__name__
         require_boolean(owner, "validates", validates)
         require_boolean(owner, "overwrites_at_end", overwrites_at_end)
-        self.validates = self.validates_own_weights = validates
+        self.validates = validates
+        self.validates_own_weights = validates
         self.overwrites_at_end = overwrites_at_end
         self._average: dict[str, Tensor] = {}
         self._followed: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] | None = None
 
-    def _present(self) -> dict[str, Tensor]:
-        """Return what is averaged, as the model has it now, by name."""
+    def _tensors_to_average(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers that are averaged, as the model has them now, by name."""
         trained = self.trainer.trained
-        found: list[tuple[str, Tensor]] = [*trained.named_parameters()]
+        found: list[tuple[str, Tensor]] = list(trained.named_parameters())
         if self._averages_buffers:
             kinds = kinds_of_buffers(trained)
-            found += [(name, each) for name, each in trained.named_buffers() if kinds.get(id(each)) == MEAN]
+            found += [(name, buffer) for name, buffer in trained.named_buffers() if kinds.get(id(buffer)) == MEAN]
         return {plain_name(name): each for name, each in found if each.is_floating_point() or each.is_complex()}
 
-    def _wide(self) -> list[Tensor]:
-        """Return the same tensors, 16 bits as float32: what a step adds to an average is lost in 16 bits.
+    def _follow_model(self) -> list[Tensor]:
+        """Match the average to the model's present tensors; return their values, 16-bit ones as float32.
 
-        The average has them, too, from now on: by object, because pruning renames a weight, or by name. What is new in
-        the model, or has another shape, begins with its present value.
+        A tensor keeps its average by object, because pruning renames a weight, or else by name. One that is new in the
+        model, or has another shape, begins with its present value. In 16 bits, a step's change of an average is lost.
         """
-        present = self._present()
-        there = {id(each) for each in present.values()}
-        before = {id(each): self._average[name] for name, each in self._followed.items()}
-        replaced = {name: self._average[name] for name, each in self._followed.items() if id(each) not in there}
+        present = self._tensors_to_average()
+        present_ids = {id(tensor) for tensor in present.values()}
+        by_object = {id(tensor): self._average[name] for name, tensor in self._followed.items()}
+        # A name counts only if its tensor is gone: a layer inserted before one of the same shape takes its name.
+        replaced = {name: self._average[name] for name, old in self._followed.items() if id(old) not in present_ids}
         self._average = {}
         self._followed = present
-        wide = []
-        for name, each in present.items():
-            now = each.data.to(torch.promote_types(each.dtype, torch.float32))
-            average = before.get(id(each), replaced.get(name))
-            if average is None or average.shape != now.shape:
-                average = now.clone()
+        values = []
+        for name, tensor in present.items():
+            value = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
+            average = by_object.get(id(tensor), replaced.get(name))
+            if average is None or average.shape != value.shape:
+                average = value.clone()
             self._average[name] = average
-            wide.append(now)
-        return wide
+            values.append(value)
+        return values
 
     def _move(self, weight: float) -> None:
-        wide = self._wide()
-        torch_compat.lerp_all([*self._average.values()], wide, weight)
+        """Move the average towards the present values by a weight from 0 to 1."""
+        values = self._follow_model()
+        torch_compat.lerp_all(list(self._average.values()), values, weight)
 
     def _at_end(self) -> dict[str, Tensor]:
-        """Return what the model gets at the end of a fit."""
+        """Return the values that the model gets at the end of a fit."""
         return self._average
 
-    def _at_present(self) -> dict[str, Tensor]:
-        """Return what the model gets during a fit."""
+    def _during_fit(self) -> dict[str, Tensor]:
+        """Return the values that the model gets during a fit."""
         return self._average
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._average = {}
         self._followed = {}
         self._own = None
-        self._wide()
+        self._follow_model()
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         if self.validates:
@@ -96,14 +100,15 @@ class _Averaging(Callback):
         self.on_test_end()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        # the best weights stay that were validated without the average
-        if self.overwrites_at_end and (self.validates or not self.trainer.config.load_best):
-            self._wide()
+        # Best weights that were validated without the average stay.
+        keeps_best_weights = self.trainer.config.load_best and not self.validates
+        if self.overwrites_at_end and not keeps_best_weights:
+            self._follow_model()
             self._set(self._at_end())
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the average within a `with` block, in or after a fit; for saving, say. All ranks do it.
+        """Give the model the average within a `with` block, in or after a fit; all ranks must call it.
 
         Raises:
             ConfigError: There has been no fit.
@@ -119,21 +124,21 @@ class _Averaging(Callback):
             self.on_test_end()
 
     def _swap_in(self) -> None:
-        self._wide()
-        self._own = {name: each.data.clone() for name, each in self._followed.items()}
-        self._set(self._at_present())
+        self._follow_model()
+        self._own = {name: tensor.data.clone() for name, tensor in self._followed.items()}
+        self._set(self._during_fit())
 
     def _set(self, values: dict[str, Tensor]) -> None:
-        tensors = [each.data for each in self._followed.values()]
+        tensors = [tensor.data for tensor in self._followed.values()]
         torch_compat.copy_all(tensors, [values[name].data for name in self._followed])
 
     def state_dict(self) -> dict[str, Any]:
         if self._average:
-            self._wide()  # the model may have changed since the last step
-        return {"average": [*self._average.values()], "names": [*self._average]}
+            self._follow_model()  # the model may have changed since the last step
+        return {"average": list(self._average.values()), "names": list(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._wide()
+        self._follow_model()
         saved = dict(zip(state.get("names", self._average), state["average"], strict=True))
         for name, average in self._average.items():
             if name in saved:
@@ -173,7 +178,9 @@ class EMA(_Averaging):
         self.start_step = start_step
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        weight = 1.0 - self.decay if self.trainer.step > self.start_step else 1.0
+        weight = 1.0
+        if self.trainer.step > self.start_step:
+            weight = 1.0 - self.decay
         self._move(weight)
 
 
@@ -202,28 +209,32 @@ class SWA(_Averaging):
         require_integer("SWA", "start_epoch", start_epoch, 0)
         super().__init__(validates, overwrites_at_end)
         self.start_epoch = start_epoch
-        self._count, self._counted_step = 0, -1
+        self._count = 0
+        self._counted_step = -1
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         super().on_train_begin()
-        self._count, self._counted_step = 0, -1
+        self._count = 0
+        self._counted_step = -1
 
     def _at_end(self) -> dict[str, Tensor]:
         """Return the mean, or the weights if none count yet."""
         return self._average if self._count else self._followed
 
-    def _at_present(self) -> dict[str, Tensor]:
-        """Return the mean with the present weights: an epoch is validated before its end, where its weights count."""
+    def _during_fit(self) -> dict[str, Tensor]:
+        """Return the mean as if the present weights already counted."""
+        # An epoch is validated before its end, where its weights are added to the mean.
         if self.trainer.step == self._counted_step or self.trainer.epoch < self.start_epoch:
             return self._at_end()
-        wide = self._wide()
-        mean = {name: each.clone() for name, each in self._average.items()}
-        torch_compat.lerp_all([*mean.values()], wide, 1 / (self._count + 1))
+        values = self._follow_model()
+        mean = {name: average.clone() for name, average in self._average.items()}
+        torch_compat.lerp_all(list(mean.values()), values, 1 / (self._count + 1))
         return mean
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch >= self.start_epoch:
-            self._count, self._counted_step = self._count + 1, self.trainer.step
+            self._count += 1
+            self._counted_step = self.trainer.step
             self._move(1 / self._count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,4 +242,5 @@ class SWA(_Averaging):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._count, self._counted_step = state["count"], state["step"]
+        self._count = state["count"]
+        self._counted_step = state["step"]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from cyxtrain.checkpoint.format.encoding import same_kinds
-from cyxtrain.checkpoint.validation import taking_over
+from cyxtrain.checkpoint.validation import restoring_from
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_constructed, takes, unknown_name
 from cyxtrain.errors import CheckpointError, ConfigError, brief, reason_of, warn, warn_together
@@ -35,7 +35,7 @@ Logs = Mapping[str, float]
 
 
 class Trainer(Protocol):
-    """What a callback may use of the `DistributedTrainer` that calls it; its docstrings tell what each is."""
+    """The part of the `DistributedTrainer` that callbacks may use; the trainer's docstrings describe it."""
 
     model: nn.Module
     stop_training: bool
@@ -85,8 +85,8 @@ class Callback:
     Every rank has its own callbacks and calls them at the same points. To stop the fit on all ranks, set
     `self.trainer.stop_training = True` on any rank: from `on_epoch_end` it stops after that epoch; from
     `on_train_batch_end` after the next step (on several accelerators: the one after it), and the epoch ends there.
-    A collective, such as `trainer.evaluate`, must be called on all ranks. Put callbacks that save last: those after
-    them have not seen the epoch yet.
+    A collective, such as `trainer.evaluate`, must be called on all ranks. Put callbacks that save last: later
+    ones have not seen the epoch yet.
 
     On an accelerator `on_train_batch_end` may run before the loss and gradients of the step are known to be finite; if
     they are not, the step was skipped (docs/exactness.md).
@@ -116,12 +116,12 @@ class Callback:
     restored_with_best = False
     """Whether `fit(load_best=True)` restores its state, too, before `on_train_end`."""
     runs_last = False
-    """Whether its hooks, except those of batches, run after those of the other callbacks; its `on_epoch_end` then sees
-    what they have logged."""
+    """Whether its hooks, except the hooks of batches, run after the other callbacks'; its `on_epoch_end` then sees the
+    numbers that they have logged."""
     validates_own_weights = False
     """Whether validation uses weights that it puts into the model, from `on_test_begin` to `on_test_end`, or within a
     `with` block by `applied()`: what keeps the best weights then keeps these."""
-    _validated: Callback | None = None  # the one in this fit that does
+    _validated: Callback | None = None  # the callback of this fit whose weights validation uses
     ends_on_nonfinite = False
     """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
     stop_reason = ""
@@ -135,7 +135,7 @@ class Callback:
     """Whether our constructor has run, if it has one."""
 
     def __init_subclass__(cls) -> None:
-        """Let our own constructors answer unknown arguments as `fit` does."""
+        """Let our own constructors refuse unknown arguments as `fit` does, with a suggestion."""
         if cls.__module__.startswith(f"{__package__}.") and "__init__" in vars(cls):
             cls._is_constructed = False
             cls.__init__ = _noting(names_checked(cls.__init__))  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ class Callback:
         return self.trainer.model
 
     def set_trainer(self, trainer: Trainer) -> None:
-        """Meets the trainer, before anything else is called."""
+        """Set the trainer; it is called before the other methods."""
         self.trainer = trainer
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ class Callback:
         """A fit starts; if it resumes, `load_state_dict` follows, with model and optimizer restored."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """The fit is complete, not interrupted; logs are those of the last epoch."""
+        """The fit is complete, not interrupted; logs hold the numbers of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """An epoch starts; not called if a fit resumes in the middle of it."""
@@ -181,25 +181,25 @@ class Callback:
         """A validation, or `evaluate`, starts."""
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of it starts, from 0; the number of batches may differ between ranks."""
+        """A batch of the validation or `evaluate` starts, from 0; ranks may have different numbers of batches."""
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of it is done; logs are means over this rank's batches so far."""
+        """A batch of the validation or `evaluate` is done; logs are means over this rank's batches so far."""
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """It is done; logs hold its "loss", "accuracy" and metrics, or nothing if the fit stopped in it."""
+        """A validation, or `evaluate`, is done; logs hold its metrics, or nothing if the fit stopped in it."""
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
         """`predict` starts."""
 
     def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of it starts, from 0; the number of batches may differ between ranks."""
+        """A batch of `predict` starts, from 0; ranks may have different numbers of batches."""
 
     def on_predict_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """A batch of it is done; logs hold its "outputs", as the model returned them."""
+        """A batch of `predict` is done; logs hold its "outputs", as the model returned them."""
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        """It is done."""
+        """`predict` is done."""
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
         """A validation is complete, within an epoch or at its end; logs have "val_loss" and others.
@@ -215,7 +215,7 @@ class Callback:
         """Close files: the fit has ended, in whatever way."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank 0's state for checkpoints: tensors, numbers, text, lists, tuples and dictionaries."""
+        """Return rank 0's state for checkpoints: tensors, numbers, strings, lists, tuples and dictionaries."""
         return {name: copy.copy(getattr(self, name)) for name in self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,9 +239,10 @@ class BatchLogs(Mapping[str, float]):
         return self._numbers
 
     def close(self) -> None:
-        """Refuse later reads: the values would be those of a later step."""
+        """Refuse later reads: they would return the values of a later step."""
         self._look = _refuse_late_reading
-        self._numbers = self._numbers and dict.fromkeys(self._numbers, _refuse_late_reading)
+        if self._numbers is not None:
+            self._numbers = dict.fromkeys(self._numbers, _refuse_late_reading)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -271,7 +272,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
         self.stop_reason = ""
-        """Why the latest one to set `stop_training` did so; "": none has."""
+        """Why the latest callback to set `stop_training` did so; "": none has."""
         self._unwritten: list[Callback] = []
         self._overriding = {hook: [each for each in self._callbacks if _overrides(each, hook)] for hook in _HOOKS}
         self._validated = [each for each in self._callbacks if each.validates_own_weights]
@@ -280,81 +281,90 @@ class Callbacks:
             raise ConfigError(f"validation uses one average, and {names} have one: set validates=False in the others.")
 
     def set_trainer(self, trainer: Trainer, params: dict[str, Any]) -> None:
-        """Set the trainer and the parameters of each."""
+        """Set the trainer and the parameters of each callback."""
         for callback in self._callbacks:
             callback.set_trainer(trainer)
             callback._validated = next(iter(self._validated), None)
             callback.set_params(dict(params))
 
     def call(self, hook: str, *arguments: Any, last: bool | None = None) -> None:
-        """Call a hook, by its name, of each; `last`: of those that run last, or of the others.
+        """Call a hook, by its name, of each callback, or only of those whose `runs_last` is `last`.
 
         If a "test" or "predict" begins, withdraw earlier requests to end it.
         """
-        if flag := _FLAGS.get(hook.removeprefix("on_").removesuffix("_begin")):
-            for callback in self._callbacks[:1]:
-                setattr(callback.trainer, flag, False)
+        flag = _FLAGS.get(hook.removeprefix("on_").removesuffix("_begin"))
+        if flag is not None and self._callbacks:
+            setattr(self._callbacks[0].trainer, flag, False)
+        # Sorting is stable: otherwise the user's order holds.
         for callback in sorted(self._callbacks, key=lambda each: each.runs_last):
             if last is None or callback.runs_last is last:
                 self._run(callback, hook, *arguments)
 
     @property
     def may_log(self) -> bool:
-        """Whether there is one of the user's own, which may log numbers."""
+        """Whether the user passed a callback of their own, which may log numbers."""
         kinds = {type(callback) for callback in self._callbacks}
         return any(kind is LambdaCallback or not kind.__module__.startswith("cyxtrain.") for kind in kinds)
 
     @property
     def on_all_ranks(self) -> list[str]:
-        """The names of those that every rank must have."""
+        """The names of the callbacks that every rank must have."""
         return [name for name, callback in self._named() if callback.belongs_on_all_ranks]
 
     @property
     def end_on_nonfinite(self) -> bool:
-        """Whether any stops the fit at a non-finite value."""
+        """Whether a callback stops the fit at a non-finite value."""
         return any(each.ends_on_nonfinite for each in self._callbacks)
 
     @property
     def before_optimizer_step(self) -> Callable[[int], None] | None:
-        """Calls the hook of those that override it; None: none does."""
-        return self._on_before_optimizer_step if self._overriding["on_before_optimizer_step"] else None
+        """A function that calls this hook of the callbacks that override it; None: none does."""
+        if not self._overriding["on_before_optimizer_step"]:
+            return None
+        return self._on_before_optimizer_step
 
     def _on_before_optimizer_step(self, batch: int) -> None:
         for callback in self._overriding["on_before_optimizer_step"]:
             callback.on_before_optimizer_step(batch, {})
 
     def on_exception(self, exception: BaseException) -> None:
-        """Call the hook of each; ignore errors in it."""
+        """Call the hook of each callback; ignore errors in it."""
         for callback in self._callbacks:
             with contextlib.suppress(Exception):
                 callback.on_exception(exception)
 
     def may_end(self, kind: str) -> bool:
-        """Return whether any has hooks of the batches of a "test" or "predict", or has asked already to end it."""
-        return any(self._overriding[f"on_{kind}_batch_{when}"] for when in ("begin", "end")) or self.wants_end(kind)
+        """Return whether a callback has hooks of the batches of a "test" or "predict", or asks to end it."""
+        has_hooks = self._overriding[f"on_{kind}_batch_begin"] or self._overriding[f"on_{kind}_batch_end"]
+        return bool(has_hooks) or self.wants_end(kind)
 
     def wants_end(self, kind: str) -> bool:
-        """Return whether one asks to end a "test" or "predict", also by Keras's `self.model.stop_evaluating = True`."""
+        """Return whether a callback asks to end a "test" or "predict"."""
+        if not self._callbacks:
+            return False
         flag = _FLAGS[kind]
-        for each in self._callbacks[:1]:
-            if vars(each.model).pop(flag, False):
-                setattr(each.trainer, flag, True)
-        return any(getattr(each.trainer, flag) for each in self._callbacks[:1])
+        first = self._callbacks[0]
+        # Keras's way is to set it on the model: `self.model.stop_evaluating = True`.
+        if vars(first.model).pop(flag, False):
+            setattr(first.trainer, flag, True)
+        return bool(getattr(first.trainer, flag))
 
     def on_batch_begin(self, kind: str, batch: int) -> None:
-        """Call the hook of a batch of a "train", "test" or "predict" of those that override it."""
+        """Call the hook of a batch of a "train", "test" or "predict", of the callbacks that override it."""
         for callback in self._overriding[f"on_{kind}_batch_begin"]:
             self._run(callback, f"on_{kind}_batch_begin", batch, {})
 
     def on_batch_end(self, kind: str, batch: int, look: Callable[[], dict[str, Callable[[], Any]]]) -> None:
-        """Call the hook of those that override it, with logs of `look`."""
-        if callbacks := self._overriding[f"on_{kind}_batch_end"]:
+        """Call the hook of a batch, of the callbacks that override it, with logs of `look`."""
+        hook = f"on_{kind}_batch_end"
+        callbacks = self._overriding[hook]
+        if callbacks:
             with contextlib.closing(BatchLogs(look)) as logs:
                 for callback in callbacks:
-                    self._run(callback, f"on_{kind}_batch_end", batch, logs)
+                    self._run(callback, hook, batch, logs)
 
     def close(self) -> None:
-        """Close each."""
+        """Close each callback."""
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
                 stack.callback(self._writing, callback, callback.close)
@@ -387,16 +397,17 @@ class Callbacks:
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any], source: str) -> None:
-        """Restore the states of a checkpoint; warn of states without a callback. `source` names the checkpoint."""
+        """Restore the states of the checkpoint named `source`; warn of states without a callback."""
         left = dict(states)
         for name, callback in self._named():
-            if name in left:
-                with taking_over(f"{source}, {name}"):
-                    state = left.pop(name)
-                    is_own = type(callback).__module__.startswith(f"{__package__}.")
-                    if is_own and not same_kinds(state, callback.state_dict()):
-                        raise TypeError(f"its state is {brief(state)}")
-                    self._writing(callback, callback.load_state_dict, state)
+            if name not in left:
+                continue
+            with restoring_from(f"{source}, {name}"):
+                state = left.pop(name)
+                is_own = type(callback).__module__.startswith(f"{__package__}.")
+                if is_own and not same_kinds(state, callback.state_dict()):
+                    raise TypeError(f"its state is {brief(state)}")
+                self._writing(callback, callback.load_state_dict, state)
         if left:
             warn_together(
                 f"{source} has the state of {', '.join(left)}, but fit has no such callback: the run may continue "
@@ -407,15 +418,17 @@ class Callbacks:
         """Restore the states of the best checkpoint that belong to its weights."""
         for name, callback in self._named():
             if callback.restored_with_best and name in states:
-                with taking_over(f"{source}, {name}"):
+                with restoring_from(f"{source}, {name}"):
                     callback.load_state_dict(states[name])
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
         counts: Counter[str] = Counter()
         for callback in self._callbacks:
-            kind = type(callback).__name__
-            counts[kind] += 1
-            yield kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback
+            name = type(callback).__name__
+            counts[name] += 1
+            if counts[name] > 1:
+                name = f"{name} {counts[name]}"
+            yield name, callback
 
 
 def checked_callbacks(callbacks: Any) -> list[Callback]:
@@ -423,12 +436,8 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
     is_one = isinstance(callbacks, (Callback, type, str, Mapping)) or not isinstance(callbacks or (), Iterable)
     found = [callbacks] if is_one else list(callbacks or ())
     for callback in found:
-        if not isinstance(callback, Callback):
-            what = f"{brief(callback)} (a {type(callback).__name__}). cyxtrain.callbacks has EarlyStopping and others; "
-            what += "a function goes in a LambdaCallback, and a class of yours derives from Callback."
-            if isinstance(callback, type):
-                what = f"the class {callback.__name__}: pass an object, callbacks=[{callback.__name__}(...)]."
-            raise ConfigError(f"callbacks must be instances of cyxtrain.callbacks.Callback, got {what}")
+        _require_callback(callback)
+        # The user's class may derive from one of ours, whose constructor must have run.
         own = next(cls for cls in type(callback).__mro__ if cls.__module__.startswith(f"{__package__}."))
         require_constructed(callback._is_constructed, callback, own.__name__)
         for name in dir(callback):
@@ -439,19 +448,31 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
     return found
 
 
+def _require_callback(callback: object) -> None:
+    if isinstance(callback, Callback):
+        return
+    if isinstance(callback, type):
+        got = f"the class {callback.__name__}: pass an object, callbacks=[{callback.__name__}(...)]."
+    else:
+        got = (
+            f"{brief(callback)} (a {type(callback).__name__}). cyxtrain.callbacks has EarlyStopping and others; "
+            "a function goes in a LambdaCallback, and a class of yours derives from Callback."
+        )
+    raise ConfigError(f"callbacks must be instances of cyxtrain.callbacks.Callback, got {got}")
+
+
 def _check_parameters(callback: Callback, name: str) -> None:
     """Refuse a method that cannot be called with the arguments of ours."""
     method = getattr(callback, name)
-    if getattr(method, "__func__", None) is getattr(Callback, name) or takes(method, len(_CALLED[name])):
+    function = getattr(method, "__func__", method)
+    if function is getattr(Callback, name) or takes(method, len(_CALLED[name])):
         return
-    has = (
-        f"takes {inspect.signature(getattr(method, '__func__', method))}" if callable(method) else f"is {brief(method)}"
-    )
-    wanted = ", ".join(_CALLED[name])
-    right = ("self, " * inspect.ismethod(method) + wanted).removesuffix(", ")
+    has = f"takes {inspect.signature(function)}" if callable(method) else f"is {brief(method)}"
+    passed = _CALLED[name]
+    parameters = ["self", *passed] if inspect.ismethod(method) else passed
     raise ConfigError(
-        f"{type(callback).__name__}.{name} {has}, and fit passes ({wanted}): define {name}({right}). The "
-        "trainer is self.trainer."
+        f"{type(callback).__name__}.{name} {has}, and fit passes ({', '.join(passed)}): define "
+        f"{name}({', '.join(parameters)}). The trainer is self.trainer."
     )
 
 

@@ -12,7 +12,7 @@ from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.checkpoint.files import replacing
 from cyxtrain.config.settings import require, require_boolean
 from cyxtrain.environment.regular_files import local_path, read_text
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, reason_of
 
 
 class CSVLogger(Callback):
@@ -21,8 +21,8 @@ class CSVLogger(Callback):
     A resumed fit continues the file: lines of epochs after the checkpoint are removed.
 
     Args:
-        filename: Of the file; its folder is created.
-        separator: Between cells.
+        filename: Path of the file; its folder is created.
+        separator: The character between cells.
         append: Keep the lines of an earlier fit and append to them.
 
     Raises:
@@ -49,7 +49,7 @@ class CSVLogger(Callback):
         """Read the existing file; nothing is written before the first epoch is complete.
 
         Raises:
-            ConfigError: It is not a regular file or not CSV.
+            ConfigError: The file is not a regular file or not CSV.
         """
         if not self.trainer.is_master():
             return
@@ -57,13 +57,14 @@ class CSVLogger(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._existing = []
         try:
-            text = io.StringIO(read_text(self._path), newline="")
-            self._existing = [line for line in csv.reader(text, delimiter=self.separator) if line]
+            table = io.StringIO(read_text(self._path), newline="")
+            self._existing = [line for line in csv.reader(table, delimiter=self.separator) if line]
         except FileNotFoundError:
             pass
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise ConfigError(f"CSVLogger cannot read {self.filename}: {reason}. Use another filename.") from error
+            raise ConfigError(
+                f"CSVLogger cannot read {self.filename}: {reason_of(error)}. Use another filename."
+            ) from error
         self._lines = list(self._existing) if self.append else []
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,15 +84,18 @@ class CSVLogger(Callback):
             self._lines = [["epoch", *names]]
         if "step" in self._lines[0]:
             logs = {"step": self.trainer.step, **logs}
-            before = dict(zip(self._lines[0], self._lines[-1], strict=False))
-            if (before["epoch"], before["step"], before.get("loss")) == (str(epoch), str(logs["step"]), ""):
-                self._lines.pop()  # the validation of the epoch's last step
+            last = dict(zip(self._lines[0], self._lines[-1], strict=False))
+            is_of_this_step = last["epoch"] == str(epoch) and last["step"] == str(logs["step"])
+            if is_of_this_step and last.get("loss") == "":
+                self._lines.pop()  # the validation of the epoch's last step: the epoch's line has its metrics
         self._write(epoch, logs)
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write a line for a validation within an epoch, with its step."""
-        if self.trainer.is_master() and epoch == self.trainer.epoch:  # the epoch is not complete
-            self._lines = self._lines or [["epoch", "step", *self.params["metrics"]]]
+        is_within_epoch = epoch == self.trainer.epoch
+        if self.trainer.is_master() and is_within_epoch:
+            if not self._lines:
+                self._lines = [["epoch", "step", *self.params["metrics"]]]
             self._write(epoch, {"step": self.trainer.step, **(logs or {})})
 
     def _write(self, epoch: int, logs: Logs) -> None:
@@ -99,15 +103,22 @@ class CSVLogger(Callback):
         header = self._lines[0]
         new_names = [name for name in logs if name not in header]
         if new_names:
-            width = len(header)
-            lines = ([*line, *[""] * (width - len(line) + len(new_names))] for line in self._lines[1:])
-            self._lines = [[*header, *new_names], *lines]
-        values = {name: value if isinstance(value, int) else float(value) for name, value in logs.items()}
-        self._lines.append([str(epoch), *(repr(values[n]) if n in values else "" for n in self._lines[0][1:])])
+            header = [*header, *new_names]
+            padded = [line + [""] * (len(header) - len(line)) for line in self._lines[1:]]
+            self._lines = [header, *padded]
+        cells = {name: _cell(value) for name, value in logs.items()}
+        self._lines.append([str(epoch), *(cells.get(name, "") for name in header[1:])])
         table = io.StringIO()
         csv.writer(table, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
-        with replacing(self._path, "CSV file", synchronizes=False) as file:  # readers see no part; no epoch waits
+        # Readers never see half of it. Training does not wait for the disk: a log need not survive a power cut.
+        with replacing(self._path, "CSV file", synchronizes=False) as file:
             file.write(table.getvalue().encode())
 
     def state_dict(self) -> dict[str, Any]:
         return {"lines": len(self._lines)}
+
+
+def _cell(value: float) -> str:
+    """Return a step, or a metric that may be a tensor, so that it can be read back exactly."""
+    number = value if isinstance(value, int) else float(value)
+    return repr(number)

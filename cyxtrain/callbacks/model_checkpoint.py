@@ -32,7 +32,8 @@ class ModelCheckpoint(Monitoring):
         verbose: 1: rank 0 prints what it saves.
         save_best_only: Save only epochs that improve on all previous ones; or validations, also within an epoch, as
             `keep_best` does.
-        save_weights_only: Save only the weights, as safetensors; with `save_best_only` those that were validated.
+        save_weights_only: Save only the weights, as safetensors; with `save_best_only`, the weights that were
+            validated.
         mode: "min", "max", or "auto": as the metric declares.
         save_freq: "epoch", or a number of steps.
         initial_value_threshold: With `save_best_only`, the value that the first saved epoch must improve on.
@@ -62,9 +63,8 @@ class ModelCheckpoint(Monitoring):
         if save_freq != "epoch":
             require_integer(owner, "save_freq", save_freq, 1)
             require(not save_best_only, f"{owner}.save_best_only needs save_freq='epoch'.")
-        require_float(
-            owner, "initial_value_threshold", 0 if initial_value_threshold is None else initial_value_threshold
-        )
+        if initial_value_threshold is not None:
+            require_float(owner, "initial_value_threshold", initial_value_threshold)
         self.filepath = os.fspath(filepath)
         self.verbose = verbose
         self.save_best_only = save_best_only
@@ -87,6 +87,7 @@ class ModelCheckpoint(Monitoring):
         for optimizer in self.trainer.optimizers.values():
             if not self.save_weights_only:
                 optimizer_state_by_name(optimizer, self.trainer.trained)
+        # Relative paths are of the fit's beginning: the program may change its working directory.
         self._folder = os.getcwd()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -95,17 +96,20 @@ class ModelCheckpoint(Monitoring):
             self._compare(epoch, logs)
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Save after a validation within an epoch; after that of its end, other callbacks must see the epoch first."""
+        """Save after a validation within an epoch."""
+        # After the validation at its end, `on_epoch_end` saves: other callbacks must see the epoch first.
         if self.save_best_only and self._is_of_validations and epoch == self.trainer.epoch:
             self._compare(epoch, logs)
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         if self.save_best_only:
             value = self.value_in(logs)
-            if value is None or not self.is_better(value, self.worst if self.best is None else self.best):
+            best = self.worst if self.best is None else self.best
+            if value is None or not self.is_better(value, best):
                 return
             self.best = value
-        self._save(epoch, {**dict.fromkeys(self.params["metrics"], math.nan), **(logs or {})})
+        unknown = dict.fromkeys(self.params["metrics"], math.nan)
+        self._save(epoch, {**unknown, **(logs or {})})
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Save after steps."""
@@ -113,22 +117,25 @@ class ModelCheckpoint(Monitoring):
             self._save(self.trainer.epoch, {"batch": batch + 1})
 
     def _save(self, epoch: int, known: Mapping[str, float]) -> None:
-        known = {"epoch": epoch + 1, "step": self.trainer.step, **known}
-        try:
-            path = self.filepath.format(**known)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ConfigError(
-                f"ModelCheckpoint.filepath={self.filepath!r} has unknown names ({error!r}); available: "
-                f"{', '.join(known)}."
-            ) from error
-        shown = path
-        path = os.path.join(self._folder, local_path("ModelCheckpoint.filepath", path))
+        name = self._file_name({"epoch": epoch + 1, "step": self.trainer.step, **known})
+        path = os.path.join(self._folder, local_path("ModelCheckpoint.filepath", name))
         if self.trainer.is_master():
             os.makedirs(os.path.dirname(path), exist_ok=True)
         if not self.save_weights_only:
             self.trainer.save_checkpoint(path)
         elif self.trainer.is_master():
-            with self._measured_weights() if self.save_best_only else contextlib.nullcontext():
+            weights = self._measured_weights() if self.save_best_only else contextlib.nullcontext()
+            with weights:
                 save_weights(self.model, path)
         if self.verbose and self.trainer.is_master():
-            show(f"saved {shown}")
+            show(f"saved {name}")
+
+    def _file_name(self, known: Mapping[str, float]) -> str:
+        """Return the file name with epoch, step and metrics filled in."""
+        try:
+            return self.filepath.format(**known)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"ModelCheckpoint.filepath={self.filepath!r} has unknown names ({error!r}); available: "
+                f"{', '.join(known)}."
+            ) from error

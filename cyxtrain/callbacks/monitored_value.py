@@ -25,7 +25,8 @@ class Monitoring(Callback):
         self._has_warned = False
         self.mode = mode
         self.min_delta = abs(min_delta)
-        self._sign = -1.0 if mode == "max" or (mode == "auto" and monitor.endswith("accuracy")) else 1.0
+        larger_is_better = mode == "max" or (mode == "auto" and monitor.endswith("accuracy"))
+        self._sign = -1.0 if larger_is_better else 1.0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if not self._is_of_validations:
@@ -45,7 +46,9 @@ class Monitoring(Callback):
 
     def _measured_weights(self) -> contextlib.AbstractContextManager[Any]:
         """Put the weights with which the metric was measured into the model."""
-        return ((self._is_of_validations and self._validated) or self).applied()
+        if self._is_of_validations and self._validated is not None:
+            return self._validated.applied()
+        return self.applied()
 
     def _compare(self, epoch: int, logs: Logs | None) -> None:
         """Compare the metric with the best one."""
@@ -57,41 +60,48 @@ class Monitoring(Callback):
 
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
-        self.runs_last = self.runs_last or self.monitor not in params["metrics"]
+        measured = params["metrics"]
+        is_measured = self.monitor in measured
         name = self.monitor.removeprefix("val_")
-        own = self.monitor not in params["metrics"] and params["may_log"]
-        if name != self.monitor and name in params["metrics"] and not params["validation"]:
+        if not is_measured:
+            self.runs_last = True  # another callback may log it
+        if name != self.monitor and name in measured and not params["validation"]:
             raise ConfigError(
                 f"{type(self).__name__} monitors {self.monitor!r}, but there is no validation data: pass some, or set "
                 f'monitor="{name}".'
             )
-        if not own and self.monitor not in params["metrics"]:
-            raise unknown_name("this fit", self.monitor, params["metrics"], "metric named")
+        if not is_measured and not params["may_log"]:
+            raise unknown_name("this fit", self.monitor, measured, "metric named")
         if self.mode == "auto":
-            known = params["larger_is_better"].get(name, name.endswith("accuracy") or None)
-            if known is None:
+            larger_is_better = _larger_is_better(name, params["larger_is_better"])
+            if larger_is_better is None:
                 raise ConfigError(
                     f"{type(self).__name__} monitors {self.monitor!r}, and it is unknown whether larger is better: set "
                     'mode="min" or "max".'
                 )
-            self._sign = -1.0 if known else 1.0
+            self._sign = -1.0 if larger_is_better else 1.0
 
     def value_in(self, logs: Logs | None) -> float | None:
         """Return the metric's value; None if the epoch had no validation, or the program has not logged it."""
         logs = logs or {}
-        value, known = logs.get(self.monitor), ", ".join(logs)
-        if value is None and self.monitor not in self.params["metrics"]:
+        value = logs.get(self.monitor)
+        if value is not None:
+            return value
+        available = ", ".join(logs)
+        if self.monitor not in self.params["metrics"]:
             if not self._has_warned:
                 warn_together(
                     f"{type(self).__name__} monitors {self.monitor!r}, which this epoch has not logged (available: "
-                    f"{known}). It waits for an epoch that does."
+                    f"{available}). It waits for an epoch that does."
                 )
             self._has_warned = True
-        elif value is None and not (self.monitor.startswith("val_") and "val_loss" not in logs):
-            raise ConfigError(
-                f"{type(self).__name__} monitors {self.monitor!r}, which this fit does not measure (it has {known})."
-            )
-        return value
+            return None
+        has_no_validation = self.monitor.startswith("val_") and "val_loss" not in logs
+        if has_no_validation:
+            return None
+        raise ConfigError(
+            f"{type(self).__name__} monitors {self.monitor!r}, which this fit does not measure (it has {available})."
+        )
 
     def is_better(self, value: float, than: float) -> bool:
         """Return whether a value improves on another by more than `min_delta`."""
@@ -99,5 +109,12 @@ class Monitoring(Callback):
 
 
 def require_float(owner: str, name: str, value: object) -> None:
-    """Raise a ConfigError unless a value is a number."""
+    """Refuse a value that is not a number."""
     require(is_number(value), f"{owner}.{name} must be a number, got {value!r}.")
+
+
+def _larger_is_better(name: str, declared: dict[str, bool | None]) -> bool | None:
+    """Return what a metric declares, or else what its name says; None if neither does."""
+    if name.endswith("accuracy"):
+        return declared.get(name, True)
+    return declared.get(name)

@@ -1,4 +1,4 @@
-"""Callbacks that measure a fit or stop it: TerminateOnNaN, Timer, gradient norm, throughput, slow ranks."""
+"""Callbacks that measure a fit or stop it: NaN, time limit, gradient norm, throughput, slow ranks."""
 
 from __future__ import annotations
 
@@ -37,21 +37,23 @@ class Timer(Callback):
         seconds: Time limit, by the clock of the rank that has this callback; None: no limit.
 
     Attributes:
-        epoch_seconds: Of each epoch, with its validation, since the fit started or resumed.
+        epoch_seconds: Duration of each epoch, with its validation, since the fit started or resumed.
 
     Raises:
         ConfigError: `seconds` is not above 0.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        require_float("Timer", "seconds", 1.0 if seconds is None else seconds)
-        require(seconds is None or seconds > 0, f"Timer.seconds must be above 0, got {seconds!r}.")
+        if seconds is not None:
+            require_float("Timer", "seconds", seconds)
+            require(seconds > 0, f"Timer.seconds must be above 0, got {seconds!r}.")
         self.seconds = seconds
         self.on_train_begin()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.epoch_seconds: list[float] = []
-        self._began = self._epoch_began = time.monotonic()
+        self._began = time.monotonic()
+        self._epoch_began = self._began
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self.seconds is not None and time.monotonic() - self._began >= self.seconds:
@@ -65,7 +67,7 @@ class Timer(Callback):
 
 
 class _Recording(Callback):
-    """Records (step, number) in `values`, every `every_n_steps`, also in checkpoints."""
+    """Base of callbacks that record (step, number) every few steps, also in checkpoints."""
 
     def __init__(self, every_n_steps: int) -> None:
         require_integer(type(self).__name__, "every_n_steps", every_n_steps, 1)
@@ -75,9 +77,9 @@ class _Recording(Callback):
     @property
     def values(self) -> list[tuple[int, float]]:
         """(step, number), from the first step of the training; reading them waits for the device."""
-        found = [(step, float(value)) for step, value in self._values]
-        self._values = [*found]
-        return found
+        numbers = [(step, float(value)) for step, value in self._values]
+        self._values = list(numbers)
+        return numbers
 
     def is_due(self) -> bool:
         """Return whether this step has an entry."""
@@ -111,7 +113,9 @@ class GradientNormMonitor(_Recording):
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
         if self.is_due():
             norm = gradient_norm(self.model)
-            self._values.append((self.trainer.step, math.nan if norm is None else norm))
+            if norm is None:
+                norm = math.nan
+            self._values.append((self.trainer.step, norm))
 
 
 class ThroughputMonitor(_Recording):
@@ -139,7 +143,8 @@ class ThroughputMonitor(_Recording):
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if batch == 0 or not self._since:
-            self._since, self._steps = time.perf_counter(), 0
+            self._since = time.perf_counter()
+            self._steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps += 1
@@ -147,7 +152,8 @@ class ThroughputMonitor(_Recording):
             now = time.perf_counter()
             samples = self._steps * self.params["samples_per_step"]
             self._values.append((self.trainer.step, samples / (now - self._since)))
-            self._since, self._steps = now, 0
+            self._since = now
+            self._steps = 0
 
 
 class SlowRankMonitor(Callback):
@@ -178,24 +184,31 @@ class SlowRankMonitor(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Compare the step times of all ranks, which the fit has measured."""
         ranks = self.trainer.step_seconds
-        rank, why = slow_rank(ranks, self.threshold) if len(ranks) > 1 else (None, "")
-        if why:
-            is_new = (epoch - 1, rank, why) not in self.slow[-1:]
-            self.slow.append((epoch, rank, why))
-            if is_new:
-                warn_together(f"epoch {epoch + 1}: {_describe(ranks, rank, why)}")
+        if len(ranks) < 2:
+            return
+        rank, why = slow_rank(ranks, self.threshold)
+        if not why:
+            return
+        is_new = (epoch - 1, rank, why) not in self.slow[-1:]
+        self.slow.append((epoch, rank, why))
+        if is_new:
+            warn_together(f"epoch {epoch + 1}: {_describe(ranks, rank, why)}")
 
 
 def slow_rank(ranks: Sequence[dict[str, float]], threshold: float) -> tuple[int | None, str]:
     """Return (slow rank, "data" or "compute"), (None, "communication") or (None, "")."""
     own = [_own(parts) for parts in ranks]
-    rank = max(range(len(ranks)), key=own.__getitem__)
-    if own[rank] > threshold * _others_mean(own, rank):
-        data, compute = [parts["data"] for parts in ranks], [_compute(parts) for parts in ranks]
-        is_data = data[rank] - _others_mean(data, rank) >= compute[rank] - _others_mean(compute, rank)
-        return rank, "data" if is_data else "compute"
-    everyone = all(parts["communication"] > _own(parts) for parts in ranks)
-    return None, "communication" if everyone else ""
+    slowest = max(range(len(ranks)), key=own.__getitem__)
+    if own[slowest] > threshold * _others_mean(own, slowest):
+        data = [parts["data"] for parts in ranks]
+        compute = [_compute(parts) for parts in ranks]
+        extra_data = data[slowest] - _others_mean(data, slowest)
+        extra_compute = compute[slowest] - _others_mean(compute, slowest)
+        cause = "data" if extra_data >= extra_compute else "compute"
+        return slowest, cause
+    if all(parts["communication"] > _own(parts) for parts in ranks):
+        return None, "communication"
+    return None, ""
 
 
 def _describe(ranks: Sequence[dict[str, float]], rank: int | None, why: str) -> str:
@@ -206,10 +219,13 @@ def _describe(ranks: Sequence[dict[str, float]], rank: int | None, why: str) -> 
             "accumulation_steps or DDPConfig(compression=) reduce it."
         )
     own = [1000 * _own(parts) for parts in ranks]
-    seconds = ranks[rank]["data"] if why == "data" else _compute(ranks[rank])
+    if why == "data":
+        cause = f"waits for data for {1000 * ranks[rank]['data']:.1f} ms"
+    else:
+        cause = f"computes for {1000 * _compute(ranks[rank]):.1f} ms"
     return (
         f"rank {rank} is slow: its step takes {own[rank]:.1f} ms, the others' {_others_mean(own, rank):.1f} ms, and "
-        f"they wait for it. It {'waits for data' if why == 'data' else 'computes'} for {1000 * seconds:.1f} ms."
+        f"they wait for it. It {cause}."
     )
 
 

@@ -32,7 +32,8 @@ class ProgressBar(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         logs = logs or {}
-        trained, validated = ({n: v for n, v in logs.items() if n.startswith("val_") is each} for each in (False, True))
+        trained = {name: value for name, value in logs.items() if not name.startswith("val_")}
+        validated = {name: value for name, value in logs.items() if name.startswith("val_")}
         self._display.end_epoch(around_validation(numbers(trained), validated, self.params["sets"]))
 
     def close(self) -> None:

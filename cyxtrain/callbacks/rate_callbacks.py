@@ -1,7 +1,11 @@
-"""Callbacks that set or record the learning rate. A rate set on one rank between two steps applies to all ranks."""
+"""Callbacks that set or record the learning rate.
+
+A rate that is set on one rank between two steps applies to all ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +18,24 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.optim.learning_rates import rates_of
 
 
+def _listed(rates: list[float]) -> str:
+    """Return rates for a message, equal ones once."""
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+
+
 class _SettingRates(Callback):
     """Base of callbacks that set the learning rate."""
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Check that neither a scheduler nor a warm-up sets it."""
         super().set_params(params)
-        if self.trainer.scheduler is not None or params["warmup_steps"]:
-            other = "warmup_steps" if params["warmup_steps"] else type(self.trainer.scheduler).__name__
-            raise ConfigError(f"{type(self).__name__} and {other} both set the learning rate: leave one of them out.")
+        if params["warmup_steps"]:
+            other = "warmup_steps"
+        elif self.trainer.scheduler is not None:
+            other = type(self.trainer.scheduler).__name__
+        else:
+            return
+        raise ConfigError(f"{type(self).__name__} and {other} both set the learning rate: leave one of them out.")
 
 
 class LearningRateScheduler(_SettingRates):
@@ -50,24 +63,27 @@ class LearningRateScheduler(_SettingRates):
             ConfigError: The schedule returned something else than a finite number of at least 0.
         """
         before = rates_of(*self.trainer.optimizers.values())
-        found = [self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch) for rate in before]
-        rates = []
-        for rate in found:
-            try:
-                rates.append(float(rate))
-            except (TypeError, ValueError):
-                rates.append(math.nan)
-            if not 0 <= rates[-1] < math.inf:
-                raise ConfigError(
-                    f"LearningRateScheduler.schedule returned {rate!r} for epoch {epoch}: no learning rate."
-                )
+        if self._takes_rate:
+            returned = [self.schedule(epoch, rate) for rate in before]
+        else:
+            returned = [self.schedule(epoch) for _ in before]
+        rates = [self._checked(value, epoch) for value in returned]
         self.trainer.set_learning_rates(rates)
         if self.verbose and self.trainer.is_master():
-            show(f"epoch {epoch + 1}: the learning rate is {', '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}")
+            show(f"epoch {epoch + 1}: the learning rate is {_listed(rates)}")
+
+    def _checked(self, value: Any, epoch: int) -> float:
+        """Return what the schedule returned as a number; refuse what cannot be a learning rate."""
+        rate = math.nan
+        with contextlib.suppress(TypeError, ValueError):
+            rate = float(value)
+        if not 0 <= rate < math.inf:
+            raise ConfigError(f"LearningRateScheduler.schedule returned {value!r} for epoch {epoch}: no learning rate.")
+        return rate
 
 
 class ReduceLROnPlateau(_SettingRates, Monitoring):
-    """Reduce the learning rate when a metric has not improved for some epochs or validations; Keras's arguments.
+    """Reduce the learning rate when a metric has not improved for some time; Keras's arguments.
 
     Args:
         monitor: As in `EarlyStopping`.
@@ -123,7 +139,8 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
             self.cooldown_counter -= 1
             self.wait = 0
         if self.is_better(value, self.best):
-            self.best, self.wait = value, 0
+            self.best = value
+            self.wait = 0
         elif self.cooldown_counter == 0:
             self.wait += 1
             if self.wait >= self.patience:
@@ -131,14 +148,15 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
 
     def _lower(self, epoch: int) -> None:
         before = rates_of(*self.trainer.optimizers.values())
-        rates = [max(rate * self.factor, self.min_lr) if rate > self.min_lr else rate for rate in before]
-        self.cooldown_counter, self.wait = self.cooldown, 0
+        # `min`, because a rate that is already below `min_lr` stays.
+        rates = [min(rate, max(rate * self.factor, self.min_lr)) for rate in before]
+        self.cooldown_counter = self.cooldown
+        self.wait = 0
         if rates == before:
             return
         self.trainer.set_learning_rates(rates)
         if self.verbose and self.trainer.is_master():
-            words = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
-            show(f"epoch {epoch + 1}: {self.monitor} has not improved, reducing the learning rate to {words}")
+            show(f"epoch {epoch + 1}: {self.monitor} has not improved, reducing the learning rate to {_listed(rates)}")
 
 
 class LearningRateMonitor(Callback):

@@ -1,4 +1,4 @@
-"""Write curves for TensorBoard; histograms and images of weights, the model's graph, a profile of steps."""
+"""Curves for TensorBoard, histograms and images of weights, the model's graph, a profile of steps."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class TensorBoard(Callback):
         histogram_freq: Write a histogram of each parameter after every so many epochs; 0: none.
         write_graph: Write the model's graph, traced with the inputs of rank 0's first step.
         write_images: Write parameters as images, too, whenever there are histograms: outputs by inputs, and the
-            kernels of convolutions beside each other; at most 1,024 rows and columns.
-        profile_batch: Steps of this fit that rank 0 profiles, from 1: a number, two as in (10, 20), or "10,20"; 0:
-            none. TensorBoard shows them with the plugin torch-tb-profiler.
+            kernels of convolutions side by side; at most 1,024 rows and columns.
+        profile_batch: Steps of this fit that rank 0 profiles, from 1: a number, or the first and the last as in
+            (10, 20) or "10,20"; 0: none. TensorBoard shows them with the plugin torch-tb-profiler.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -76,16 +76,16 @@ class TensorBoard(Callback):
         require_boolean(owner, "write_graph", write_graph)
         require_boolean(owner, "write_images", write_images)
         require(histogram_freq > 0 or not write_images, f"{owner}.write_images needs histogram_freq=1 or more.")
-        self.histogram_freq, self.write_images, self.write_graph = histogram_freq, write_images, write_graph
+        self.histogram_freq = histogram_freq
+        self.write_images = write_images
+        self.write_graph = write_graph
         self.profile_batch = _steps_to_profile(profile_batch)
         self._graph: _GraphWriter | None = None
         self._profiler: torch.profiler.profile | None = None
         local_path(f"{owner}.log_dir", log_dir)
-        if update_freq not in ("epoch", "batch"):
-            require_integer(owner, "update_freq", update_freq, 1)
         self.log_dir = os.fspath(log_dir)
         self.update_freq = update_freq
-        self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
+        self._every_n_steps = _every_n_steps(update_freq)
         self._folder = ""
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
@@ -103,14 +103,18 @@ class TensorBoard(Callback):
             threading.excepthook = self._on_thread_error
             self._folder = os.path.abspath(local_path("TensorBoard.log_dir", self.log_dir))
             self._writer = self._open("train")
-            optimizers = {name: type(each).__name__ for name, each in self.trainer.optimizers.items()}
-            settings = dataclasses.asdict(self.trainer.config) | optimizers
-            rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
-            self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
+            self._writer.add_text("settings", self._settings_table(), self.trainer.step)
             if self.write_graph:
                 self._graph = _GraphWriter(self.model)
             if self.profile_batch:
                 self._profiler = _profiler_of(*self.profile_batch, os.path.join(self._folder, "train"))
+
+    def _settings_table(self) -> str:
+        """Return the settings and optimizers as a Markdown table."""
+        optimizers = {name: type(optimizer).__name__ for name, optimizer in self.trainer.optimizers.items()}
+        settings = dataclasses.asdict(self.trainer.config) | optimizers
+        lines = [f"| {name} | {value} |" for name, value in settings.items()]
+        return "\n".join(["| setting | value |", "|---|---|", *lines])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the checkpoint: later points are hidden."""
@@ -123,9 +127,14 @@ class TensorBoard(Callback):
         return {"step": self.trainer.step}
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
-        is_last = self.params["steps"] in (None, batch + 1)  # None: the number of steps is unknown
-        if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
+        if self._writer is None:
+            return
+        may_be_last = self.params["steps"] in (None, batch + 1)  # None: the number of steps is unknown
+        if may_be_last or self._writes_at(self.trainer.step + 1):
             self._norm = gradient_norm(self.model)
+
+    def _writes_at(self, step: int) -> bool:
+        return self._every_n_steps > 0 and step % self._every_n_steps == 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         step = self.trainer.step
@@ -133,7 +142,7 @@ class TensorBoard(Callback):
             self._profiler.step()
         if self._graph is not None and self._writer is not None and self._graph.write(self._writer):
             self._graph = None
-        if self._writer is not None and self._every and step % self._every == 0:
+        if self._writer is not None and self._writes_at(step):
             self._writer.add_scalar("step/loss so far", (logs or {})["loss"], step)
             self._write_step(step)
 
@@ -148,7 +157,7 @@ class TensorBoard(Callback):
         for name, value in self.trainer.device_usage.items():
             shown, unit = _USAGE[name]
             self._writer.add_scalar(f"epoch/{shown}", value / unit, step)
-        if not self._every:
+        if not self._every_n_steps:
             self._write_step(step)
         if self.histogram_freq and (epoch + 1) % self.histogram_freq == 0:
             _write_weights(self._writer, self.model, step, images=self.write_images)
@@ -156,19 +165,23 @@ class TensorBoard(Callback):
             writer.flush()
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if self._writer is not None:
-            self._validation = self._validation or self._open("validation")
-            for name, value in (logs or {}).items():
-                self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, self.trainer.step)
-            for name, metric in self.trainer.metrics.items():
-                for own, figure in metric.figures.items() if isinstance(metric, ConfusionMatrix) else ():
+        if self._writer is None:
+            return
+        if self._validation is None:
+            self._validation = self._open("validation")
+        for name, value in (logs or {}).items():
+            self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, self.trainer.step)
+        for name, metric in self.trainer.metrics.items():
+            if isinstance(metric, ConfusionMatrix):
+                for own, figure in metric.figures.items():
                     self._validation.add_figure(f"epoch/{name} {own}".rstrip(), figure, self.trainer.step)
 
     def _write_step(self, step: int) -> None:
         assert self._writer is not None
         rates = rates_of(*self.trainer.optimizers.values())
         for number, rate in enumerate(rates):
-            self._writer.add_scalar("step/learning rate" + (f" {number}" if len(rates) > 1 else ""), rate, step)
+            name = f"learning rate {number}" if len(rates) > 1 else "learning rate"
+            self._writer.add_scalar(f"step/{name}", rate, step)
         if self._norm is not None:
             self._writer.add_scalar("step/gradient norm", float(self._norm), step)
 
@@ -184,10 +197,13 @@ class TensorBoard(Callback):
             self._graph.close()
         if self._profiler is not None:
             self._profiler.stop()
-        self._graph = self._profiler = None
+        self._graph = None
+        self._profiler = None
         for writer in filter(None, (self._writer, self._validation)):
             writer.close()
-        self._writer = self._validation = self._purge_step = None
+        self._writer = None
+        self._validation = None
+        self._purge_step = None
 
     def _open(self, name: str) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # importing it takes a second
@@ -196,7 +212,7 @@ class TensorBoard(Callback):
 
 
 def _write_weights(writer: SummaryWriter, model: nn.Module, step: int, *, images: bool) -> None:
-    """Write a histogram of each parameter, and an image of those with rows and columns."""
+    """Write a histogram of each parameter, and an image of each matrix or convolution."""
     for name, parameter in model.named_parameters():
         weights = parameter.detach().float().cpu()
         if not weights.numel() or not weights.isfinite().all():
@@ -207,13 +223,14 @@ def _write_weights(writer: SummaryWriter, model: nn.Module, step: int, *, images
 
 
 def _image(weights: Tensor) -> Tensor:
-    """Return weights as grays from 0 to 1: outputs below, inputs beside each other, with the kernels of each pair."""
+    """Return weights as grays from 0 to 1: a row per output, a column per input, each with its kernel."""
     if weights.dim() > 2:
         kernels = weights.flatten(2, -2) if weights.dim() > 3 else weights.unsqueeze(2)
         weights = kernels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
     weights = weights[:_LARGEST, :_LARGEST]
-    low, high = weights.min(), weights.max()
-    return (weights - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+    low = weights.min()
+    span = (weights.max() - low).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weights - low) / span
 
 
 class _GraphWriter:
@@ -232,11 +249,12 @@ class _GraphWriter:
         """Write the graph; return whether the model had been called. Model and generators stay as they are."""
         if self._inputs is None:
             return False
-        (arguments, named), self._inputs = self._inputs, None
+        arguments, named = self._inputs
+        self._inputs = None
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-        call = _Call(self._model, [*tensors], {**named})
+        call = _Call(self._model, list(tensors), dict(named))
         modes = [(module, module.training) for module in self._model.modules()]
-        device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         try:
             with generators_kept(device), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
                 writer.add_graph(call, (*tensors.values(), *arguments), use_strict_trace=False)
@@ -254,11 +272,13 @@ class _Call(nn.Module):
     def __init__(self, model: nn.Module, names: list[str], named: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
-        self._names, self._named = names, named
+        self._names = names
+        self._named = named
 
     def forward(self, *values: Any) -> Any:
         count = len(self._names)
-        return self.model(*values[count:], **{**self._named, **dict(zip(self._names, values[:count], strict=True))})
+        tensors = dict(zip(self._names, values[:count], strict=True))
+        return self.model(*values[count:], **{**self._named, **tensors})
 
 
 def _profiler_of(first: int, last: int, folder: str) -> torch.profiler.profile:
@@ -267,7 +287,9 @@ def _profiler_of(first: int, last: int, folder: str) -> torch.profiler.profile:
     def action(step: int) -> torch.profiler.ProfilerAction:
         if step == last - 1:
             return torch.profiler.ProfilerAction.RECORD_AND_SAVE
-        return torch.profiler.ProfilerAction.RECORD if first - 1 <= step < last else torch.profiler.ProfilerAction.NONE
+        if first - 1 <= step < last:
+            return torch.profiler.ProfilerAction.RECORD
+        return torch.profiler.ProfilerAction.NONE
 
     handler = torch.profiler.tensorboard_trace_handler(folder)
     profiler = torch.profiler.profile(schedule=action, on_trace_ready=handler)
@@ -275,11 +297,29 @@ def _profiler_of(first: int, last: int, folder: str) -> torch.profiler.profile:
     return profiler
 
 
+def _every_n_steps(update_freq: str | int) -> int:
+    """Return the number of steps between points of the step's curves; 0: at the ends of epochs only."""
+    if update_freq == "epoch":
+        return 0
+    if update_freq == "batch":
+        return 1
+    require_integer("TensorBoard", "update_freq", update_freq, 1)
+    return int(update_freq)
+
+
 def _steps_to_profile(asked: Any) -> tuple[int, int] | None:
-    """Return the first and the last step of Keras's `profile_batch`: a number, two, or "first,last"; None: none."""
-    words = asked.split(",") if isinstance(asked, str) else [*asked] if isinstance(asked, (tuple, list)) else [asked]
-    found = [int(word) for word in words if str(word).strip().isdecimal()]
-    is_range = len(found) == len(words) in (1, 2) and (found == [0] or 0 < found[0] <= found[-1])
+    """Return the first and last step of `profile_batch`, a number, two, or "first,last"; None: none."""
+    if isinstance(asked, str):
+        words: list[Any] = asked.split(",")
+    elif isinstance(asked, (tuple, list)):
+        words = list(asked)
+    else:
+        words = [asked]
+    steps = [int(word) for word in words if str(word).strip().isdecimal()]
+    are_numbers = len(words) in (1, 2) and len(steps) == len(words)
+    is_valid = are_numbers and (steps == [0] or 0 < steps[0] <= steps[-1])
     message = "TensorBoard.profile_batch must be the number of a step from 1, two as in (10, 20), or 0, got"
-    require(is_range, f"{message} {asked!r}.")
-    return None if found == [0] else (found[0], found[-1])
+    require(is_valid, f"{message} {asked!r}.")
+    if steps == [0]:
+        return None
+    return steps[0], steps[-1]

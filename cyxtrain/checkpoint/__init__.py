@@ -1,1 +1,1 @@
-"""Checkpoint files: format, write, read, validate. No training: see `training/checkpoint_manager.py`, `resume/`."""
+"""Checkpoint files: format, write, read, validate; `training/` decides when to save and resume."""

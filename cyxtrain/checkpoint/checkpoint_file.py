@@ -34,8 +34,11 @@ from cyxtrain.errors import CheckpointError
 FORMAT = "cyxtrain-checkpoint"
 FORMAT_VERSION = 2
 
-_MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
-_CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
+_MODEL = "model.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+_OTHERS = "others.safetensors"
+_TENSOR_FILES = (_MODEL, _OPTIMIZER, _OTHERS)
+STATE = "state.json"
 STATE_LIMIT_BYTES = 1 << 28
 
 
@@ -108,7 +111,7 @@ def write_records(path: str | os.PathLike[str], entries: Mapping[str, list[Buffe
 
 
 def summary_of(state: CheckpointState) -> dict[str, dict[str, Any]]:
-    """Return what decides between the checkpoints of a folder, for the manifest: the position and the run."""
+    """Return the summary for the manifest, by which the checkpoints of a folder are compared."""
     return {"position": state.position, "run": state.run}
 
 
@@ -118,7 +121,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:
 
 
 def checkpoint_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a checkpoint's file; a file that is obviously none is not read to its end."""
+    """Return the bytes of a checkpoint's file; refuse an obviously different file before reading it all."""
     return read_file(path, "checkpoint", lambda file: look_at_archive(file, str(path)))
 
 
@@ -127,28 +130,33 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
 
     Cost: memory for the tensors, and for one more entry while it is unpacked.
     """
-    entries = read_archive(bytes(data), name, FORMAT, FORMAT_VERSION, _CONTENT)
+    entries = read_archive(bytes(data), name, FORMAT, FORMAT_VERSION, (*_TENSOR_FILES, STATE))
     with blaming(name, STATE):
-        if len(entries[STATE]) > STATE_LIMIT_BYTES:
-            raise ValueError(f"it has {len(entries[STATE]):,} bytes, and may have {STATE_LIMIT_BYTES:,}")
-        values = {"metadata": {}, **json.loads(bytes(entries[STATE]))}  # older ones have none
+        values = _state_values(entries[STATE])
         plain = {key: _typed(decode_tree(values[key]), kind) for key, kind in _PLAIN_FIELDS.items()}
-        extra = _typed(decode_tree(values["model_values"]), dict)
-        order = values["model_order"]
+        model_values = _typed(decode_tree(values["model_values"]), dict)
+        model_order = values["model_order"]
         layouts = {entry: TensorLayout(**layout) for entry, layout in values["layouts"].items()}
     tensors = {}
-    for entry in (_MODEL, _OPTIMIZER, _OTHERS):
+    for entry in _TENSOR_FILES:
         with blaming(name, entry):
             tensors[entry] = decode_tensors(safetensors.torch.load(bytes(entries[entry])), layouts[entry])
     with blaming(name, STATE):
-        model = {**tensors[_MODEL], **extra}
+        model = {**tensors[_MODEL], **model_values}
         return CheckpointState(
-            model={key: model[key] for key in order},
+            model={key: model[key] for key in model_order},
             optimizer=_typed(decode_tree(values["optimizer"], tensors[_OPTIMIZER]), dict),
             optimizer_groups=_typed(decode_tree(values["optimizer_groups"], tensors[_OPTIMIZER]), list),
             others=_typed(decode_tree(values["others"], tensors[_OTHERS]), dict),
             **plain,
         )
+
+
+def _state_values(content: memoryview) -> dict[str, Any]:
+    """Return the values in state.json, still encoded."""
+    if len(content) > STATE_LIMIT_BYTES:
+        raise ValueError(f"it has {len(content):,} bytes, and may have {STATE_LIMIT_BYTES:,}")
+    return {"metadata": {}, **json.loads(bytes(content))}  # older checkpoints have no metadata
 
 
 def records_of(
@@ -159,36 +167,41 @@ def records_of(
     `copy` copies a tensor of an entry, given both names; without it, the parts are the memory of tensors on the CPU,
     which must not change until written.
     """
-    tensors: dict[str, dict[str, torch.Tensor]] = {entry: {} for entry in (_MODEL, _OPTIMIZER, _OTHERS)}
-    tensors[_MODEL] = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}
-    values: dict[str, Any] = {name: encode_tree(getattr(state, name), name) for name in _PLAIN_FIELDS}
-    values["model_order"] = list(state.model)
-    values["model_values"] = {
-        name: encode_tree(value, name) for name, value in state.model.items() if name not in tensors[_MODEL]
-    }
-    held = tensors[_OPTIMIZER]
-    values["optimizer"] = {name: encode_tree(value, name, held) for name, value in state.optimizer.items()}
-    values["optimizer_groups"] = encode_tree(state.optimizer_groups, "group", held)
-    values["others"] = {name: encode_tree(value, name, tensors[_OTHERS]) for name, value in state.others.items()}
-    entries: dict[str, list[Buffer]] = {}
+    values, tensors = _separated(state)
     values["layouts"] = {}
+    entries: dict[str, list[Buffer]] = {}
     for entry, named in tensors.items():
-        what = entry.removesuffix(".safetensors")
-        stored, layout = encode_tensors(named, what, copy and partial(copy, entry))
+        owner = entry.removesuffix(".safetensors")
+        stored, layout = encode_tensors(named, owner, copy and partial(copy, entry))
         values["layouts"][entry] = dataclasses.asdict(layout)
         entries[entry] = safetensors_parts(stored)
-    text = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
-    if len(text) > STATE_LIMIT_BYTES:
+    content = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(content) > STATE_LIMIT_BYTES:
         raise CheckpointError(
-            f"Without its tensors the state has {len(text):,} bytes as JSON, and a checkpoint holds at most "
+            f"Without its tensors the state has {len(content):,} bytes as JSON, and a checkpoint holds at most "
             f"{STATE_LIMIT_BYTES:,}. Store large values, such as arrays in a callback's state, as tensors."
         )
-    entries[STATE] = [text]
+    entries[STATE] = [content]
     return entries
 
 
+def _separated(state: CheckpointState) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """Return the values of state.json, and the tensors of each tensor file by name."""
+    model = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}
+    optimizer: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
+    model_values = {name: value for name, value in state.model.items() if name not in model}
+    values: dict[str, Any] = {name: encode_tree(getattr(state, name), name) for name in _PLAIN_FIELDS}
+    values["model_order"] = list(state.model)
+    values["model_values"] = {name: encode_tree(value, name) for name, value in model_values.items()}
+    values["optimizer"] = {name: encode_tree(value, name, optimizer) for name, value in state.optimizer.items()}
+    values["optimizer_groups"] = encode_tree(state.optimizer_groups, "group", optimizer)
+    values["others"] = {name: encode_tree(value, name, others) for name, value in state.others.items()}
+    return values, {_MODEL: model, _OPTIMIZER: optimizer, _OTHERS: others}
+
+
 def _typed(value: Any, kind: type) -> Any:
-    """Return a value of the file if it has its type."""
+    """Return a value of the file; refuse another type than it should have."""
     if not isinstance(value, kind):
         raise TypeError(f"it holds a {type(value).__name__} where a {kind.__name__} belongs")
     return value

@@ -1,4 +1,4 @@
-"""Files that are complete or absent: readers never see half of one, and a failed write keeps the old one."""
+"""Files that are complete or absent: readers never see half a file; a failed write keeps the old one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _REMEDIES = {
 def replacing(path: str | os.PathLike[str], what: str, *, synchronizes: bool = True) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block succeeds, and leaves nothing when it fails.
 
-    A temporary file beside it is written, synchronized and renamed, then the folder is synchronized: after a power cut
-    the file has its old content or, after the block, the new one. Without `synchronizes` that holds for a kill alone.
+    A temporary file in its folder is written, synchronized and renamed, then the folder is synchronized: after a power
+    cut the file has its old content or, after the block, the new one; without `synchronizes`, only after a kill.
     """
     target = Path(local_path(f"the path of a {what}", path))
     with temporary_file(target, f"{what} {target}") as (file, temporary):
@@ -62,7 +62,7 @@ def try_folder(folder: Path, name: str, what: str) -> None:
 
 
 def _leave_files() -> None:
-    """Let go of the parent's files, and locks, in a forked process, which may outlive it, as workers of a loader do."""
+    """Release the parent's files and locks in a forked process: a loader's worker may outlive the parent."""
     for file in _unfinished.values():
         with contextlib.suppress(ValueError), open(os.devnull, "r+b") as nothing:
             os.dup2(nothing.fileno(), file.fileno(), inheritable=False)
@@ -75,7 +75,7 @@ if sys.platform != "win32":
 
 @contextlib.contextmanager
 def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
-    """Open a locked file beside `target`, which is removed afterwards unless the block renames it."""
+    """Open a locked file in the folder of `target`, and remove it afterwards unless the block renames it."""
     # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
     try:
@@ -102,7 +102,7 @@ def remove_unfinished() -> None:
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool | None:
-    """Return whether a temporary file has a writer; None: it cannot be known."""
+    """Return whether a temporary file has a writer; None if that is unknown."""
     try:
         with open_regular(path) as file:
             _lock(file, shared=True)
@@ -114,7 +114,8 @@ def is_locked(path: str | os.PathLike[str]) -> bool | None:
 
 
 def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
-    """Return the content of a regular file, read once and completely (a mapped file would crash on a bad disk)."""
+    """Return the content of a regular file; `look` may refuse the open file before all of it is read."""
+    # Read, not mapped: a mapped file would crash the process on a bad disk.
     try:
         with open_regular(local_path(f"the path of a {what}", path)) as file:
             if look is not None:
@@ -129,8 +130,10 @@ def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO]
 
 def _lock(file: BinaryIO, *, shared: bool = False) -> None:
     """Lock a file while it is open; raise BlockingIOError if another process has locked it."""
-    if sys.platform != "win32":  # open files cannot be deleted there
-        fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_EX, fcntl.LOCK_SH)[shared])
+    if sys.platform == "win32":
+        return  # open files cannot be deleted there
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    fcntl.flock(file, kind | fcntl.LOCK_NB)
 
 
 def _make_folder(folder: Path) -> None:

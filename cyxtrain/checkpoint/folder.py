@@ -24,10 +24,10 @@ from cyxtrain.errors import CheckpointError, brief
 SUFFIX = ".ckpt"
 BEST = "best"
 ID_CHARACTERS = 8
-"""Of a run's id, in the names of files and in messages."""
+"""Characters of a run's id in the names of files and in messages."""
 _CLAIM = "run-"
 _LIMIT_BYTES = 1 << 20
-"""Of what is read of a file to look into it."""
+"""Most bytes that are read of a file to look into it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         self.path = Path(local_path("checkpoint_dir", path))
         self.infix = ""
-        """In the names of files, if other runs are writing to the folder."""
+        """Part of the names of files, if other runs are writing to the folder."""
         self._suffix = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
         self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST})(-[0-9a-f]{{8}})?{re.escape(self._suffix)}")
 
@@ -82,21 +82,28 @@ class CheckpointFolder:
     def newest_first(self) -> list[Found]:
         """Return the checkpoints, corrupt ones first, then the newest. Cost: reading the manifest of each."""
         with contextlib.suppress(OSError):
-            found = [look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
-            return sorted(found, key=lambda one: (not one.position, one.order, not one.is_best), reverse=True)
+            paths = [path for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
+            return sorted(map(look_into, paths), key=_age, reverse=True)
         return []
 
     def best(self, run: object) -> Found | None:
         """Return the best checkpoint of a run."""
-        return next((one for one in self.newest_first() if one.is_best and one.run.get("id") == run), None)
+        for found in self.newest_first():
+            if found.is_best and found.run.get("id") == run:
+                return found
+        return None
 
     def claim(self, run: Mapping[str, Any], claim: contextlib.ExitStack) -> bool:
-        """Tell other processes that a run writes here, until `claim` is closed; return False if one continues it."""
+        """Tell other processes that a run writes here, until `claim` is closed.
+
+        Returns False if another process already continues the run.
+        """
         claim.close()
         with contextlib.suppress(CheckpointError):  # `check` reports it
             target = self.path / f"{_CLAIM}{run.get('id')}{SUFFIX}"
             file, _ = claim.enter_context(temporary_file(target, f"checkpoints to {self.path}"))
-            file.write(f"{name_of(run)} in process {os.getpid()} on {platform.node()}".encode())
+            writer = f"{name_of(run)} in process {os.getpid()} on {platform.node()}"
+            file.write(writer.encode())
             file.flush()
             if len(self._claims(run.get("id"))) > 1:
                 claim.close()
@@ -113,23 +120,25 @@ class CheckpointFolder:
         return found
 
     def _claims(self, run: object) -> list[Path]:
+        """Return the claims of a run, or of all runs ("*"), whose processes are alive."""
         return [path for path in self._hidden(f".{_CLAIM}{run}{SUFFIX}.*{TEMPORARY_SUFFIX}") if is_locked(path)]
 
     def _hidden(self, pattern: str) -> list[Path]:
         with contextlib.suppress(OSError):  # `check` reports it
-            return [*self.path.glob(pattern)]
+            return list(self.path.glob(pattern))
         return []
 
     def prune(self, run: object, keep_last: int, newest: Path) -> int:
-        """Delete all but the newest of a run and the best one; return how many were deleted.
+        """Delete all but the newest checkpoints of a run and the best one; return how many were deleted.
 
         The file `newest`, which may not exist yet, stays in any case.
         """
+        intact = [found for found in self.newest_first() if found.position and found.run.get("id") == run]
+        older = [found.path for found in intact if found.path != newest and not found.is_best]
         deleted = 0
-        own = [one for one in self.newest_first() if one.position and one.run.get("id") == run]
-        for one in [one for one in own if one.path != newest and not one.is_best][keep_last - 1 :]:
+        for path in older[keep_last - 1 :]:
             with contextlib.suppress(OSError):
-                one.path.unlink()
+                path.unlink()
                 deleted += 1
         return deleted
 
@@ -153,6 +162,11 @@ class CheckpointFolder:
                     path.unlink()
 
 
+def _age(found: Found) -> tuple[bool, tuple[float, int, int], bool]:
+    """Return a sort key from older to newer, corrupt ones last."""
+    return (not found.position, found.order, not found.is_best)
+
+
 def name_of(run: Mapping[str, Any]) -> str:
     """Return a run's name for messages: the beginning of its id, and when it began."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.get("started", 0)))
@@ -160,11 +174,11 @@ def name_of(run: Mapping[str, Any]) -> str:
 
 
 def look_into(path: Path) -> Found:
-    """Return the position and the run of a checkpoint, by its manifest; an older one's are in its state.json."""
+    """Return the position and the run of a checkpoint, by its manifest or, if older, its state.json."""
     try:
         with blaming(str(path), MANIFEST), open_regular(path) as file:
             values = read_summary(file, STATE, _LIMIT_BYTES)
-            found = Found(path, *(decode_tree(values[name]) for name in ("position", "run")))
+            found = Found(path, position=decode_tree(values["position"]), run=decode_tree(values["run"]))
             if not (is_position(found.position) and is_run(found.run)):
                 raise ValueError("the position or the run in it is invalid")
     except (CheckpointError, MemoryError) as error:

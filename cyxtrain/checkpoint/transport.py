@@ -19,12 +19,16 @@ def read_on_all(world: World, read: Callable[[], tuple[bytes, str]]) -> tuple[Ch
     `read` returns (bytes, name), with name "" for none, on rank 0 alone. Cost: the file once in and out of each rank;
     its size and its tensors in memory.
     """
-    data, name, problem = b"", "", ""
+    data = b""
+    name = ""
+    problem = ""
     if world.is_first:
         try:
             data, name = read()
-        except Exception as error:  # the other ranks wait
-            problem = str(error) if isinstance(error, CyxtrainError) else f"Cannot read a checkpoint: {error!r}."
+        except CyxtrainError as error:  # the other ranks wait: they get it too
+            problem = str(error)
+        except Exception as error:
+            problem = f"Cannot read a checkpoint: {error!r}."
     name, problem = world.gather(f"{name}\0{problem}")[0].split("\0", 1)
     if problem:
         raise CheckpointError(problem)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's content is what a fit writes; checksums only tell that it is unchanged.
+"""Checks that a fit can have written a checkpoint's content; checksums only tell that it is unchanged.
 
 Absent parts are accepted, because older versions did not write all of them.
 """
@@ -28,19 +28,19 @@ _MAX_SECONDS = 10**11  # thousands of years since 1970, which `time.localtime` t
 
 def check_content(state: CheckpointState, source: str) -> None:
     """Refuse a checkpoint that no fit can have written, whatever its model."""
-    for what, value, is_right in _parts(state):
-        right = False
-        with contextlib.suppress(Exception):
-            right = is_right(value)
-        if not right:
+    for part, value, check in _parts(state):
+        is_valid = False
+        with contextlib.suppress(Exception):  # a check may meet any value, and need not expect it
+            is_valid = check(value)
+        if not is_valid:
             raise CheckpointError(
-                f"Cannot load {source}: its {what} is {brief(value)}, which is invalid, or from another version."
+                f"Cannot load {source}: its {part} is {brief(value)}, which is invalid, or from another version."
             )
 
 
 @contextlib.contextmanager
-def taking_over(source: str) -> Iterator[None]:
-    """Turn errors that the content of a checkpoint causes into a CheckpointError with the checkpoint's name."""
+def restoring_from(source: str) -> Iterator[None]:
+    """Turn errors that a checkpoint's content causes into a CheckpointError with the checkpoint's name."""
     try:
         yield
     except (CyxtrainError, MemoryError):
@@ -56,9 +56,9 @@ def is_position(value: Any) -> bool:
 
 
 def is_run(value: Any) -> bool:
-    """Return whether a value may be the run that a checkpoint is of."""
-    return _has(
-        **dict.fromkeys(("launched", "data", "validation", "program", "origin"), _TEXT),
+    """Return whether a value may be the run that a checkpoint is from."""
+    return _fields(
+        **dict.fromkeys(("launched", "data", "validation", "program", "origin"), _STRING),
         id=lambda name: re.fullmatch(r"\w{1,64}", name) is not None,  # a part of file names
         started=lambda seconds: _is_finite(seconds) and 0 <= seconds < _MAX_SECONDS,
         trainer=_is_count,
@@ -78,49 +78,55 @@ def is_rates(value: Mapping[str, Any]) -> bool:
         and _is_count(value.get("warmup_steps"))
         and _is_count(value.get("warm_steps"), value["warmup_steps"] + 1)
         and rates(value.get("targets"))
-        and _has(made_for=_is_count, first=rates)(value)
+        and _fields(made_for=_is_count, first=rates)(value)
     )
 
 
 def _parts(state: CheckpointState) -> Iterator[tuple[str, Any, _Check]]:
+    """Yield (name, value, check) of each part of a checkpoint."""
     yield "position", state.position, is_position
     yield "run", state.run, is_run
     yield "history", state.history, _is_history
     yield "config", state.config, _is_config
     yield "arithmetic", state.arithmetic, _dict_of(_instance_of((str, int, float)))
-    yield "versions", state.versions, _dict_of(_TEXT)
+    yield "versions", state.versions, _dict_of(_STRING)
     yield "world_size", state.world_size, lambda size: _is_count(size, _MAX_RANKS) and size > 0
     yield "ranks", state.ranks, _list_of(_RANK)
     yield "number of ranks", len(state.ranks), lambda count: count in (0, state.world_size)
     yield "optimizer", state.optimizer, _dict_of(_OPTIMIZER)
     yield "optimizer_groups", state.optimizer_groups, _list_of(lambda group: "params" in group and _GROUP(group))
-    for name, is_right in _OTHERS.items():
+    for name, check in _OTHERS.items():
         if name in state.others:
-            yield name, state.others[name], is_right
+            yield name, state.others[name], check
     if state.history:
-        complete = state.position.get("epoch", 0) - state.position.get("first_epoch", 0)
-        # One more if it was saved at the end of an epoch, before the epoch's numbers were complete.
-        left = complete - len(state.history.get("epochs", ()))
-        yield "position", state.position, lambda _: left in (0, 1)
+        complete_epochs = state.position.get("epoch", 0) - state.position.get("first_epoch", 0)
+        missing_epochs = complete_epochs - len(state.history.get("epochs", ()))
+        # The history lacks one if it was saved at the end of an epoch, before the epoch's numbers were complete.
+        yield "position", state.position, lambda _: missing_epochs in (0, 1)
 
 
 def _instance_of(kind: type | tuple[type, ...]) -> _Check:
     return lambda value: isinstance(value, kind)
 
 
-def _list_of(is_right: _Check) -> _Check:
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
+def _list_of(check: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _dict_of(is_right: _Check) -> _Check:
-    return lambda value: isinstance(value, dict) and all(isinstance(n, str) and is_right(e) for n, e in value.items())
+def _dict_of(check: _Check) -> _Check:
+    return lambda value: isinstance(value, dict) and all(map(_STRING, value)) and all(map(check, value.values()))
 
 
-def _has(**checks: _Check) -> _Check:
-    """Return a check of a dictionary whose values have kinds, as far as they are present."""
-    return lambda value: (
-        isinstance(value, dict) and all(is_right(value[name]) for name, is_right in checks.items() if name in value)
-    )
+def _fields(**checks: _Check) -> _Check:
+    """Return a check of a dictionary: each named value that is present passes its own check."""
+
+    def is_valid(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return False
+        present = [name for name in checks if name in value]
+        return all(checks[name](value[name]) for name in present)
+
+    return is_valid
 
 
 def _is_count(value: Any, limit: int = _MAX_COUNT) -> bool:
@@ -144,7 +150,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def _is_history(value: Any) -> bool:
-    return value.keys() <= HISTORY.keys() and _has(**HISTORY)(value)
+    return value.keys() <= HISTORY.keys() and _fields(**HISTORY)(value)
 
 
 def _is_config(value: Any) -> bool:
@@ -156,7 +162,8 @@ def _is_config(value: Any) -> bool:
     return True
 
 
-_TEXT, _DICT = _instance_of(str), _instance_of(dict)
+_STRING = _instance_of(str)
+_DICT = _instance_of(dict)
 _NUMBERS = _list_of(_is_number)
 HISTORY = {
     **dict.fromkeys(("train_losses", "train_accuracies", "val_losses", "val_accuracies"), _NUMBERS),
@@ -168,19 +175,19 @@ HISTORY = {
 }
 """The fields of `TrainingHistory`."""
 # A user's own optimizer may keep something else than a number under that name.
-_OPTIMIZER = _has(step=lambda step: not _is_number(step) or (_is_finite(step) and 0 <= step < _MAX_COUNT))
-_RANK = _has(generators=_DICT, sums=_list_of(_NUMBERS), metrics=_DICT)
-_GROUP = _has(params=_list_of(_TEXT), lr=_is_rate)
-_SCHEDULE = _has(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))
-_RATES = {"scheduler": _has(type=_TEXT, state=_SCHEDULE), "rates": lambda value: not value or is_rates(value)}
+_OPTIMIZER = _fields(step=lambda step: not _is_number(step) or (_is_finite(step) and 0 <= step < _MAX_COUNT))
+_RANK = _fields(generators=_DICT, sums=_list_of(_NUMBERS), metrics=_DICT)
+_GROUP = _fields(params=_list_of(_STRING), lr=_is_rate)
+_SCHEDULE = _fields(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))
+_RATES = {"scheduler": _fields(type=_STRING, state=_SCHEDULE), "rates": lambda value: not value or is_rates(value)}
 _OTHERS = {
     **_RATES,
-    "optimizers": _dict_of(lambda each: _has(**_RATES, groups=_is_count)(each) and len(each) == len(_RATES) + 1),
+    "optimizers": _dict_of(lambda each: _fields(**_RATES, groups=_is_count)(each) and len(each) == len(_RATES) + 1),
     "loss_scale": lambda value: isinstance(value, dict) and (not value or is_loss_scale(value)),
     "compression": _DICT,
-    "trained": _list_of(_TEXT),
+    "trained": _list_of(_STRING),
     "callbacks": _dict_of(_DICT),
-    "stop_reason": _TEXT,
+    "stop_reason": _STRING,
     "before_end": _DICT,
     "data": _DICT,
     "losses": _dict_of(_DICT),

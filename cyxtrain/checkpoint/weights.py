@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import safetensors.torch
@@ -17,8 +17,8 @@ from cyxtrain.checkpoint.files import read_file, replacing
 from cyxtrain.checkpoint.format.archive import look_at_archive
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.names import (
+    custom_loading,
     load_plain_state,
-    loads_itself,
     plain_name,
     plain_state,
     resizable_buffers,
@@ -27,7 +27,7 @@ from cyxtrain.checkpoint.format.tensors import TensorLayout, decode_tensors, enc
 from cyxtrain.config.settings import names_checked
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 
-# The key in the metadata of what a plain safetensors file cannot express.
+# the key in the file's metadata for what a plain safetensors file cannot express
 _METADATA_KEY = "cyxtrain"
 _FIRST_BYTES = 512  # contain the first entry's name of torch.save's zip
 _HEADER_LIMIT_BYTES = 100_000_000  # safetensors' limit
@@ -37,16 +37,16 @@ _HEADER_LIMIT_BYTES = 100_000_000  # safetensors' limit
 def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model's `state_dict` as one safetensors file, atomically: a failed write keeps the old file.
 
-    Tied weights are stored once; the metadata has their other names, as with `safetensors.torch.save_model`. The file
-    has no checksums: a checkpoint has.
+    Tied weights are stored once; the metadata has their other names, as with `safetensors.torch.save_model`. Unlike a
+    checkpoint, the file has no checksums.
 
     Args:
         model: Names in the file are the model's own, also if it is compiled.
         path: The file; its folder is created if missing. Cost: memory for the weights once more, on the CPU.
 
     Raises:
-        ConfigError: It is not a model.
-        CheckpointError: The disk refuses, or the state holds what the file cannot, with its name.
+        ConfigError: `model` is not a module.
+        CheckpointError: The disk refuses, or the state holds a value that the file cannot hold; the error names it.
     """
     _require_model("save_weights", model)
     state = plain_state(model)
@@ -74,8 +74,8 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
         path: A file of `save_weights`, another safetensors file with the model's names, or a checkpoint.
 
     Raises:
-        ConfigError: It is not a model.
-        CheckpointError: No such file, no safetensors, or other names or shapes, with what differs.
+        ConfigError: `model` is not a module.
+        CheckpointError: The file is missing or is not a safetensors file, or names or shapes differ, with the names.
     """
     _require_model("load_weights", model)
     load_model_state(model, _read_weights(path), f"weights {path}")
@@ -102,26 +102,45 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
 
 def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return a state with all of the model's plain names, tied ones too, without loading it."""
-    expected, given = plain_state(model), {plain_name(name): value for name, value in state.items()}
-    is_left = loads_itself(model)
-    tensors = {name: each for name, each in expected.items() if isinstance(each, torch.Tensor) and not is_left(name)}
-    ties = tied_names(tensors)
-    for name, kept in ties.items():
-        # Other writers keep any one of the tied names.
-        if kept not in given and name in given:
-            given[kept] = given[name]
-    for name, kept in ties.items():
-        if name not in given and kept in given:
-            given[name] = given[kept]
-    # What need not be as it is in the model: buffers that forward makes or replaces, and what a module loads itself.
-    places = resizable_buffers(model).items()
-    free = {name for name, (held, own) in places if name in given and (name in expected or held[own] is None)}
-    free |= {name for name in {**expected, **given} if is_left(name)}
-    fixed = [{name: each for name, each in state.items() if name not in free} for state in (expected, given)]
-    differences = _differences(*fixed)
+    expected = plain_state(model)
+    given = {plain_name(name): value for name, value in state.items()}
+    is_custom = custom_loading(model)
+    tensors = {name: value for name, value in expected.items() if isinstance(value, torch.Tensor)}
+    comparable = {name: tensor for name, tensor in tensors.items() if not is_custom(name)}
+    _complete_ties(given, tied_names(comparable))
+    free = _free_names(model, expected, given, is_custom)
+    differences = _differences(_without(expected, free), _without(given, free))
     if differences:
         raise CheckpointError(f"Cannot load {source}: {differences}. Build the model as it was when it was saved.")
     return given
+
+
+def _complete_ties(given: dict[str, Any], ties: Mapping[str, str]) -> None:
+    """Give each tied tensor all of its names; `ties` maps the other names to the first one."""
+    # Other writers keep any one of the names.
+    for name, first in ties.items():
+        if first not in given and name in given:
+            given[first] = given[name]
+    # A second loop: the first name may have come from any of the other names.
+    for name, first in ties.items():
+        if name not in given and first in given:
+            given[name] = given[first]
+
+
+def _free_names(
+    model: torch.nn.Module, expected: Mapping[str, Any], given: Mapping[str, Any], is_custom: Callable[[str], bool]
+) -> set[str]:
+    """Return names that may differ: of custom loading, and of buffers that forward makes or replaces."""
+    free = {name for name in {**expected, **given} if is_custom(name)}
+    for name, (buffers, own_name) in resizable_buffers(model).items():
+        is_not_made_yet = buffers[own_name] is None
+        if name in given and (name in expected or is_not_made_yet):
+            free.add(name)
+    return free
+
+
+def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in names}
 
 
 def _look_at_weights(file: BinaryIO, path: str | os.PathLike[str]) -> None:
@@ -136,7 +155,8 @@ def _look_at_weights(file: BinaryIO, path: str | os.PathLike[str]) -> None:
         look_at_archive(file, str(path))
         return
     with _as_safetensors(path):
-        size_bytes, header_bytes = file.seek(0, io.SEEK_END), int.from_bytes(begins[:8], "little")
+        size_bytes = file.seek(0, io.SEEK_END)
+        header_bytes = int.from_bytes(begins[:8], "little")
         if not 0 < header_bytes <= min(size_bytes - 8, _HEADER_LIMIT_BYTES):
             raise ValueError(f"a file of {size_bytes:,} bytes cannot have a header of {header_bytes:,}")
 
@@ -161,7 +181,8 @@ def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
         return unpack_checkpoint(data, str(path)).model
     with _as_safetensors(path):
         stored = safetensors.torch.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header_bytes = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + header_bytes])
         metadata: dict[str, str] = header.get("__metadata__", {})
         aliases = {name: kept for name, kept in metadata.items() if kept in stored and name not in stored}
         own = json.loads(metadata.get(_METADATA_KEY, "{}"))
@@ -170,15 +191,19 @@ def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _differences(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return missing and unexpected names and other shapes as text; "" if all match."""
+    """Return missing and unexpected names and different shapes, for a message; "" if all match."""
+    missing = sorted(expected.keys() - state.keys())
+    unexpected = sorted(state.keys() - expected.keys())
     shapes = []
-    for name in expected:
-        own, given = expected[name], state.get(name)
+    for name, own in expected.items():
+        given = state.get(name)
         if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and own.shape != given.shape:
             shapes.append(f"{name} is {list(given.shape)} there and {list(own.shape)} in the model")
-    parts = [
-        f"missing {brief(sorted(set(expected) - set(state)))}" if set(expected) - set(state) else "",
-        f"unexpected {brief(sorted(set(state) - set(expected)))}" if set(state) - set(expected) else "",
-        f"other shapes: {brief(', '.join(shapes))}" if shapes else "",
-    ]
-    return "; ".join(filter(None, parts))
+    found = []
+    if missing:
+        found.append(f"missing {brief(missing)}")
+    if unexpected:
+        found.append(f"unexpected {brief(unexpected)}")
+    if shapes:
+        found.append(f"different shapes: {brief(', '.join(shapes))}")
+    return "; ".join(found)

@@ -14,8 +14,6 @@ from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.environment import accelerator
 from cyxtrain.errors import CheckpointError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 
 class Writer:
     """Writes checkpoints to a folder, one after the other, in a thread.
@@ -49,7 +47,6 @@ class Writer:
         entries = records_of(state, self._copy)
         summary = summary_of(state)
         copied = [accelerator.done_on(device) for device in self._devices]
-
         path = self.folder.file(name)
 
         def write() -> None:
@@ -58,8 +55,7 @@ class Writer:
             try:
                 write_records(path, entries, summary)
             except CheckpointError as error:
-                full = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
-                if not full or not make_room():
+                if not _is_disk_full(error) or not make_room():
                     raise
                 write_records(path, entries, summary)
             afterwards()
@@ -68,8 +64,11 @@ class Writer:
 
     def wait(self) -> Exception | None:
         """Wait until the last checkpoint is on the disk; return its error, once."""
-        writing, self._writing = self._writing, None
-        error = None if writing is None else writing.exception()
+        writing = self._writing
+        self._writing = None
+        if writing is None:
+            return None
+        error = writing.exception()
         if error is not None and not isinstance(error, Exception):
             raise error
         return error
@@ -80,11 +79,18 @@ class Writer:
         self._copies.clear()
 
     def _copy(self, entry: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        copy, is_far = self._copies.get((entry, name)), accelerator.is_accelerator(tensor.device)
+        """Copy a tensor of an entry to memory that later saves reuse; on an accelerator, only start the copy."""
+        copy = self._copies.get((entry, name))
+        is_on_accelerator = accelerator.is_accelerator(tensor.device)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_far)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_on_accelerator)
             self._copies[entry, name] = copy
-        if not is_far:
+        if not is_on_accelerator:
             return copy.copy_(tensor)
         self._devices.add(tensor.device)
         return copy.copy_(tensor.contiguous(), non_blocking=True)
+
+
+def _is_disk_full(error: CheckpointError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -15,29 +15,36 @@ from cyxtrain.parallel.exchange import multiply
 from cyxtrain.parallel.finite import values_of
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 
-# changes the gradients of parameters in place; returns their norms before, if it computes them, by optimizer name ("":
-# of all)
+# Changes the gradients of parameters in place. Returns the norms before, if it computes them, by optimizer name ("" for
+# all parameters).
 Clip = Callable[[Sequence[nn.Parameter]], Mapping[str, Tensor]]
 
 _LEAST_NORM = 1e-3
 
 
 def make_clip(config: DistributedTrainingConfig, optimizers: Mapping[str, torch.optim.Optimizer]) -> Clip | None:
-    """Return the clipping that a config asks for, or None; limits by name are for parameters of those `optimizers`."""
-    name = next((name for name in _CLIPS if getattr(config, name) is not None), None)
-    if name is None:
+    """Return the clipping that a config asks for, or None.
+
+    A config may have a limit for each of several optimizers, by name: it is for the parameters of this one.
+    """
+    setting = next((name for name in _CLIPS if getattr(config, name) is not None), None)
+    if setting is None:
         return None
-    (function, argument), given = _CLIPS[name], getattr(config, name)
-    limits = {own: given[own] for own in given if own in optimizers} if isinstance(given, Mapping) else {"": given}
+    function, argument = _CLIPS[setting]
+    given = getattr(config, setting)
+    limits = {"": given}
+    if isinstance(given, Mapping):
+        limits = {name: limit for name, limit in given.items() if name in optimizers}
 
     def clip(parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
         norms = {}
-        for own, limit in limits.items():
-            part = parameters_of(optimizers[own]) if own else parameters
-            values = [_used_rows(each) for each in part if each.grad is not None]
-            if values:
-                norms[own] = function(values, **{argument: limit})
-        return {own: norm for own, norm in norms.items() if norm is not None}
+        for name, limit in limits.items():
+            clipped = parameters_of(optimizers[name]) if name else parameters
+            values = [_used_rows(each) for each in clipped if each.grad is not None]
+            norm = function(values, **{argument: limit}) if values else None
+            if norm is not None:
+                norms[name] = norm
+        return norms
 
     return clip
 
@@ -54,10 +61,10 @@ def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Limit the norm of each unit's gradient to `factor` times that of its weights, at least 0.001.
+    """Limit the norm of each unit's gradient to `factor` times the norm of its weights.
 
-    A unit feeds one output: a row of a matrix, a filter of a convolution, an element of a vector such as a bias.
-    Cost: weights and gradients are read once more.
+    A norm of weights below 0.001 counts as 0.001. A unit feeds one output: a row of a matrix, a filter of a
+    convolution, an element of a vector such as a bias. Cost: weights and gradients are read once more.
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
     """
     for parameter in parameters:
@@ -72,21 +79,22 @@ _CLIPS: Mapping[str, tuple[Callable[..., Any], str]] = {
     "clip_value": (nn.utils.clip_grad_value_, "clip_value"),
     "clip_adaptive": (clip_adaptive, "factor"),
 }
-"""What clips, and the argument that is the limit."""
+"""The function that clips, and its argument for the limit, by setting."""
 
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiply all gradients by a number, or by a 0-dim float64 tensor on their device, without a wait for it."""
+    """Multiply all gradients by a number, or by a 0-dim float64 tensor on their device without a wait."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.is_cpu:  # there a loop costs no more
+        if gradient.is_cpu:  # one call for all tensors is not faster there
             gradient.mul_(factor)
             continue
         if gradient.is_sparse:
-            gradient = parameter.grad = gradient.coalesce()
+            gradient = gradient.coalesce()
+            parameter.grad = gradient
         kinds.setdefault((gradient.dtype, gradient.device), []).append(values_of(gradient))
     for (dtype, _), gradients in kinds.items():
         if not isinstance(factor, Tensor):
@@ -99,9 +107,9 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | floa
 
 
 def fill_gradients(parameters: Sequence[nn.Parameter], model: nn.Module) -> None:
-    """Give a model's trained parameters gradients of 0 if none has any: nothing counts in the step, and it is taken.
+    """Give a model's trained parameters gradients of 0 if none has any.
 
-    A sparse gradient has no rows then, and stays None.
+    No sample counts in such a step, which is still taken. A sparse gradient has no rows then, and stays None.
     """
     if any(each.grad is not None for each in parameters):
         return
@@ -114,7 +122,9 @@ def fill_gradients(parameters: Sequence[nn.Parameter], model: nn.Module) -> None
 def gradient_norm(model: nn.Module) -> Tensor | None:
     """Return the norm of all gradients as one vector, 0-dim; None if there are none."""
     gradients = [values_of(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    return nn.utils.get_total_norm(gradients) if gradients else None
+    if not gradients:
+        return None
+    return nn.utils.get_total_norm(gradients)
 
 
 def unit_norms(tensor: Tensor) -> Tensor:

@@ -19,49 +19,58 @@ from cyxtrain.errors import CheckpointError, ConfigError, counted
 from cyxtrain.optim.optimizers import ONLY
 from cyxtrain.optim.schedule_classes import FitSchedule, GivenSchedule, OneCycle, given_schedule
 
-# of the optimizer, and of how many times the fit steps the schedule
+# makes a schedule for an optimizer and a number of times that the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
 
 _OWN_RATES = (OneCycleLR, CyclicLR, GivenSchedule)
 _RATES = ("lr", "initial_lr")
 LEARNING_RATE = "learning_rate"
-"""In the history, after Keras."""
+"""The name in the history, as in Keras."""
 
 
 class LearningRates:
     """The learning rates of an optimizer's groups, step by step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | ScheduleMaker | None) -> None:
-        self._make = None if isinstance(scheduler, LRScheduler) else scheduler  # makes it for each fit
-        self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else None
-        self._made_for = 0
-        self._first: list[float] = []
+        self.scheduler: LRScheduler | None = None
+        self._make: ScheduleMaker | None = None  # makes the schedule of each fit
+        if isinstance(scheduler, LRScheduler):
+            self.scheduler = scheduler
+        else:
+            self._make = scheduler
+        self._made_for = 0  # the length of the schedule that `_make` has made
+        self._first: list[float] = []  # the program's rates, from which `_make` makes each schedule
         self.factor = 1.0  # by which the program's rates have been multiplied
         self.interval = "step"  # after which the schedule is stepped: "step" or "epoch"
         self.optimizer = optimizer
-        self.warmup_steps = self._warm_steps = 0  # before the schedule; those that are complete
-        # Callbacks may add groups to those that the optimizer had when the latest fit began.
-        self._num_groups = self.built_groups = len(optimizer.param_groups)
-        self._targets: list[float] = []
-        self._noted: list[float] = []
-        self._used: list[torch.Tensor | float] = []
+        self.warmup_steps = 0  # before the schedule
+        self._warm_steps = 0  # of the warm-up, that are complete
+        # Callbacks may add groups to the ones that the optimizer had when the latest fit began.
+        self.built_groups = len(optimizer.param_groups)
+        self._num_groups = self.built_groups
+        self._targets: list[float] = []  # the rates after the warm-up; empty once it is complete
+        self._noted: list[float] = []  # the rates when the latest fit ended
+        self._used: list[torch.Tensor | float] = []  # the rates of the latest step, if the next ones are set already
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore PyTorch's wrapper of `optimizer.step`, which pickling drops, and by which schedules count steps."""
+        """Restore attributes, and PyTorch's wrapper of `optimizer.step`, which pickling drops."""
         vars(self).update(state)
         if self.scheduler is not None:
-            put_back = _keep(self.optimizer.param_groups)
-            LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and sets its own rates
-            put_back()
+            # Schedules count steps by the wrapper. Making any schedule wraps again, and sets its own rates.
+            restore = _snapshot(self.optimizer.param_groups)
+            LambdaLR(self.optimizer, lambda _: 1.0)
+            restore()
 
     @property
     def warmup_steps_left(self) -> int:
         """Steps until the warm-up ends."""
-        return self.warmup_steps - self._warm_steps if self._targets else 0
+        if not self._targets:
+            return 0
+        return self.warmup_steps - self._warm_steps
 
     @property
     def differ_from_program(self) -> bool:
-        """Whether they differ from the program's rates."""
+        """Whether the rates differ from the program's."""
         return self.factor != 1 or bool(self.warmup_steps) or self.scheduler is not None
 
     @property
@@ -83,11 +92,14 @@ class LearningRates:
     def explain(self, scaling: str) -> str:
         """Return a description for the header; `scaling` describes the scaling, if any."""
         # The planned rates, not the present ones: the same if a fit is resumed.
-        words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates()))]
-        words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
-        words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
-        words += [f"then by {_name_of(self.scheduler)}, each {self.interval}"] if self.scheduler is not None else []
-        return ", ".join(words)
+        parts = [f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates())]
+        if self.factor != 1:
+            parts.append(f"{self.factor:g} times what was given ({scaling})")
+        if self.warmup_steps:
+            parts.append(f"after a warm-up of {counted(self.warmup_steps, 'step')}")
+        if self.scheduler is not None:
+            parts.append(f"then by {_name_of(self.scheduler)}, each {self.interval}")
+        return ", ".join(parts)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
         """Start a fit."""
@@ -96,14 +108,19 @@ class LearningRates:
             self._set(self._targets)
         self._adopt_program_rates()
         self._scale(factor / self.factor)
-        self.factor, self._used = factor, []
+        self.factor = factor
+        self._used = []
         if isinstance(self.scheduler, OneCycle) and warmup_steps:
-            self.scheduler.rise, warmup_steps = min(warmup_steps / (steps or 1), 1.0), 0
+            self.scheduler.rise = min(warmup_steps / (steps or 1), 1.0)
+            warmup_steps = 0
+        total_steps = max(1, schedule_steps or 0)
         if isinstance(self.scheduler, FitSchedule):
-            self.scheduler.begin(max(1, schedule_steps or 0))
+            self.scheduler.begin(total_steps)
         elif self._make is not None:
-            self.scheduler = self._made(max(1, schedule_steps or 0))
-        self.warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
+            self.scheduler = self._new_schedule(total_steps)
+        self.warmup_steps = warmup_steps
+        self._warm_steps = 0
+        self._targets = []
         if warmup_steps:
             self._targets = self.now()
             self._warm()
@@ -113,14 +130,16 @@ class LearningRates:
         if self._make is None or schedule_steps is None:
             return self.scheduler
         with contextlib.ExitStack() as stack:
-            stack.callback(_keep(self.optimizer.param_groups))
+            stack.callback(_snapshot(self.optimizer.param_groups))
             return self._make(self.optimizer, max(1, schedule_steps))
 
     def as_saved(self, state: Mapping[str, Any]) -> LRScheduler | None:
         """Return the schedule that can load a checkpoint's state, without changing anything."""
-        return self.scheduler if self._make is None else self.schedule_for(state.get("made_for") or None)
+        if self._make is None:
+            return self.scheduler
+        return self.schedule_for(state.get("made_for") or None)
 
-    def _made(self, schedule_steps: int) -> LRScheduler:
+    def _new_schedule(self, schedule_steps: int) -> LRScheduler:
         """Return a new schedule, made from the program's rates."""
         assert self._make is not None
         self._first += self.now()[len(self._first) :]
@@ -135,49 +154,61 @@ class LearningRates:
         return rates_of(self.optimizer)
 
     def note_rates(self) -> None:
-        """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
-        self._noted, self._used = self.now(), []
+        """Note the rates at the end of a fit or a load, to see later which ones the program has set."""
+        self._noted = self.now()
+        self._used = []
 
     def resume_from(self, schedule_steps: int | None) -> str:
         """Continue a fit with a checkpoint's rates; return how the schedule has changed, or ""."""
         if not self.ends_with_fit or self.scheduler is None or schedule_steps is None:
             return ""
-        scheduler, total, rates = self.scheduler, max(1, schedule_steps), self.now()
+        scheduler = self.scheduler
+        total = max(1, schedule_steps)
         before = scheduler.total_steps if isinstance(scheduler, FitSchedule) else self._made_for
         if before == total:
             return ""
+        rates = self.now()
         if isinstance(scheduler, FitSchedule):
             scheduler.stretch(total)
         else:
-            self.scheduler = self._made(total)
+            self.scheduler = self._new_schedule(total)
             torch_compat.note_step(self.optimizer)  # it has stepped before the fit was resumed
             for _ in range(min(steps_taken(scheduler), total)):
                 self.scheduler.step()
-        if self._targets:
+        if self._targets:  # the warm-up sets the rates
             self._set(rates)
-        waits = self.warmup_steps if self.interval == "step" else 0
+        warmup = self.warmup_steps if self.interval == "step" else 0
         return (
-            f"the {_name_of(scheduler)} ends with {self.interval} {total + waits:,}, as epochs are now "
-            f"(with {before + waits:,} in the checkpoint)"
+            f"the {_name_of(scheduler)} ends with {self.interval} {warmup + total:,}, as epochs are now "
+            f"(with {warmup + before:,} in the checkpoint)"
         )
 
     def follow_groups(self) -> None:
         """Schedule groups that callbacks have added, from their present rates."""
-        groups, known = self.optimizer.param_groups, self._num_groups
-        self._num_groups = len(groups)
-        parts = [*schedules_in(self.scheduler)]
-        for number in range(known, len(groups)):
-            group, like = groups[number], groups[number - 1]
-            ratio = float(group["lr"]) / float(like["lr"]) if like["lr"] > 0 else 1.0
-            for name in ("initial_lr", "max_lr", "min_lr"):
-                if name in like:
-                    group.setdefault(name, like[name] * ratio)
-            for name in like.keys() - group.keys():  # schedules' own options, such as base_momentum
-                group[name] = like[name]
-            for rates in (self._targets, self._first, *_lists(parts, "base_lrs", "max_lrs")):
-                rates += [rates[-1] * ratio] if 0 < len(rates) <= number else []
-            for values in _lists(parts, "lr_lambdas", "base_momentums", "max_momentums"):
-                values += values[-1:] if len(values) <= number else []
+        known = self._num_groups
+        self._num_groups = len(self.optimizer.param_groups)
+        for number in range(known, self._num_groups):
+            self._follow_group(number)
+
+    def _follow_group(self, number: int) -> None:
+        """Schedule a new group like the one before it, in proportion to their present rates."""
+        group = self.optimizer.param_groups[number]
+        like = self.optimizer.param_groups[number - 1]
+        ratio = 1.0
+        if like["lr"] > 0:
+            ratio = float(group["lr"]) / float(like["lr"])
+        for name in ("initial_lr", "max_lr", "min_lr"):
+            if name in like:
+                group.setdefault(name, like[name] * ratio)
+        for name in like.keys() - group.keys():  # schedules' own options, such as base_momentum
+            group[name] = like[name]
+        parts = list(schedules_in(self.scheduler))
+        for rates in (self._targets, self._first, *_lists(parts, "base_lrs", "max_lrs")):
+            if 0 < len(rates) <= number:
+                rates.append(rates[-1] * ratio)
+        for values in _lists(parts, "lr_lambdas", "base_momentums", "max_momentums"):
+            if len(values) <= number:
+                values += values[-1:]
 
     def step(self) -> None:
         """Set the rates of the next step."""
@@ -193,14 +224,14 @@ class LearningRates:
             self.scheduler.step()
 
     def by_name(self) -> dict[str, float]:
-        """Return the rates of the latest step as "learning_rate", and of groups with other rates by their number."""
+        """Return the rate of the latest step as "learning_rate", and different rates by the group's number."""
         first, *others = [float(rate) for rate in self._used] or self.now()
         different = {f"{LEARNING_RATE}_{number}": rate for number, rate in enumerate(others, 1) if rate != first}
         return {LEARNING_RATE: first, **different}
 
     def keep(self) -> Callable[[], None]:
-        """Return what restores the present rates and schedule."""
-        return _keep([vars(self), *map(vars, schedules_in(self.scheduler)), *self.optimizer.param_groups])
+        """Return a function that restores the present rates and schedule."""
+        return _snapshot([vars(self), *map(vars, schedules_in(self.scheduler)), *self.optimizer.param_groups])
 
     def end_epoch(self) -> None:
         """Set the rates of the next epoch, if the schedule is stepped per epoch and the warm-up is complete."""
@@ -210,16 +241,17 @@ class LearningRates:
 
     def program_rates(self) -> list[float]:
         """Return the program's rates, before scaling and scheduling."""
-        groups = self.optimizer.param_groups
-        if self._first:
-            return [float(f"{rate / self.factor:.12g}") for rate in self._first]
-        rates = self._targets or [group["lr"] for group in groups]
-        # Schedules store the initial rates. Scaling and dividing may change the last bits.
-        began = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
-        return [float(f"{rate / self.factor:.12g}") for rate in began]
+        rates = self._first
+        if not rates:
+            groups = self.optimizer.param_groups
+            present = self._targets or [group["lr"] for group in groups]
+            # Schedules store the initial rates.
+            rates = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, present, strict=True)]
+        # Rounded, because scaling and dividing may change the last bits.
+        return [float(f"{rate / self.factor:.12g}") for rate in rates]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return their part of a checkpoint, besides the scheduler's own state."""
+        """Return the rates' part of a checkpoint, besides the scheduler's own state."""
         return {
             "factor": self.factor,
             "warmup_steps": self.warmup_steps,
@@ -232,11 +264,15 @@ class LearningRates:
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
         """Continue from a checkpoint; the optimizer has its own rates from it."""
-        groups, first = len(self.optimizer.param_groups), state.get("first", [])
+        groups = len(self.optimizer.param_groups)
+        first = state.get("first", [])
         if not is_rates(state) or not {len(state["targets"]), len(first)} <= {0, groups}:
             raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
-        self.factor, self._targets, self._first = state["factor"], list(state["targets"]), list(first)
-        self.warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
+        self.factor = state["factor"]
+        self._targets = list(state["targets"])
+        self._first = list(first)
+        self.warmup_steps = state["warmup_steps"]
+        self._warm_steps = state["warm_steps"]
         self._made_for = state.get("made_for", 0)
         self.note_rates()
         self._used = [float(rate) for rate in state.get("used", ())]
@@ -253,13 +289,14 @@ class LearningRates:
                 rates[number] = now * self.factor
 
     def _initial_rates(self) -> list[list[float]]:
-        """Return the lists of the groups' initial rates, but for those of schedules with their own rates."""
+        """Return the lists of the groups' initial rates, except of schedules with their own rates."""
         parts = [part for part in schedules_in(self.scheduler) if not isinstance(part, _OWN_RATES)]
         return [rates for rates in (self._first, *_lists(parts, "base_lrs")) if rates]
 
     def _warm(self) -> None:
-        part = min((self._warm_steps + 1) / self.warmup_steps, 1.0)
-        self._set([rate * part for rate in self._targets])
+        """Set the rates of the next step of the warm-up; end it with its last one."""
+        fraction = min((self._warm_steps + 1) / self.warmup_steps, 1.0)
+        self._set([rate * fraction for rate in self._targets])
         if self._warm_steps >= self.warmup_steps:
             self._targets = []
 
@@ -291,18 +328,21 @@ def rates_of(*optimizers: torch.optim.Optimizer) -> list[float]:
 
 
 def rates_by_name(parts: Mapping[str, LearningRates]) -> dict[str, float]:
-    """Return the rates of the latest step by their names in the history, which have the names of several optimizers."""
+    """Return the rates of the latest step by name in the history, with the names of several optimizers."""
     if parts.keys() == {ONLY}:
         return parts[ONLY].by_name()
-    found = {own: part.by_name().items() for own, part in parts.items()}
-    return {name.replace(LEARNING_RATE, f"{LEARNING_RATE}_{own}"): rate for own in found for name, rate in found[own]}
+    found = {}
+    for optimizer, part in parts.items():
+        for name, rate in part.by_name().items():
+            found[name.replace(LEARNING_RATE, f"{LEARNING_RATE}_{optimizer}")] = rate
+    return found
 
 
 def set_rates(parts: Collection[LearningRates], rates: Sequence[float]) -> None:
     """Set the rate of each group of several optimizers, as a user passes them."""
     groups = sum(len(part.optimizer.param_groups) for part in parts)
-    right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
-    require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
+    are_valid = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
+    require(are_valid, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
     left = iter(rates)
     for part in parts:
         part._set([next(left) for _ in part.optimizer.param_groups])
@@ -328,36 +368,40 @@ def check_rates(
             "set steps_per_epoch."
         )
     scheduler = rates.schedule_for(schedule_steps)
-    parts = (part for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES))
-    own = next((type(given_schedule(part)).__name__ for part in parts), None)
-    if config.learning_rate_scaling and own:
+    setting_rates = [part for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)]
+    if config.learning_rate_scaling and setting_rates:
+        name = type(given_schedule(setting_rates[0])).__name__
         raise ConfigError(
-            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} sets "
+            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {name} sets "
             "rates itself: build it with larger ones."
         )
     return scheduler
 
 
-def _keep(owners: Iterable[dict[str, Any]]) -> Callable[[], None]:
-    """Return what restores attributes of objects, or options of groups; rates in tensors in place."""
+def _snapshot(owners: Iterable[dict[str, Any]]) -> Callable[[], None]:
+    """Return a function that restores attributes of objects or options of groups, tensor rates in place."""
     kept = []
     for own in owners:
-        values = {name: copy.copy(value) if isinstance(value, (list, dict)) else value for name, value in own.items()}
+        values = dict(own)
+        for name, value in own.items():
+            if isinstance(value, (list, dict)):
+                values[name] = copy.copy(value)
         kept.append((own, values, _rate_in(own)))
 
-    def put_back() -> None:
+    def restore() -> None:
         for own, values, rate in kept:
             own.clear()
             own.update(values)
             if isinstance(rate, torch.Tensor):
                 own["lr"].copy_(rate)
 
-    return put_back
+    return restore
 
 
 def _rate_in(options: Mapping[str, Any]) -> Any:
-    """Return the rate among a group's options, if it has one; of a tensor, which steps change in place, a copy."""
+    """Return the rate among a group's options, if it has one."""
     rate = options.get("lr")
+    # A copy, as steps change a rate in a tensor in place.
     return rate.clone() if isinstance(rate, torch.Tensor) else rate
 
 
@@ -375,8 +419,11 @@ def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
 
 
 def _lists(parts: Iterable[Any], *names: str) -> list[list[Any]]:
-    """Return the lists, of a value for each group, that schedules have under some names."""
-    return [vars(part)[name] for part in parts for name in names if name in vars(part)]
+    """Return the lists that schedules have under some names, each with a value per group."""
+    found = []
+    for part in parts:
+        found += [vars(part)[name] for name in names if name in vars(part)]
+    return found
 
 
 def _name_of(schedule: LRScheduler) -> str:

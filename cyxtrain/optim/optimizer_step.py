@@ -1,4 +1,4 @@
-"""An optimizer's step, which an accelerator skips by itself if a gradient is not finite, and its closure."""
+"""An optimizer's step, which an accelerator can skip without the host, and an optimizer's closure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 class OptimizerStep:
-    """Steps an optimizer: PyTorch's fused ones without the wrappers of `step`, any other by `optimizer.step()`.
+    """An optimizer's step: without PyTorch's wrappers if the optimizer is fused, else `optimizer.step()`.
 
     The wrappers call hooks and the profiler; in the fit of a small model they take half as long as the fused kernel.
     """
@@ -27,7 +27,9 @@ class OptimizerStep:
         self._optimizer = optimizer
         self._method: Any = type(optimizer).step
         is_pytorchs = type(optimizer) in _FUSED and self._method.__module__.startswith("torch.optim.")
-        self._unwrapped = inspect.unwrap(self._method) if is_pytorchs else None
+        self._unwrapped: Any = None
+        if is_pytorchs:
+            self._unwrapped = inspect.unwrap(self._method)
 
     def __call__(self) -> None:
         """Step the optimizer."""
@@ -63,7 +65,7 @@ class OptimizerStep:
             if not group["momentum"]:
                 return True
         state = self._optimizer.state
-        return all(state.get(each, {}).get(name) is not None for each in _trained(group))
+        return all(state.get(parameter, {}).get(name) is not None for parameter in _trained(group))
 
     def _step_unwrapped(self, skip: Tensor | None) -> None:
         optimizer: Any = self._optimizer
@@ -79,20 +81,26 @@ class OptimizerStep:
 
     @contextlib.contextmanager
     def _unfused_where_needed(self) -> Iterator[None]:
-        """Do not fuse groups that fused SGD refuses: some parameters, such as unfrozen ones, have no momentum yet."""
-        found = []
-        for group in self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.SGD) else ():
-            if group["momentum"] and group["fused"]:
-                trained = _trained(group)
-                known = sum(self._optimizer.state.get(each, {}).get("momentum_buffer") is not None for each in trained)
-                found += [group] if 0 < known < len(trained) else []
-        for group in found:
+        """Do not fuse groups that fused SGD refuses."""
+        refused = []
+        if isinstance(self._optimizer, torch.optim.SGD):
+            refused = [group for group in self._optimizer.param_groups if self._lacks_some_momentum(group)]
+        for group in refused:
             group["fused"] = None
         try:
             yield
         finally:
-            for group in found:
+            for group in refused:
                 group["fused"] = True
+
+    def _lacks_some_momentum(self, group: Mapping[str, Any]) -> bool:
+        """Return whether some parameters, such as unfrozen ones, have no momentum yet, and others have."""
+        if not (group["momentum"] and group["fused"]):
+            return False
+        trained = _trained(group)
+        state = self._optimizer.state
+        count = sum(state.get(parameter, {}).get("momentum_buffer") is not None for parameter in trained)
+        return 0 < count < len(trained)
 
 
 def _trained(group: Mapping[str, Any]) -> list[Tensor]:
@@ -100,14 +108,16 @@ def _trained(group: Mapping[str, Any]) -> list[Tensor]:
 
 
 class Closure:
-    """Evaluates loss and gradients, averaged over ranks, when an optimizer calls it: equally often on every rank.
+    """The function that an optimizer calls for loss and gradients; equally often on every rank.
 
-    `evaluate` sets the gradients, and returns the loss. `loss` is that of an evaluation before the step, which is not
-    repeated if parameters and gradients are still those.
+    `evaluate` sets the gradients, averaged over ranks, and returns the loss. `loss` is the result of an evaluation
+    before the step, which is not repeated while parameters and gradients are unchanged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, evaluate: Callable[[], Tensor], loss: Tensor) -> None:
-        self._optimizer, self._evaluate, self._loss = optimizer, evaluate, loss
+        self._optimizer = optimizer
+        self._evaluate = evaluate
+        self._loss = loss
         self._known = self._versions()
 
     def __call__(self) -> Tensor:

@@ -49,12 +49,15 @@ def parameters_for(name: str, model: nn.Module) -> Any:
     """
     if name.lower() == "sparseadam":
         _require_sparse(model)
-    without = _norms_and_biases(model)
-    if name.lower() != "adamw" or not without:
+    exempt_ids = _norms_and_biases(model)
+    if name.lower() != "adamw" or not exempt_ids:
         return model.parameters()
-    with_decay = [parameter for parameter in model.parameters() if id(parameter) not in without]
-    exempt = {"params": [each for each in model.parameters() if id(each) in without], "weight_decay": 0.0}
-    return [{"params": with_decay}, exempt] if with_decay else [exempt]
+    decayed = [parameter for parameter in model.parameters() if id(parameter) not in exempt_ids]
+    exempt = [parameter for parameter in model.parameters() if id(parameter) in exempt_ids]
+    exempt_group = {"params": exempt, "weight_decay": 0.0}
+    if not decayed:
+        return [exempt_group]
+    return [{"params": decayed}, exempt_group]
 
 
 def _require_sparse(model: nn.Module) -> None:
@@ -69,24 +72,25 @@ def _require_sparse(model: nn.Module) -> None:
 
 def spares_norms_and_biases(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Return whether an optimizer decays a model's weights, except norms and biases."""
-    decays = {bool(group.get("weight_decay")): set[int]() for group in optimizer.param_groups}
-    for group in optimizer.param_groups:
-        decays[bool(group.get("weight_decay"))] |= {id(parameter) for parameter in group["params"]}
-    return len(decays) == 2 and decays[False] == _norms_and_biases(model)
+    decays = {bool(group.get("weight_decay")) for group in optimizer.param_groups}
+    exempt = [group for group in optimizer.param_groups if not group.get("weight_decay")]
+    exempt_ids = {id(parameter) for group in exempt for parameter in group["params"]}
+    return len(decays) == 2 and exempt_ids == _norms_and_biases(model)
 
 
 def _norms_and_biases(model: nn.Module) -> set[int]:
     """Return the ids of biases and of the parameters of norms, by name, so that custom classes count."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if "bias" in name or "norm" in type(module).__name__.lower()
-    }
+    found = set()
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_norm or "bias" in name:
+                found.add(id(parameter))
+    return found
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model's parameters, made by a function such as `torch.optim.Adam`, or by name."""
+    """Return an optimizer of the model's parameters: as given, made by a function, or by name."""
     if isinstance(optimizer, str) and optimizer.lower() not in OPTIMIZERS:
         raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -96,7 +100,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
             f"optimizer must be a torch.optim optimizer, got the module {type(optimizer).__name__}: the order is "
             "DistributedTrainer(model, loss_fn, optimizer)."
         )
-    if next(model.parameters(), None) is None:  # evaluates and predicts; fit refuses it
+    if next(model.parameters(), None) is None:  # such a model evaluates and predicts; `fit` refuses it
         return torch.optim.SGD([{"params": []}], lr=0.0)
     if isinstance(optimizer, str):
         return OPTIMIZERS[optimizer.lower()](parameters_for(optimizer, model))
@@ -112,22 +116,22 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
 def make_optimizers(
     optimizer: OptimizerLike, optimizers: Mapping[str, torch.optim.Optimizer] | None, model: nn.Module
 ) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers of a trainer by name: one, or those given by name, each with its own parameters."""
+    """Return the optimizers of a trainer by name: one, or several with different parameters."""
     if optimizers is None:
         return {ONLY: make_optimizer(optimizer, model)}
     if optimizer != "adam":
         raise ConfigError("optimizer and optimizers are given: put all of them into optimizers={...}, by name.")
     given = dict(optimizers) if isinstance(optimizers, Mapping) else {}
-    if not given or not all(isinstance(each, torch.optim.Optimizer) for each in given.values()):
+    if not given or not all(isinstance(value, torch.optim.Optimizer) for value in given.values()):
         raise ConfigError(
             "optimizers must be a dictionary of torch.optim optimizers by name, as in optimizers={'g': "
             f"torch.optim.Adam(model.generator.parameters()), 'd': ...}}, got {brief(optimizers)}."
         )
-    return {str(name): each for name, each in given.items()}
+    return {str(name): value for name, value in given.items()}
 
 
 def described_name(name: str, what: str = "optimizer") -> str:
-    """Return what messages call the optimizer of that name, or `what` else belongs to it."""
+    """Return an optimizer for messages, such as "optimizer 'g'", or `what` else belongs to it."""
     return what if name == ONLY else f"{what} {name!r}"
 
 
@@ -148,13 +152,20 @@ _ON_THE_CPU = ("step", "mu_product")
 
 def place_state(*optimizers: torch.optim.Optimizer) -> None:
     """Move the state of optimizers to the devices of their parameters, which `model.to(device)` does not."""
-    for optimizer, group in [(each, group) for each in optimizers for group in each.param_groups]:
-        names = () if group.get("fused") or group.get("capturable") else _ON_THE_CPU
-        for parameter in group["params"]:
-            state, to_parameter = optimizer.state.get(parameter, {}), partial(torch.Tensor.to, device=parameter.device)
-            for name, value in state.items():
-                if not (name in names and isinstance(value, torch.Tensor) and value.is_cpu):
-                    state[name] = map_tree(to_parameter, value)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            _place_group_state(optimizer, group)
+
+
+def _place_group_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    on_cpu = () if group.get("fused") or group.get("capturable") else _ON_THE_CPU
+    for parameter in group["params"]:
+        to_parameter = partial(torch.Tensor.to, device=parameter.device)
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            stays = name in on_cpu and isinstance(value, torch.Tensor) and value.is_cpu
+            if not stays:
+                state[name] = map_tree(to_parameter, value)
 
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -165,9 +176,9 @@ _UNDECIDED = {"fused": None, "foreach": None, "differentiable": False, "capturab
 
 
 def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Iterable[str] = ()) -> bool:
-    """Return whether to use PyTorch's fused kernel, as `wanted`; settings such as foreach=True take precedence."""
-    found = next(iter(sparse), None)
-    reason = f"{found} makes sparse gradients" if found else _reason_against(optimizer)
+    """Return whether to use PyTorch's fused kernel, as `wanted`; the optimizer's settings take precedence."""
+    name = next(iter(sparse), None)
+    reason = f"{name} makes sparse gradients" if name else _reason_against(optimizer)
     if wanted is True and reason:
         raise ConfigError(f"fused_optimizer=True: {reason}. Use 'auto', which fuses what it can.")
     return bool(wanted) and reason is None
@@ -175,22 +186,33 @@ def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Itera
 
 def _reason_against(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] | None = None) -> str | None:
     """Return why an optimizer, or some of its groups, cannot be fused; None if they can."""
-    name = type(optimizer).__name__
     if type(optimizer) not in _FUSABLE:
-        return f"PyTorch has no fused {name}"
-    for group in optimizer.param_groups if groups is None else groups:
-        decided = [f"{key}={group[key]}" for key, value in _UNDECIDED.items() if group.get(key, value) != value]
-        if decided:
-            return f"the {name} was built with {', '.join(decided)}"
-        if isinstance(group["lr"], torch.Tensor):
-            return f"the {name} has a tensor as its learning rate"
-        for parameter in group["params"]:
-            if not parameter.is_floating_point() or not torch_compat.has_fused_kernels(parameter.device.type):
-                return f"the {name} has a parameter of {parameter.dtype} on {parameter.device}"
-            if isinstance(optimizer, torch.optim.Adagrad) and parameter.device.type not in ("cpu", "cuda"):
-                return f"PyTorch has no fused {name} on {parameter.device.type}"
-            if parameter.device.type == "cpu" and parameter.dtype not in _EXACT_ON_CPUS:
-                return f"the {name} has a parameter of {parameter.dtype}, and on CPUs PyTorch's kernel is wrong there"
+        return f"PyTorch has no fused {type(optimizer).__name__}"
+    if groups is None:
+        groups = optimizer.param_groups
+    for group in groups:
+        reason = _reason_against_group(type(optimizer), group)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _reason_against_group(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str | None:
+    decided = [f"{key}={group[key]}" for key, default in _UNDECIDED.items() if group.get(key, default) != default]
+    if decided:
+        return f"the {kind.__name__} was built with {', '.join(decided)}"
+    if isinstance(group["lr"], torch.Tensor):
+        return f"the {kind.__name__} has a tensor as its learning rate"
+    for parameter in group["params"]:
+        device_type = parameter.device.type
+        if not parameter.is_floating_point() or not torch_compat.has_fused_kernels(device_type):
+            return f"the {kind.__name__} has a parameter of {parameter.dtype} on {parameter.device}"
+        if kind is torch.optim.Adagrad and device_type not in ("cpu", "cuda"):
+            return f"PyTorch has no fused {kind.__name__} on {device_type}"
+        if device_type == "cpu" and parameter.dtype not in _EXACT_ON_CPUS:
+            return (
+                f"the {kind.__name__} has a parameter of {parameter.dtype}, and on CPUs PyTorch's kernel is wrong there"
+            )
     return None
 
 
@@ -205,7 +227,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer step by the fused kernel, with the groups that callbacks have added, too, where they can."""
+    """Let an optimizer step by the fused kernel; groups that callbacks have added too, if they can."""
     _match_layout(optimizer)
     new = [group for group in optimizer.param_groups if group["fused"] is None]
     if _reason_against(optimizer, new) is None:
@@ -217,7 +239,7 @@ def _set_fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]
         group["fused"] = value
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if "step" in state:  # the kernel wants it where the parameter is, the others on the CPU
+            if "step" in state:  # the fused kernel needs it on the parameter's device, the others on the CPU
                 device = parameter.device if value else torch.device("cpu")
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
 

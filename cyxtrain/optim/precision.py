@@ -20,7 +20,7 @@ from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.errors import CheckpointError
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# gradients that overflow below it are too large for 16 bits as they are
+# Gradients that overflow at this scale are too large for 16 bits themselves.
 _LEAST_SCALE = 1.0
 
 
@@ -34,24 +34,31 @@ class Precision:
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which PyTorch autocasts, unless the precision is full."""
-        return contextlib.nullcontext() if self.is_full else torch.autocast(self._device_type, self.dtype)
+        if self.is_full:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, self.dtype)
 
     def suspended(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which PyTorch does not autocast, within `computing`."""
-        return contextlib.nullcontext() if self.is_full else torch.autocast(self._device_type, enabled=False)
+        if self.is_full:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, enabled=False)
 
     def run(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Return what a call returns in this precision; its 16-bit numbers as float32, for losses and metrics."""
+        """Return the result of a call in this precision, with 16-bit numbers as float32 for losses."""
         if self.is_full:
             return call(*arguments, **named)
         with self.computing():
             output = call(*arguments, **named)
-        return map_tree(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)
+        return map_tree(self._widened, output)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype is self.dtype else tensor
 
 
 @contextlib.contextmanager
 def float32_products(precision: str | None) -> Iterator[None]:
-    """Set the precision of float32 matrix products, and of cuDNN's convolutions, within; None: leave it."""
+    """Set the precision of float32 matrix products and cuDNN's convolutions in a `with` block, if given."""
     if precision is None:
         yield
         return
@@ -61,7 +68,8 @@ def float32_products(precision: str | None) -> Iterator[None]:
     products: str | None = None
     convolutions: bool | None = None
     with contextlib.suppress(RuntimeError):  # the program uses PyTorch's new names, which exclude the old ones
-        products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        products = torch.get_float32_matmul_precision()
+        convolutions = cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
     cudnn.allow_tf32 = precision != "highest"
     try:
@@ -78,7 +86,7 @@ class LossScale:
     """The factor of the loss before backward, by which gradients are divided after it.
 
     It halves when gradients overflow, and doubles after some steps without overflow: the sequence of PyTorch's
-    GradScaler. The averages show all ranks alike whether any of them overflowed, so that they need no message.
+    GradScaler. All ranks see in the averaged gradients whether any rank overflowed, so that they need no message.
     """
 
     def __init__(self, config: AMPConfig) -> None:
@@ -98,7 +106,7 @@ class LossScale:
 
     def of_each(self, world_size: int) -> float:
         """Return the factor of each rank's loss."""
-        # In a mean over N ranks a row counts N times as much on its rank: in 16 bits, gradients would overflow earlier.
+        # In a mean over N ranks a sample counts N times as much on its rank: gradients would overflow earlier.
         return self.value / world_size
 
     def update(self, *, overflowed: bool) -> None:
@@ -106,30 +114,38 @@ class LossScale:
         config = self._config
         if not self.is_dynamic:
             return
-        self._steps = 0 if overflowed else self._steps + 1
         if overflowed:
+            self._steps = 0
             self.value = _as_float32(self.value * config.backoff_factor)
-        elif self._steps == config.dynamic_history_size:
+            return
+        self._steps += 1
+        if self._steps == config.dynamic_history_size:
+            self._steps = 0
             grown = _as_float32(self.value * config.growth_factor)
-            self.value, self._steps = (grown if math.isfinite(grown) else self.value), 0
+            if math.isfinite(grown):
+                self.value = grown
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its part of a checkpoint."""
+        """Return the scale's part of a checkpoint."""
         return {"scale": self.value, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
         """Continue from a checkpoint."""
         if not is_loss_scale(state):
             raise CheckpointError(f"Cannot load {source}: its loss scale is {dict(state)}.")
-        self.value, self._steps = state["scale"], state["steps"]
+        self.value = state["scale"]
+        self._steps = state["steps"]
 
 
 def make_loss_scale(config: DistributedTrainingConfig) -> LossScale | None:
-    """Return the initial scale of a fit; None: only fp16 needs one."""
-    return LossScale(config.amp or AMPConfig()) if config.precision == "fp16" else None
+    """Return the initial scale of a fit; None unless it trains in fp16."""
+    if config.precision != "fp16":
+        return None
+    return LossScale(config.amp or AMPConfig())
 
 
-def _as_float32(number: float) -> float:  # as GradScaler's
+def _as_float32(number: float) -> float:
+    """Return a scale rounded as GradScaler stores it."""
     return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
 
@@ -148,9 +164,10 @@ def quotient(number: Number, divisor: Number) -> Number:
     """Return number / divisor in float64, and 0 if the divisor is 0, without waiting for an accelerator."""
     if not isinstance(divisor, Tensor):
         return number / divisor if divisor else 0.0
-    # A Python number / tensor is number * (1 / divisor), which is rounded twice.
-    above = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
-    return torch.div(above.double(), divisor).masked_fill_(divisor == 0, 0.0)
+    if not isinstance(number, Tensor):
+        # PyTorch computes number / tensor as number * (1 / tensor), which is rounded twice.
+        number = torch.tensor(number, dtype=torch.float64, device="cpu")
+    return torch.div(number.double(), divisor).masked_fill_(divisor == 0, 0.0)
 
 
 def times(loss: Tensor, factor: Number) -> Tensor:

@@ -1,4 +1,4 @@
-"""The classes of learning-rate schedules: by name, which end with the fit, and of other packages, such as timm's."""
+"""Learning-rate schedules: by name, which end with the fit, and of other packages, such as timm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cyxtrain.config.settings import takes
 class FitSchedule(LRScheduler):
     """A schedule over the steps of one fit; the next fit starts it again."""
 
-    label = ""  # its name for trainers
+    label = ""  # the name by which users choose it
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.total_steps = 0  # how many times the fit steps it; 0 before the first fit
@@ -48,13 +48,13 @@ class FitSchedule(LRScheduler):
 
 
 class Constant(FitSchedule):
-    """Keeps the learning rate."""
+    """A constant learning rate."""
 
     label = "constant"
 
 
 class Linear(FitSchedule):
-    """Decays the learning rate linearly to zero."""
+    """A linear decay of the learning rate to zero."""
 
     label = "linear"
 
@@ -64,7 +64,7 @@ class Linear(FitSchedule):
 
 
 class Cosine(FitSchedule):
-    """Decays the learning rate to zero along half a cosine.
+    """A decay of the learning rate to zero along half a cosine.
 
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), equation 5, without
     restarts.
@@ -78,10 +78,10 @@ class Cosine(FitSchedule):
 
 
 class OneCycle(FitSchedule):
-    """Raises the learning rate from 1/25 of its value to the value, then decays it to 1/250,000, each along a cosine.
+    """A rise from 1/25 of the learning rate to the rate, then a decay to 1/250,000, along cosines.
 
-    The rates are those of PyTorch's OneCycleLR with max_lr=lr and cycle_momentum=False. The warm-up of the fit is the
-    rise; without one, the rise takes 0.3 of the steps.
+    The rates equal PyTorch's OneCycleLR with max_lr=lr and cycle_momentum=False. The warm-up of the fit is the rise;
+    without one, the rise takes 0.3 of the steps.
     Source: Smith and Topin, Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates (2017).
     """
 
@@ -93,7 +93,8 @@ class OneCycle(FitSchedule):
 
     @override
     def factor(self) -> float:
-        last, top = self.total_steps - 1, max(self.rise * self.total_steps - 1, 0.0)
+        last = self.total_steps - 1
+        top = max(self.rise * self.total_steps - 1, 0.0)
         step = min(self.last_epoch, last)
         if step <= top and top > 0:
             return _between(1 / 25, 1.0, step / top)
@@ -105,18 +106,18 @@ def _between(start: float, end: float, part: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
 
 
-SCHEDULERS: dict[str, type[FitSchedule]] = {each.label: each for each in (Constant, Linear, Cosine, OneCycle)}
+SCHEDULERS: dict[str, type[FitSchedule]] = {kind.label: kind for kind in (Constant, Linear, Cosine, OneCycle)}
 
 
 class Schedule(Protocol):
-    """What is needed of another package's schedule, besides its `step`, whose arguments differ."""
+    """The methods that another package's schedule needs, besides `step`, whose arguments differ."""
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state_dict: Any, /) -> Any: ...  # noqa: D102
 
 
 class GivenSchedule(LRScheduler):
-    """Steps a schedule of another package, as PyTorch's are stepped.
+    """A schedule of another package, with the interface of PyTorch's.
 
     One with `step_update` is timm's, which counts steps or epochs by its `t_in_epochs`.
     """
@@ -132,21 +133,26 @@ class GivenSchedule(LRScheduler):
 
     @property
     def interval(self) -> str | None:
-        """The unit that it counts, if it tells."""
-        return ("epoch" if getattr(self.given, "t_in_epochs", True) else "step") if self._has_units else None
+        """The unit that the schedule counts, if it has one: "step" or "epoch"."""
+        if not self._has_units:
+            return None
+        return "epoch" if getattr(self.given, "t_in_epochs", True) else "step"
 
     def step(self, epoch: Any = None) -> None:
-        """Set the next rate; the object is told how many steps, or epochs, are complete."""
+        """Set the next rate; pass the number of complete steps, or epochs, to the object if it takes one."""
         self.last_epoch += 1
         step = self.given.step_update if self.interval == "step" else self.given.step
-        step(*[self.last_epoch] * self._takes_number)
+        if self._takes_number:
+            step(self.last_epoch)
+        else:
+            step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count and the state of the object."""
         return {"last_epoch": self.last_epoch, "given": self.given.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore both."""
+        """Restore the count and the state of the object."""
         self.last_epoch = state_dict["last_epoch"]
         self.given.load_state_dict(state_dict["given"])
 
@@ -158,5 +164,5 @@ def is_schedule(given: Any) -> bool:
 
 
 def given_schedule(scheduler: LRScheduler | None) -> Any:
-    """Return a schedule as the user gave it."""
+    """Return a schedule as the user passed it."""
     return scheduler.given if isinstance(scheduler, GivenSchedule) else scheduler

@@ -21,7 +21,7 @@ from cyxtrain.optim.schedule_classes import SCHEDULERS, GivenSchedule, Schedule,
 # where PyTorch stores the states of schedules within a schedule
 _PARTS = "_schedulers"
 
-# names in a state that are progress, stored elsewhere, or no settings
+# names in a state that are progress, are stored elsewhere, or are not settings
 _PROGRESS = {
     *("last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"),
     *("base_lrs", _PARTS, "_schedule_phases", "lr_lambdas", "_scale_fn_custom"),
@@ -46,7 +46,8 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
             f"scheduler is the class {name}, which needs more than the optimizer: pass a schedule, or a function: "
             f"lambda optimizer, total_steps: {name}(optimizer, ...)."
         )
-    return _checked(scheduler(optimizer) if callable(scheduler) else scheduler, scheduler, optimizer)
+    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    return _checked(made, scheduler, optimizer)
 
 
 def make_schedulers(
@@ -54,26 +55,27 @@ def make_schedulers(
     schedulers: Mapping[str, SchedulerLike] | None,
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> dict[str, LRScheduler | ScheduleMaker | None]:
-    """Return the scheduler of each optimizer by its name; `scheduler`: that of the only one."""
+    """Return the scheduler of each optimizer by its name; `scheduler` belongs to an only optimizer."""
     if scheduler is not None:
         if len(optimizers) > 1 or schedulers is not None:
             example = f"schedulers={{{next(iter(optimizers))!r}: ...}}"
-            raise ConfigError(f"scheduler is that of a single optimizer: give schedulers by name, as in {example}.")
+            raise ConfigError(f"scheduler is for a single optimizer: give schedulers by name, as in {example}.")
         schedulers = dict.fromkeys(optimizers, scheduler)
-    given = {} if schedulers is None else schedulers
-    if not isinstance(given, Mapping):
+    if schedulers is None:
+        schedulers = {}
+    if not isinstance(schedulers, Mapping):
         raise ConfigError(f"schedulers must be a dictionary by the optimizers' names, got {brief(schedulers)}.")
-    for name in given:
+    for name in schedulers:
         if name not in optimizers:
-            raise unknown_name("the trainer", str(name), [*optimizers], "optimizer for the schedule")
-    return {name: make_scheduler(given.get(name), each) for name, each in optimizers.items()}
+            raise unknown_name("the trainer", str(name), list(optimizers), "optimizer for the schedule")
+    return {name: make_scheduler(schedulers.get(name), optimizer) for name, optimizer in optimizers.items()}
 
 
 def wants_total_steps(function: Callable[..., Any]) -> bool:
     """Return whether a function of the optimizer also needs the number of steps.
 
     Either it has a parameter `total_steps` without a default, or it requires a second argument. A class needs the name:
-    a second argument may mean anything.
+    its second argument may mean anything.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -81,20 +83,24 @@ def wants_total_steps(function: Callable[..., Any]) -> bool:
         return False
     if "total_steps" in parameters:
         return parameters["total_steps"].default is inspect.Parameter.empty
+    called = function.func if isinstance(function, partial) else function
+    if isinstance(called, type):
+        return False
     places = [each for each in parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    second = len(places) > 1 and places[1].default is inspect.Parameter.empty
-    return second and not isinstance(function.func if isinstance(function, partial) else function, type)
+    return len(places) > 1 and places[1].default is inspect.Parameter.empty
 
 
 def _made_for(function: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
-    """Return what a function of `(optimizer, total_steps)` makes."""
-    by_name = "total_steps" in inspect.signature(function).parameters
-    made = function(optimizer, total_steps=total_steps) if by_name else function(optimizer, total_steps)
+    """Return the schedule that a function of `(optimizer, total_steps)` makes."""
+    if "total_steps" in inspect.signature(function).parameters:
+        made = function(optimizer, total_steps=total_steps)
+    else:
+        made = function(optimizer, total_steps)
     return _checked(made, function, optimizer)
 
 
 def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return a schedule, or refuse what is none."""
+    """Return a schedule; refuse another object, and a schedule that needs a metric."""
     if not isinstance(made, LRScheduler) and not is_schedule(made):
         raise ConfigError(
             "scheduler must be one of torch.optim.lr_scheduler, another object with step(), state_dict() and "
@@ -106,12 +112,14 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
             "pass callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
         )
     if getattr(made, "optimizer", optimizer) is not optimizer:
-        raise ConfigError(f"the scheduler {type(made).__name__} has another optimizer: build it with the trainer's.")
+        raise ConfigError(
+            f"the scheduler {type(made).__name__} uses a different optimizer: build it with the trainer's."
+        )
     return made if isinstance(made, LRScheduler) else GivenSchedule(made, optimizer)
 
 
 def scheduler_facts(scheduler: LRScheduler | None, name: str) -> dict[str, Any]:
-    """Return what must be equal on every rank; `name`: of the optimizer."""
+    """Return facts that must be equal on every rank; `name` is the optimizer's."""
     name = described_name(name, "scheduler")
     if scheduler is None:
         return {f"the {name}": None}
@@ -123,13 +131,16 @@ def scheduler_facts(scheduler: LRScheduler | None, name: str) -> dict[str, Any]:
 
 
 def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Return its part of a checkpoint; empty without a scheduler."""
-    return {} if scheduler is None else {"type": _kind(scheduler), "state": scheduler.state_dict()}
+    """Return a scheduler's part of a checkpoint; empty without one."""
+    if scheduler is None:
+        return {}
+    return {"type": _kind(scheduler), "state": scheduler.state_dict()}
 
 
 def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any], source: str) -> None:
     """Refuse the state of another kind of scheduler."""
-    own, other = (None if scheduler is None else _kind(scheduler)), saved.get("type")
+    own = None if scheduler is None else _kind(scheduler)
+    other = saved.get("type")
     if own != other:
         raise CheckpointError(
             f"Cannot load {source}: it was written with {_named(other)}, and this trainer has {_named(own)}. Build the "
@@ -137,11 +148,12 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
         )
     if scheduler is None:
         return
-    state, now = saved.get("state"), scheduler.state_dict()
+    state = saved.get("state")
+    present = scheduler.state_dict()
     is_known = type(scheduler).__module__.startswith(("torch.", f"{__package__}."))
-    if is_known and not same_kinds(state, now):
+    if is_known and not same_kinds(state, present):
         raise CheckpointError(f"Cannot load {source}: the state of its {own} is {brief(state)}, which is invalid.")
-    if not _same_parts(state, now):
+    if not _same_parts(state, present):
         raise CheckpointError(
             f"Cannot load {source}: its {own} is made of other schedules than this trainer's. Build the trainer as it "
             "was."
@@ -149,44 +161,44 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
 
 
 def schedule_settings(scheduler: LRScheduler | None) -> list[dict[str, Any]]:
-    """Return the settings of PyTorch's schedule, and of each part of it; those of custom ones are unknown."""
+    """Return the settings of a schedule and of each part of it; they are empty unless it is PyTorch's."""
     found = []
     for part in schedules_in(scheduler):
+        settings = {}
         state = part.state_dict() if type(part).__module__ == LRScheduler.__module__ else {}
-        # Counted milestones are listed as the user passed them.
-        found.append(
-            {
-                name.lstrip("_"): sorted(value.elements()) if isinstance(value, Counter) else value
-                for name, value in state.items()
-                if name not in _PROGRESS
-            }
-        )
+        for name, value in state.items():
+            if isinstance(value, Counter):  # milestones, which the user passed as a list
+                value = sorted(value.elements())
+            if name not in _PROGRESS:
+                settings[name.lstrip("_")] = value
+        found.append(settings)
     return found
 
 
 def load_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:
     """Load the result of `scheduler_state`, after `check_scheduler_state`."""
     if scheduler is not None:
-        scheduler.load_state_dict(_like(saved["state"], scheduler.state_dict()))
+        scheduler.load_state_dict(_with_counters(saved["state"], scheduler.state_dict()))
 
 
-def _like(saved: Any, own: Any) -> Any:
-    """Return a copy in which counters are counters again: checkpoints store dictionaries."""
+def _with_counters(saved: Any, own: Any) -> Any:
+    """Return a copy of a saved state with counters where its own has them: checkpoints store dictionaries."""
     if isinstance(own, Counter):
         return Counter(saved)
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        return {name: _like(value, own.get(name)) for name, value in saved.items()}
+        return {name: _with_counters(value, own.get(name)) for name, value in saved.items()}
     if isinstance(saved, list) and isinstance(own, Sequence) and len(saved) == len(own):
-        return [_like(value, other) for value, other in zip(saved, own, strict=True)]
+        return [_with_counters(value, other) for value, other in zip(saved, own, strict=True)]
     return saved
 
 
 def _same_parts(saved: Any, own: Mapping[str, Any]) -> bool:
-    """Return whether a schedule is made of as many parts, and these of theirs."""
+    """Return whether a schedule has as many parts as the saved one, and so has each part."""
     if not isinstance(saved, Mapping) or (_PARTS in saved) != (_PARTS in own):
         return False
-    theirs, ours = saved.get(_PARTS, ()), own.get(_PARTS, ())
-    return len(theirs) == len(ours) and all(_same_parts(*pair) for pair in zip(theirs, ours, strict=True))
+    saved_parts = saved.get(_PARTS, ())
+    own_parts = own.get(_PARTS, ())
+    return len(saved_parts) == len(own_parts) and all(map(_same_parts, saved_parts, own_parts))
 
 
 def _kind(scheduler: LRScheduler) -> str:

@@ -1,1 +1,1 @@
-"""What people see of a run: bars and lines, history, timers, profiles, summaries. Nothing here changes a number."""
+"""What people see of a run: bars, history, timers, profiles, summaries; none of it changes training."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.1
 LINE_SECONDS = 30.0
-"""Without a bar, rank 0 prints a line if it has printed none for so long."""
+"""Seconds without a printed line after which rank 0 prints one, if there is no bar."""
 _BAR_CHARACTERS = 24
 _FEWEST_BAR_CHARACTERS = 5
 _CELL_COLUMNS = 120  # a longer line has a scroll bar
@@ -47,11 +47,15 @@ class Display:
         """Show one line per fact, of (name, description)."""
 
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None, done: int = 0) -> None:
-        """Start an epoch, or the rest of one after `done` steps; the last one may be unknown, 0, and its steps too."""
-        self.begin(f"epoch {epoch}/{last_epoch}" if last_epoch else f"epoch {epoch}", steps, done)
+        """Start an epoch, or the rest of one after `done` steps.
+
+        An unknown `last_epoch` is 0, and unknown `steps` are None.
+        """
+        name = f"epoch {epoch}/{last_epoch}" if last_epoch else f"epoch {epoch}"
+        self.begin(name, steps, done)
 
     def begin(self, name: str, steps: int | None, done: int = 0) -> None:
-        """Start a bar, as `begin_epoch`; `name` stands before it."""
+        """Start a bar, as `begin_epoch`, with a name before it."""
 
     def step(self, global_rows: int, measured: Measured) -> None:
         """Count a step; `measured` returns this rank's numbers so far."""
@@ -59,14 +63,14 @@ class Display:
     def phase(self, name: str, done: int = 0, total: int = 0, rows: int = 0, measured: Measured = dict) -> None:
         """Show what the fit does between steps, such as validating, and how many of its batches are done.
 
-        `rows`: of the latest batch; `measured`: as in `step`.
+        `rows` is the number of samples of the latest batch; `measured` is as in `step`.
         """
 
     def draw(self, steps: int, text: str) -> None:
         """Draw the bar after so many steps of the epoch."""
 
     def line(self, text: str) -> None:
-        """Print a line, or several below each other."""
+        """Print a line, or several."""
 
     def end_epoch(self, text: str) -> None:
         """Print the line of an epoch, after its validation."""
@@ -76,21 +80,26 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """Draws ten times a second: this rank's numbers so far and samples/s, or what the fit does between steps."""
+    """A display that draws ten times a second: numbers and samples/s, or what the fit does between steps."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._epoch = ""
         self._last_step: int | None = None
-        self._rows = self._steps = 0
-        self._began = self._drawn = 0.0
+        self._rows = 0
+        self._steps = 0
+        self._began = 0.0
+        self._drawn = 0.0
         self._first_draw: tuple[int, float] | None = None
 
     @override
     def begin(self, name: str, steps: int | None, done: int = 0) -> None:
-        self._epoch, self._last_step = name, steps
-        self._rows, self._steps = 0, done
-        self._began = self._drawn = self._clock()
+        self._epoch = name
+        self._last_step = steps
+        self._rows = 0
+        self._steps = done
+        self._began = self._clock()
+        self._drawn = self._began
         self._first_draw = None
         self.draw(done, "")
 
@@ -102,7 +111,7 @@ class LiveDisplay(Display):
         if now - self._drawn >= REFRESH_SECONDS:
             self._drawn = now
             rate = f"{self._rows / (now - self._began):,.0f} samples/s"
-            self.draw(self._steps, "  ".join(filter(None, (numbers(measured()), rate))))
+            self.draw(self._steps, _joined(numbers(measured()), rate))
 
     @override
     def phase(self, name: str, done: int = 0, total: int = 0, rows: int = 0, measured: Measured = dict) -> None:
@@ -110,33 +119,37 @@ class LiveDisplay(Display):
         # Its begin is drawn at once, because it may be a single call, but not in an epoch too short for a bar.
         if now - self._drawn >= REFRESH_SECONDS or (not done and self._drawn > self._began):
             self._drawn = now
-            self.draw(self._steps, f"{name} {done}/{total}" if total else name)
+            text = f"{name} {done}/{total}" if total else name
+            self.draw(self._steps, text)
 
     def _labelled(self, text: str) -> str:
-        """Return a text after the name of the epoch, its later lines indented."""
+        """Return text after the name of the epoch, with later lines indented."""
         return f"{self._epoch}  {text}".replace("\n", "\n  ")
 
     def _count(self, steps: int) -> str:
         return str(steps) if self._last_step is None else f"{steps}/{self._last_step}"
 
     def _time_left(self, steps: int) -> str:
-        """Return the time for the other steps, by those since the first draw: before it, models compile."""
+        """Return the time for the other steps, by the pace since the first draw: before it, models compile."""
         now = self._clock()
         if self._first_draw is None and steps:
-            self._first_draw = steps, now
-        first, at = self._first_draw or (steps, now)
-        if self._last_step is None or not first < steps < self._last_step:
+            self._first_draw = (steps, now)
+        first_step, first_time = self._first_draw or (steps, now)
+        if self._last_step is None or not first_step < steps < self._last_step:
             return ""
-        return _hours((now - at) / (steps - first) * (self._last_step - steps))
+        return _hours((now - first_time) / (steps - first_step) * (self._last_step - steps))
 
     def _bar(self, steps: int, text: str, columns: int) -> str:
         """Return a line with a bar; numbers that do not fit are left out, the last ones first."""
-        count, left, total = self._count(steps), self._time_left(steps), self._last_step
+        count = self._count(steps)
+        time_left = self._time_left(steps)
+        total = self._last_step
 
         def line(bar: str) -> str:
-            return "  ".join(filter(None, (self._epoch, bar, count, text, left)))
+            return _joined(self._epoch, bar, count, text, time_left)
 
-        while text and len(line("━" * _FEWEST_BAR_CHARACTERS if total else "")) > columns:
+        shortest_bar = "━" * _FEWEST_BAR_CHARACTERS if total else ""
+        while text and len(line(shortest_bar)) > columns:
             text = text.rpartition("  ")[0]
         if not total:
             return line("")
@@ -153,7 +166,7 @@ class PlainDisplay(LiveDisplay):
         self._printed = 0.0
 
     def _columns(self) -> int:
-        """Return how long a line may be; 0: as long as it is."""
+        """Return how long a line may be; 0: any length."""
         return 0
 
     @override
@@ -163,9 +176,11 @@ class PlainDisplay(LiveDisplay):
 
     @override
     def draw(self, steps: int, text: str) -> None:
-        left = self._time_left(steps)
+        time_left = self._time_left(steps)
         if self._clock() - max(self._began, self._printed) >= LINE_SECONDS:
-            self.line("  ".join(filter(None, (f"batch {self._count(steps)}", text, left and f"{left} left"))))
+            if time_left:
+                time_left = f"{time_left} left"
+            self.line(_joined(f"batch {self._count(steps)}", text, time_left))
 
     @override
     def line(self, text: str) -> None:
@@ -220,7 +235,7 @@ class TerminalDisplay(PlainDisplay):
 
 
 class LauncherDisplay(PlainDisplay):
-    """A bar that `cyxtrain launch` keeps below the lines of all ranks: text that ends with a carriage return."""
+    """A bar that `cyxtrain launch` keeps below the lines of all ranks; it ends with a carriage return."""
 
     def __init__(self, columns: int, clock: Clock = time.perf_counter) -> None:
         super().__init__(clock)
@@ -245,7 +260,7 @@ class LauncherDisplay(PlainDisplay):
 
 
 class CellDisplay(LiveDisplay):
-    """One output of a notebook cell, rewritten in place: without widgets, and a saved notebook has its last state."""
+    """One output of a notebook cell, rewritten in place: no widgets, and a saved notebook shows the end."""
 
     _printed: ClassVar[dict[int, Sequence[tuple[str, str]]]] = {}  # by cell: the latest header, which is not repeated
 
@@ -260,13 +275,16 @@ class CellDisplay(LiveDisplay):
 
     @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
-        same: list[tuple[str, str]] = []
+        # A loop of fits in one cell would repeat the same lines for each.
+        shown_before: list[tuple[str, str]] = []
         if not self._epoch:  # nothing has been trained
-            same = [each for each in facts if each in self._before]
+            shown_before = [fact for fact in facts if fact in self._before]
             self._header += facts
             CellDisplay._printed = {self._cell: self._header}
-        self._lines += _lines([each for each in facts if each not in same])
-        self._lines += _lines([("as above", ", ".join(dict.fromkeys(name for name, _ in same)))] * bool(same))
+        self._lines += _lines([fact for fact in facts if fact not in shown_before])
+        if shown_before:
+            names = dict.fromkeys(name for name, _ in shown_before)
+            self._lines += _lines([("as above", ", ".join(names))])
         self._rewrite()
 
     @override
@@ -312,7 +330,7 @@ _makers: list[Callable[[bool], Display]] = []
 
 @contextlib.contextmanager
 def displays_by(make: Callable[[bool], Display]) -> Iterator[None]:
-    """Make displays by a function of whether they show anything."""
+    """Make displays by a function within a `with` block; its argument is whether they show anything."""
     _makers.append(make)
     try:
         yield
@@ -326,10 +344,12 @@ def make_display(shows: bool) -> Display:
         return _makers[-1](shows)
     if not shows:
         return Display()
-    if (columns := bar_columns()) and sys.stdout is sys.__stdout__:  # a program that redirects it gets lines
+    columns = bar_columns()
+    if columns and sys.stdout is sys.__stdout__:  # a program that redirects it gets lines
         return LauncherDisplay(columns)
     from rich.console import Console  # takes a third of the time of `import cyxtrain`
 
+    # A closed terminal or a full disk must not end the fit: STDOUT does not raise.
     console = Console(file=cast("IO[str]", STDOUT))
     if console.is_jupyter:
         from IPython import display, get_ipython  # installed where notebooks run
@@ -344,52 +364,75 @@ def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _wrapped(text: str, columns: int, indent: int) -> str:
-    """Return lines that a terminal shows whole: the rest of the first one indented, of others below their second word.
+    """Return text with long lines broken to fit into columns; with 0 columns, as it is.
 
-    0 columns: as they are.
+    The rest of a line is indented; if the line itself is indented, the rest goes below its second word.
     """
     if not columns:
         return text
     wrapper = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
     found = []
     for line in text.split("\n"):
-        hanging = re.match(r" +\S+ +", line)
-        wrapper.subsequent_indent = " " * (hanging.end() if hanging else indent)
+        first_word = re.match(r" +\S+ +", line)
+        hanging = first_word.end() if first_word else indent
+        wrapper.subsequent_indent = " " * hanging
         found.append(wrapper.fill(line))
     return "\n".join(found)
 
 
 def numbers(measured: Mapping[str, float]) -> str:
-    """Return measured numbers as text, without those of single classes and those that are NaN, losses excepted."""
-    shown = {name: value for name, value in measured.items() if name.endswith("loss") or not math.isnan(value)}
-    return "  ".join(f"{printable(name)} {value:.4f}" for name, value in shown.items() if "_class_" not in name)
+    """Return measured numbers for a line, except numbers of single classes, and NaN unless it is a loss."""
+    found = []
+    for name, value in measured.items():
+        is_absent = math.isnan(value) and not name.endswith("loss")
+        if not is_absent and "_class_" not in name:
+            found.append(f"{printable(name)} {value:.4f}")
+    return "  ".join(found)
 
 
 def around_validation(before: str, validated: Mapping[str, float], sets: Sequence[str], after: str = "") -> str:
-    """Return a line with the numbers of a validation in it; of several sets a line for each, below it.
+    """Return a line with the numbers of a validation in it; with several sets, a line for each below it.
 
-    The numbers that the first set has also under plain names are left out there.
+    The first set's numbers also have plain names, which are left out there.
     """
-    found: dict[str, dict[str, float]] = {name: {} for name in sets if name and validated}
-    width = max(map(len, found), default=0)
-    for name, value in validated.items() if found else ():
-        own = max((each for each in found if name.startswith(f"val_{each}_")), key=len, default="")
-        if own or name.replace("val_", f"val_{sets[0]}_", 1) not in validated:
-            found[own or sets[0]][name.removeprefix(f"val_{own}_" if own else "val_")] = value
-    below = [f"val_{name:<{width}}  {numbers(each)}" for name, each in found.items()]
-    return "\n".join(["  ".join(filter(None, (before, "" if found else numbers(validated), after))), *below])
+    by_set: dict[str, dict[str, float]] = {name: {} for name in sets if name}
+    if not by_set or not validated:
+        return _joined(before, numbers(validated), after)
+    first = sets[0]
+    for name, value in validated.items():
+        owners = [each for each in by_set if name.startswith(f"val_{each}_")]
+        if owners:
+            owner = max(owners, key=len)
+            by_set[owner][name.removeprefix(f"val_{owner}_")] = value
+        elif name.replace("val_", f"val_{first}_", 1) not in validated:
+            by_set[first][name.removeprefix("val_")] = value
+    width = max(map(len, by_set))
+    below = [f"val_{name:<{width}}  {numbers(measured)}" for name, measured in by_set.items()]
+    return "\n".join([_joined(before, after), *below])
 
 
 def pace(seconds: float, steps: int, rows: int) -> str:
     """Return how fast the steps of an epoch were, such as "12 s, 3.4 ms/step, 18,800 samples/s"."""
-    took = _hours(seconds) if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
-    return f"{took}, {1000 * seconds / max(steps, 1):,.1f} ms/step, {rows / seconds:,.0f} samples/s"
+    if seconds >= 120:
+        duration = _hours(seconds)
+    elif seconds >= 10:
+        duration = f"{seconds:.0f} s"
+    else:
+        duration = f"{seconds:.2g} s"
+    return f"{duration}, {1000 * seconds / max(steps, 1):,.1f} ms/step, {rows / seconds:,.0f} samples/s"
 
 
 def _hours(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
+def _joined(*parts: str) -> str:
+    """Return the parts that are not empty in one line."""
+    return "  ".join(filter(None, parts))
+
+
 def _encodable(bar: str, encoding: str | None) -> str:
     """Return a bar in characters that the encoding has."""
-    return bar if (encoding or "").lower().startswith("utf") else bar.translate(_ASCII)
+    if (encoding or "").lower().startswith("utf"):
+        return bar
+    return bar.translate(_ASCII)

@@ -13,7 +13,8 @@ import torch
 
 from cyxtrain.environment.accelerator import name_of, peak_memory
 
-# Words of a GPU's name, specific ones first; TFLOP/s in 16 bits, with TF32 (None: nor bfloat16), and in float32.
+# Words of a GPU's name, specific ones first; TFLOP/s in 16 bits, with TF32 (None: it has neither TF32 nor bfloat16),
+# and in float32.
 _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
     ("B200", 2250, 1125, 75),
     ("H200 NVL", 835, 418, 60),
@@ -39,7 +40,7 @@ _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
     ("MI300X", 1307, 654, 163),
 )
 # words in the names of parts of GPUs, and of faster or slower variants
-_OTHERS = {"mig", "laptop", "d", "ti"}
+_OTHER_GPUS = {"mig", "laptop", "d", "ti"}
 
 
 def flops_of_step(step: Callable[[], object]) -> int:
@@ -65,36 +66,45 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def peak_of(name: str, dtype: torch.dtype, *, uses_tf32: bool = False) -> float | None:
     """Return the same for a GPU by name."""
     words = set(re.findall(r"\w+", name.lower()))
-    found = next((each for each in _PEAKS if words.issuperset(each[0].lower().split())), None)
-    if found is None or words & _OTHERS:
+    known = next((row for row in _PEAKS if words.issuperset(row[0].lower().split())), None)
+    if known is None or words & _OTHER_GPUS:
         return None
-    _, half, tf32, single = found
+    _, half, tf32, single = known
     if dtype is torch.float32:
         return 1e12 * (tf32 if uses_tf32 and tf32 else single)
-    if dtype is torch.bfloat16 and tf32 is None:
-        return None
-    return 1e12 * half if dtype in (torch.float16, torch.bfloat16) else None
+    has_bfloat16 = tf32 is not None
+    if dtype is torch.float16 or (dtype is torch.bfloat16 and has_bfloat16):
+        return 1e12 * half
+    return None
 
 
 def tf32_speedup(device: torch.device) -> str | None:
-    """Return how much faster TF32 would be on a GPU, such as "about 8 times "; None: not much, or it is on already."""
+    """Return how much faster TF32 would be on a GPU, such as "about 8 times "; None if it is not or is on."""
     if _uses_tf32() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     name = name_of(device)
-    slow, fast = (peak_of(name, torch.float32, uses_tf32=uses_tf32) for uses_tf32 in (False, True))
+    slow = peak_of(name, torch.float32, uses_tf32=False)
+    fast = peak_of(name, torch.float32, uses_tf32=True)
     if slow is None or fast is None:
         return "several times "
-    return f"about {fast / slow:.0f} times " if fast >= 1.5 * slow else None
+    if fast < 1.5 * slow:
+        return None
+    return f"about {fast / slow:.0f} times "
 
 
 def _uses_tf32() -> bool:
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
 def in_words(flops: float) -> str:
     """Return a number of operations with its unit, such as "312 TFLOP"."""
-    scale, unit = next((pair for pair in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if flops >= pair[0]), (1.0, ""))
-    return f"{flops / scale:.3g} {unit}FLOP" if flops < 1000 * scale else f"{flops / scale:,.0f} {unit}FLOP"
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if flops >= scale), (1.0, ""))
+    scaled = flops / scale
+    number = f"{scaled:.3g}" if flops < 1000 * scale else f"{scaled:,.0f}"
+    return f"{number} {unit}FLOP"
 
 
 def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.dtype) -> dict[str, float]:
@@ -112,10 +122,14 @@ def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.
 
 
 def explain_usage(usage: Mapping[str, float]) -> list[str]:
-    """Return the result of `usage_of` as text for an epoch's line."""
-    words = []
-    if (memory := usage.get("peak_memory")) is not None:
-        scale, unit = (2**30, "GiB") if memory >= 2**30 else (2**20, "MiB")
-        words.append(f"peak memory {memory / scale:.1f} {unit}")
-    words += [f"{in_words(usage['flops_per_second'])}/s"] if "flops_per_second" in usage else []
-    return words + ([f"MFU {usage['mfu']:.1%}"] if "mfu" in usage else [])
+    """Return the result of `usage_of` as parts of an epoch's line."""
+    parts = []
+    if "peak_memory" in usage:
+        memory = usage["peak_memory"]
+        shown = f"{memory / 2**30:.1f} GiB" if memory >= 2**30 else f"{memory / 2**20:.1f} MiB"
+        parts.append(f"peak memory {shown}")
+    if "flops_per_second" in usage:
+        parts.append(f"{in_words(usage['flops_per_second'])}/s")
+    if "mfu" in usage:
+        parts.append(f"MFU {usage['mfu']:.1%}")
+    return parts

@@ -30,8 +30,9 @@ _KERAS_NAMES = {
     "val_accuracy": "val_accuracies",
 }
 
-# Strict JSON has no such numbers; other readers refuse Python's NaN without quotes.
+# Strict JSON has no such numbers: other readers refuse the NaN that Python writes without quotes.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NAMES_OF_NON_FINITE = {str(number): name for name, number in _NON_FINITE.items()}
 
 _FIRST_ROWS = 5
 _LAST_ROWS = 4
@@ -65,7 +66,7 @@ class TrainingHistory:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Other measured numbers by name, such as "f1" and "val_f1"."""
     validations: list[dict[str, float]] = field(default_factory=list)
-    """Each validation: the "step" and "epoch" in which it came, "val_loss" and others; an epoch has the last one's."""
+    """Each validation: its "step" and "epoch", "val_loss" and others. The lists above have an epoch's last one."""
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -93,13 +94,9 @@ class TrainingHistory:
             if name not in empty:
                 raise unknown_name(cls.__name__, name, list(empty))
             if name == "validations":
-                if not isinstance(value, (list, tuple)) or not all(isinstance(row, Mapping) for row in value):
-                    raise ConfigError(f"{cls.__name__}.{name} must be numbers by name, got {brief(value)}.")
-                read[name] = [{each: _number(each, number) for each, number in row.items()} for row in value]
+                read[name] = _validations(name, value)
             elif isinstance(empty[name], dict):
-                if not isinstance(value, Mapping):
-                    raise ConfigError(f"{cls.__name__}.{name} must be lists of numbers by name, got {brief(value)}.")
-                read[name] = {each: _numbers(each, items) for each, items in value.items()}
+                read[name] = _lists_by_name(name, value)
             elif isinstance(empty[name], list):
                 read[name] = _numbers(name, value)
             else:
@@ -118,48 +115,51 @@ class TrainingHistory:
         """Read the output of `to_json`.
 
         Args:
-            source: The text, or the path of a file with it (a text begins with a brace).
+            source: The JSON, or the path of a file with it (JSON begins with a brace).
 
         Raises:
             ConfigError: There is no such file, or it is not the JSON of a history.
         """
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        where = "the text" if is_text else brief(str(source))
+        is_json = isinstance(source, str) and source.lstrip().startswith("{")
+        shown = "the string" if is_json else brief(str(source))
         try:
-            values = json.loads(str(source) if is_text else read_text(local_path("from_json.source", source)))
+            content = str(source) if is_json else read_text(local_path("from_json.source", source))
+            values = json.loads(content)
         except OSError as error:
             raise ConfigError(
-                f"cannot read {where}: {error.strerror or error}. Pass the output of to_json()."
+                f"cannot read {shown}: {error.strerror or error}. Pass the output of to_json()."
             ) from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} is not JSON: {brief(str(error))}. Pass the output of to_json().") from error
+            raise ConfigError(f"{shown} is not JSON: {brief(str(error))}. Pass the output of to_json().") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{where} is not the JSON of a {cls.__name__}. Pass the output of to_json().")
+            raise ConfigError(f"{shown} is not the JSON of a {cls.__name__}. Pass the output of to_json().")
         return cls.from_dict(values)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return one line per epoch under a header, and write it to `path` if given.
 
-        Validations within an epoch have separate lines before the epoch's, and all a column "step".
-        Finite numbers are restored bit for bit; a number that an epoch does not have is an empty cell.
+        With validations within an epoch, all lines have a column "step", and each such validation has its own line
+        before the epoch's. Finite numbers are restored bit for bit; a number that an epoch does not have is an empty
+        cell.
         """
-        table = io.StringIO()
-        writer = csv.writer(table, lineterminator="\n")
-        plain = ("val_", "learning_rate")
-        names = [name if name.startswith(plain) else f"train_{name}" for name in (*_KERAS_NAMES, *self.metrics)]
-        columns = [*(getattr(self, own) for own in _KERAS_NAMES.values()), *self.metrics.values()]
-        by_epoch: dict[float, list[dict[str, float]]] = {}
-        for found in self.validations:
-            by_epoch.setdefault(found["epoch"], []).append(found)
-        has_steps = any(len(rows) > 1 for rows in by_epoch.values())
-        writer.writerow(["epoch", *(["step"] if has_steps else []), *names])
+        names = {name: _csv_name(name) for name in (*_KERAS_NAMES, *self.metrics)}
+        validations = self._validations_by_epoch()
+        has_steps = any(len(of_epoch) > 1 for of_epoch in validations.values())
+        header: list[Any] = ["epoch", *names.values()]
+        if has_steps:
+            header.insert(1, "step")
+        lines = [header]
         for row, epoch in enumerate(self._epoch_numbers()):
-            *before, last = by_epoch.get(epoch) or [{}]
-            for found in before:
-                writer.writerow([epoch, found["step"], *(repr(found[name]) if name in found else "" for name in names)])
-            step = [last.get("step", "")] if has_steps else []
-            numbers = (repr(float(values[row])) if row < len(values) else "" for values in columns)
-            writer.writerow([epoch, *step, *numbers])
+            *within, last = validations.get(epoch) or [{}]
+            for validation in within:
+                cells = {name: repr(value) for name, value in validation.items()}
+                lines.append([epoch, validation["step"], *(cells.get(name, "") for name in names.values())])
+            cells = {name: repr(float(value)) for name, value in self._row(row).items()}
+            lines.append([epoch, *(cells.get(name, "") for name in names)])
+            if has_steps:
+                lines[-1].insert(1, last.get("step", ""))
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows(lines)
         return _written(table.getvalue(), path)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -172,31 +172,49 @@ class TrainingHistory:
         """
         epochs = self._epoch_numbers()
         curves = {name: (epochs[: len(values)], values) for name, values in self.history.items()}
-        if len(self.steps) == len(epochs) and {row["step"] for row in self.validations} - {*self.steps}:
-            begins = 0 if epochs[0] == 1 else 2 * self.steps[0] - max(self.steps[:2])  # of another fit: about there
-            for name in [name for name in curves if name.startswith("val_")]:
-                rows = [row for row in self.validations if name in row]
-                places = np.interp([row["step"] for row in rows], [begins, *self.steps], [epochs[0] - 1, *epochs])
-                curves[name] = (places.tolist(), [row[name] for row in rows])
+        ends = set(self.steps)
+        if len(self.steps) == len(epochs) and any(row["step"] not in ends for row in self.validations):
+            for name in curves:
+                if name.startswith("val_"):
+                    curves[name] = self._validation_curve(name, epochs)
         return plot_history(curves, path)
+
+    def _validations_by_epoch(self) -> dict[float, list[dict[str, float]]]:
+        found: dict[float, list[dict[str, float]]] = {}
+        for validation in self.validations:
+            found.setdefault(validation["epoch"], []).append(validation)
+        return found
+
+    def _validation_curve(self, name: str, epochs: list[int]) -> tuple[list[float], list[float]]:
+        """Return the places, in epochs, and the values of a number that validations measured."""
+        first_step = 0
+        if epochs[0] != 1:  # after an earlier fit: assume that the first epoch has as many steps as the second
+            first_step = 2 * self.steps[0] - max(self.steps[:2])
+        rows = [row for row in self.validations if name in row]
+        steps = [row["step"] for row in rows]
+        places = np.interp(steps, [first_step, *self.steps], [epochs[0] - 1, *epochs])
+        return places.tolist(), [row[name] for row in rows]
 
     def _repr_html_(self) -> str:
         return history_as_html(self.history, self._summary())
 
     def __repr__(self) -> str:
         rows = list(enumerate(self._epoch_numbers()))
-        gap = len(rows) > _FIRST_ROWS + _LAST_ROWS + 1
-        shown = rows[:_FIRST_ROWS] + rows[-_LAST_ROWS:] if gap else rows
-        columns = self.history
-        lines = [["epoch", *columns]]
-        for row, epoch in shown:
-            cells = [_cell(name, values[row]) if row < len(values) else "" for name, values in columns.items()]
-            lines.append([str(epoch), *cells])
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        if gap:
-            text.insert(1 + _FIRST_ROWS, "...".rjust(widths[0]))
-        return printable("\n".join([*(text if rows else []), self._summary()]))
+        if not rows:
+            return printable(self._summary())
+        has_gap = len(rows) > _FIRST_ROWS + _LAST_ROWS + 1
+        if has_gap:
+            rows = rows[:_FIRST_ROWS] + rows[-_LAST_ROWS:]
+        columns = list(self.history)
+        table = [["epoch", *columns]]
+        for row, epoch in rows:
+            cells = {name: _shown(name, value) for name, value in self._row(row).items()}
+            table.append([str(epoch), *(cells.get(name, "") for name in columns)])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.rjust, line, widths)) for line in table]
+        if has_gap:
+            lines.insert(1 + _FIRST_ROWS, "...".rjust(widths[0]))
+        return printable("\n".join([*lines, self._summary()]))
 
     def _summary(self) -> str:
         epochs = counted(len(self._epoch_numbers()), "epoch")
@@ -205,6 +223,10 @@ class TrainingHistory:
             f"{self.samples_per_second:,.0f} samples/s, effective batch size {self.effective_batch_size} "
             f"on {counted(self.world_size, 'rank')}"
         )
+
+    def _row(self, row: int) -> dict[str, float]:
+        """Return the numbers that an epoch has, under Keras's names."""
+        return {name: values[row] for name, values in self.history.items() if row < len(values)}
 
     def _epoch_numbers(self) -> list[int]:
         """Return the epoch number of each row; a history without epoch numbers counts from 1."""
@@ -215,7 +237,11 @@ class TrainingHistory:
 DistributedTrainingHistory = TrainingHistory
 
 
-def _cell(name: str, value: float) -> str:
+def _csv_name(name: str) -> str:
+    return name if name.startswith(("val_", "learning_rate")) else f"train_{name}"
+
+
+def _shown(name: str, value: float) -> str:
     return f"{value:.4g}" if name.startswith("learning_rate") else f"{value:.4f}"
 
 
@@ -224,8 +250,19 @@ def _json_values(value: Any) -> Any:
         return {name: _json_values(part) for name, part in value.items()}
     if isinstance(value, list):
         return [_json_values(item) for item in value]
-    names = {str(number): name for name, number in _NON_FINITE.items()}
-    return value if math.isfinite(value) else names[str(float(value))]
+    return value if math.isfinite(value) else _NAMES_OF_NON_FINITE[str(float(value))]
+
+
+def _validations(name: str, rows: object) -> list[dict[str, Any]]:
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, Mapping) for row in rows):
+        raise ConfigError(f"{TrainingHistory.__name__}.{name} must be numbers by name, got {brief(rows)}.")
+    return [{key: _number(key, number) for key, number in row.items()} for row in rows]
+
+
+def _lists_by_name(name: str, lists: object) -> dict[str, list[Any]]:
+    if not isinstance(lists, Mapping):
+        raise ConfigError(f"{TrainingHistory.__name__}.{name} must be lists of numbers by name, got {brief(lists)}.")
+    return {key: _numbers(key, values) for key, values in lists.items()}
 
 
 def _numbers(name: str, values: object) -> list[Any]:
@@ -251,21 +288,25 @@ def _written(text: str, path: str | os.PathLike[str] | None) -> str:
 
 
 def record_validation(history: TrainingHistory, step: int, epoch: int, measured: Mapping[str, float]) -> None:
-    """Append a validation after a step, in an epoch from 1, to a history; `measured` has names without val_."""
-    history.validations.append({"step": step, "epoch": epoch, **{f"val_{name}": n for name, n in measured.items()}})
+    """Append a validation after a step, in an epoch from 1; `measured` has names without "val_"."""
+    validated = {f"val_{name}": value for name, value in measured.items()}
+    history.validations.append({"step": step, "epoch": epoch, **validated})
 
 
 def validation_of(history: TrainingHistory, *, step: int = 0, epoch: int = 0) -> dict[str, float]:
-    """Return the numbers of the latest validation if it came after this step or in this epoch, otherwise none."""
-    row = history.validations[-1] if history.validations else {}
-    is_meant = bool(row) and (row["step"] == step or row["epoch"] == epoch)
-    return {name: value for name, value in row.items() if name.startswith("val_")} if is_meant else {}
+    """Return the numbers of the latest validation if it came after this step or in this epoch."""
+    if not history.validations:
+        return {}
+    latest = history.validations[-1]
+    if latest["step"] != step and latest["epoch"] != epoch:
+        return {}
+    return {name: value for name, value in latest.items() if name.startswith("val_")}
 
 
 def record_epoch(history: TrainingHistory, epoch: int, step: int, measured: Mapping[str, float]) -> None:
     """Append the numbers of an epoch that ended with a step, under Keras's names, to a history.
 
-    A NaN accuracy is left out unless other epochs have one: then no row of this epoch counted.
+    A NaN accuracy is left out unless other epochs have one: then no sample of this epoch counted.
     """
     history.epochs.append(epoch)
     history.steps.append(step)
@@ -274,10 +315,18 @@ def record_epoch(history: TrainingHistory, epoch: int, step: int, measured: Mapp
 
 def record_numbers(history: TrainingHistory, measured: Mapping[str, float]) -> None:
     """Add numbers to the last epoch of a history, or replace those that it has."""
-    before = len(history.epochs) - 1
+    epochs_before = len(history.epochs) - 1
     for name, value in measured.items():
-        own = _KERAS_NAMES.get(name)
-        values: list[float] = history.metrics.setdefault(name, []) if own is None else getattr(history, own)
-        if values or not (math.isnan(value) and name.endswith("accuracy")):
-            values += [math.nan] * (before - len(values))
-            values[before:] = [value]
+        values = _values_of(history, name)
+        is_absent = math.isnan(value) and name.endswith("accuracy")
+        if values or not is_absent:
+            values += [math.nan] * (epochs_before - len(values))
+            values[epochs_before:] = [value]
+
+
+def _values_of(history: TrainingHistory, name: str) -> list[float]:
+    """Return the list of a number in a history, to change it; a new metric gets an empty one."""
+    if name in _KERAS_NAMES:
+        values: list[float] = getattr(history, _KERAS_NAMES[name])
+        return values
+    return history.metrics.setdefault(name, [])

@@ -1,4 +1,4 @@
-"""The time of each part of a fit's steps on this rank, with two clock reads per part; with `profile=True` a trace."""
+"""The time of each part of a fit's steps on this rank, by two clock reads; with `profile`, a trace."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PARTS = ("data", "forward", "backward", "communication", "optimizer")
 _Item = TypeVar("_Item")
 
 _FOLDER = "profile"
-# steps before the trace, which do much for the first time; and steps in the trace
-_BEFORE, _TRACED = 3, 10
+_STEPS_BEFORE_TRACE = 3  # they do much for the first time
+_TRACED_STEPS = 10
 
 
 class Part:
@@ -50,8 +50,8 @@ class Part:
             yield item
 
 
-class SeenPart(Part):
-    """A part of a trace: waits for the device, and has its name in the trace."""
+class TracedPart(Part):
+    """A part of a step with its name in the trace; it includes the device's work."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name)
@@ -71,11 +71,13 @@ class SeenPart(Part):
 
 
 class StepTimer:
-    """The parts of an epoch's steps; if it profiles, they are in the trace, and a GPU is waited for after each."""
+    """The parts of an epoch's steps; if it profiles, they are in the trace, and each waits for a GPU."""
 
     def __init__(self, device: torch.device, *, profiles: bool) -> None:
-        parts = [SeenPart(name, device) if profiles else Part(name) for name in PARTS]
-        self.data, self.forward, self.backward, self.communication, self.optimizer = self._parts = parts
+        self._parts: list[Part] = [Part(name) for name in PARTS]
+        if profiles:
+            self._parts = [TracedPart(name, device) for name in PARTS]
+        self.data, self.forward, self.backward, self.communication, self.optimizer = self._parts
         self.steps = 0
 
     def communicated(self, within: Part, seconds: float) -> None:
@@ -91,30 +93,32 @@ class StepTimer:
     def _settle_debts(self) -> None:
         """Subtract an accelerator's communication from the parts in which the host waited for it.
 
-        The host may wait in a later part than the one that started the collective, whose time is then negative.
+        The host may wait in a later part than backward, which started the collective: its time is then negative.
         """
-        debt = min(self.backward.seconds, 0.0)
-        self.backward.seconds -= debt
+        debt = max(-self.backward.seconds, 0.0)
+        self.backward.seconds += debt
         for part in (self.optimizer, self.forward, self.data, self.communication):
-            paid = min(part.seconds, -debt)
+            paid = min(part.seconds, debt)
             part.seconds -= paid
-            debt += paid
+            debt -= paid
 
 
 class Profile:
-    """The profile of a fit's steps, as a context manager: each rank writes a trace, rank 0 the table steps.txt."""
+    """A profile of steps, as a context manager: each rank writes a trace, rank 0 the table steps.txt."""
 
     def __init__(self, asked: bool | str, device: torch.device, world: World) -> None:
         self._world = world
-        folder = Path(local_path("fit.profile", asked if isinstance(asked, str) else _FOLDER))
+        name = asked if isinstance(asked, str) else _FOLDER
+        folder = Path(local_path("fit.profile", name))
         self._folder = folder.absolute() if asked else None
         self._seconds: list[dict[str, float]] = []
         self._steps = 0
         self._profiler: torch.profiler.profile | None = None
         if asked:
-            on_cpu = {torch.profiler.ProfilerActivity.CPU}
-            activities = torch.profiler.supported_activities() if accelerator.is_accelerator(device) else on_cpu
-            schedule = torch.profiler.schedule(wait=_BEFORE - 1, warmup=1, active=_TRACED, repeat=1)
+            activities = {torch.profiler.ProfilerActivity.CPU}
+            if accelerator.is_accelerator(device):
+                activities = torch.profiler.supported_activities()
+            schedule = torch.profiler.schedule(wait=_STEPS_BEFORE_TRACE - 1, warmup=1, active=_TRACED_STEPS, repeat=1)
             self._profiler = torch.profiler.profile(
                 activities=activities, schedule=schedule, on_trace_ready=self._write_trace
             )
@@ -135,24 +139,27 @@ class Profile:
 
     def add(self, ranks: Sequence[dict[str, float]], steps: int) -> None:
         """Add the seconds of each part of an epoch's steps, by rank."""
-        before = self._seconds or [dict.fromkeys(PARTS, 0.0)] * len(ranks)
-        self._seconds = [
-            {name: had[name] + has[name] for name in PARTS} for had, has in zip(before, ranks, strict=True)
-        ]
+        if not self._seconds:
+            self._seconds = [dict.fromkeys(PARTS, 0.0) for _ in ranks]
+        for total, epoch in zip(self._seconds, ranks, strict=True):
+            for name in PARTS:
+                total[name] += epoch[name]
         self._steps += steps
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return (name, description): milliseconds per step of each part, by rank; rank 0 writes them to a file."""
+        """Return (name, description) for the header, milliseconds per step by part; rank 0 writes a file."""
         if self._folder is None or not self._steps:
             return []
-        found = [("profile", "  ".join(f"{name:>13}" for name in PARTS) + "  (ms per step)")]
-        for rank, parts in enumerate(self._seconds):
-            found.append((f"rank {rank}", "  ".join(f"{1000 * parts[name] / self._steps:>13.3f}" for name in PARTS)))
+        head = "  ".join(f"{name:>13}" for name in PARTS)
+        found = [("profile", f"{head}  (ms per step)")]
+        for rank, seconds in enumerate(self._seconds):
+            milliseconds = [1000 * seconds[name] / self._steps for name in PARTS]
+            found.append((f"rank {rank}", "  ".join(f"{number:>13.3f}" for number in milliseconds)))
         if self._world.is_first:
             with self._warning():
-                text = "".join(f"{what:<11}{how}\n" for what, how in found)
+                table = "".join(f"{name:<11}{cells}\n" for name, cells in found)
                 with replacing(self._folder / "steps.txt", "profile") as file:
-                    file.write(text.encode())
+                    file.write(table.encode())
         return [*found, ("traces", f"{self._folder / 'rank-*.pt.trace.json'}: see https://ui.perfetto.dev")]
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
@@ -160,7 +167,7 @@ class Profile:
         with self._warning():
             self._folder.mkdir(parents=True, exist_ok=True)
             trace = self._folder / f"rank-{self._world.rank}.pt.trace.json"
-            trace.unlink(missing_ok=True)  # a link is not followed
+            trace.unlink(missing_ok=True)  # so that a link is replaced, not followed
             profiler.export_chrome_trace(str(trace))
 
     @contextlib.contextmanager

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 _HEADER = ("layer", "kind", "output", "parameters")
+_GAPS = 6
+"""Characters between the columns."""
 _SMALLEST = (12, 10, 12)
 """Characters to which a column is shortened at most, if the table is wider than the terminal."""
 _MOST_OUTPUTS = 4
@@ -29,59 +31,89 @@ class Summary(str):
 
 def summary_of(model: nn.Module, shapes: dict[str, list[str]], depth: int | None = None) -> Summary:
     """Return a table with a line per layer, down to a depth, and the numbers of parameters."""
-    lines, seen = [], set[int]()
+    rows = []
+    seen: set[int] = set()
     for name, layer, level in _layers(model):
-        own = [each for each in layer.parameters() if id(each) not in seen]
-        # A layer in two places has its parameters in the first.
-        count = sum(each.numel() for each in own if not isinstance(each, nn.parameter.UninitializedParameter))
-        seen.update(id(each) for each in layer.parameters(recurse=False))
+        count = _unseen_parameters(layer, seen)
         if depth is not None and level > depth:
             continue
-        shown, place = f"{count:,}" if count else "", "  " * level + (name.rpartition(".")[2] or "model")
+        place = "  " * level + (name.rpartition(".")[2] or "model")
         first, *others = shapes.get(name) or [""]
-        lines.append((place, type(layer).__name__, first, shown))
-        lines += [("", "", other, "") for other in others]
-    widths = [max(len(line[column]) for line in [_HEADER, *lines]) for column in range(4)]
+        shown_count = f"{count:,}" if count else ""
+        rows.append((place, type(layer).__name__, first, shown_count))
+        rows += [("", "", other, "") for other in others]
+    widths = _widths([_HEADER, *rows])
+    lines = [_line(_HEADER, widths), "-" * (sum(widths) + _GAPS), *(_line(row, widths) for row in rows)]
+    return Summary("\n".join([*lines, "", *_totals(model)]))
+
+
+def _unseen_parameters(layer: nn.Module, seen: set[int]) -> int:
+    """Return how many numbers a layer and its parts have that no earlier layer has."""
+    own = [each for each in layer.parameters() if id(each) not in seen]
+    seen.update(id(each) for each in layer.parameters(recurse=False))
+    return _count(own)
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    """Return how many numbers parameters have; a lazy layer's have none yet."""
+    return sum(each.numel() for each in parameters if not isinstance(each, nn.parameter.UninitializedParameter))
+
+
+def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """Return the columns' widths, shortened as far as possible if the terminal is narrower."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    available = max(shutil.get_terminal_size().columns, 80)
     for column in (1, 0, 2):
-        excess = sum(widths) + 6 - max(shutil.get_terminal_size().columns, 80)
-        widths[column] = min(widths[column], max(widths[column] - excess, _SMALLEST[column]))
-    text = [_line(_HEADER, widths), "-" * (sum(widths) + 6), *(_line(line, widths) for line in lines)]
-    return Summary("\n".join([*text, "", *_totals(model)]))
+        excess = sum(widths) + _GAPS - available
+        shortened = max(widths[column] - excess, _SMALLEST[column])
+        widths[column] = min(widths[column], shortened)
+    return widths
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yield (name, layer, level) of each layer; a layer in two places comes twice."""
     for name, layer in model.named_modules(remove_duplicate=False):
-        yield name, layer, name.count(".") + 1 if name else 0
+        level = name.count(".") + 1 if name else 0
+        yield name, layer, level
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    cut = [cell if len(cell) <= width else cell[: width - 3] + "..." for cell, width in zip(cells, widths, strict=True)]
-    *texts, number = (cell.ljust(width) for cell, width in zip(cut, widths, strict=True))
-    return "  ".join([*texts, number.strip().rjust(widths[-1])]).rstrip()
+    padded = [_shortened(cell, width).ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    padded[-1] = padded[-1].strip().rjust(widths[-1])  # numbers are aligned on the right
+    return "  ".join(padded).rstrip()
+
+
+def _shortened(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else cell[: width - 3] + "..."
 
 
 def _totals(model: nn.Module) -> list[str]:
     parameters = [each for each in model.parameters() if not isinstance(each, nn.parameter.UninitializedParameter)]
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    size = sum(each.numel() * each.element_size() for each in parameters)
+    size_bytes = sum(each.numel() * each.element_size() for each in parameters)
+    count = _count(parameters)
+    trained = _count(each for each in parameters if each.requires_grad)
+    lines = [
+        f"parameters: {count:,} ({size_bytes / 2**20:,.1f} MiB), trained: {trained:,}, frozen: {count - trained:,}"
+    ]
     buffers = sum(each.numel() for each in model.buffers())
-    every = sum(each.numel() for each in parameters)
-    lines = [f"parameters: {every:,} ({size / 2**20:,.1f} MiB), trained: {trained:,}, frozen: {every - trained:,}"]
-    return lines + ([f"numbers in buffers: {buffers:,}"] if buffers else [])
+    if buffers:
+        lines.append(f"numbers in buffers: {buffers:,}")
+    return lines
 
 
 class OutputShapes:
-    """Records each layer's first output; attribute `shapes` by layer name: a text for each part of it."""
+    """Hooks that record each layer's first output in `shapes`: by layer name, a string for each part."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, list[str]] = {}
         self._handles = [layer.register_forward_hook(partial(self._note, name)) for name, layer, _ in _layers(model)]
 
     def _note(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        parts = [*_described(output, "")]
+        parts = list(_described(output, ""))
         more = len(parts) - _MOST_OUTPUTS
-        shown = parts if more <= 0 else [*parts[:_MOST_OUTPUTS], f"and {more} more"]
-        self.shapes.setdefault(name, shown)  # the dry run may try a single row afterwards
+        if more > 0:
+            parts = [*parts[:_MOST_OUTPUTS], f"and {more} more"]
+        self.shapes.setdefault(name, parts)  # the dry run may try a single sample afterwards
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -91,12 +123,16 @@ class OutputShapes:
 
 def _described(output: Any, name: str) -> Iterator[str]:
     """Yield the shape of each tensor in an output, as a tuple, with its name."""
-    fields = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
-    if isinstance(fields, dict):
-        for key, part in fields.items():
+    parts = output
+    if dataclasses.is_dataclass(output) and not isinstance(output, dict):
+        parts = vars(output)
+    if isinstance(parts, dict):
+        for key, part in parts.items():
             yield from _described(part, f"{name}{key} ")
-    elif isinstance(fields, (tuple, list)):
-        for part in fields:
+    elif isinstance(parts, (tuple, list)):
+        for part in parts:
             yield from _described(part, name)
+    elif isinstance(output, Tensor):
+        yield f"{name}{tuple(output.shape)}"
     elif output is not None:
-        yield name + (str(tuple(output.shape)) if isinstance(output, Tensor) else type(output).__name__)
+        yield f"{name}{type(output).__name__}"

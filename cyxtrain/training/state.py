@@ -27,7 +27,7 @@ from cyxtrain.checkpoint.format.optimizer_state import (
     rebuild_groups,
 )
 from cyxtrain.checkpoint.transport import read_file_on_all
-from cyxtrain.checkpoint.validation import is_position, taking_over
+from cyxtrain.checkpoint.validation import is_position, restoring_from
 from cyxtrain.checkpoint.weights import fitting_state, load_model_state
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import check_attribute
@@ -356,7 +356,7 @@ class TrainingState(_Fields):
                 f"Cannot load {source}: it was saved without the optimizer. Load its weights with "
                 "cyxtrain.load_weights(model, path)."
             )
-        with taking_over(source):
+        with restoring_from(source):
             position = Position.from_json(state.position, source)
             history = TrainingHistory.from_dict(state.history)
             fitting_state(self.model, state.model, source)

@@ -34,14 +34,14 @@ _EPOCH_OF_ZIP = (1980, 1, 1, 0, 0, 0)
 _COMMENT = "xxh3_128 of the records: "
 _COMMENT_BYTES = len(_COMMENT) + 32
 
-# Of an entry's own header of 30 bytes: signature, and lengths of name and extra field.
+# in an entry's own header of 30 bytes: signature, and lengths of name and extra field
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 
 
 @contextlib.contextmanager
 def blaming(name: str, entry: str) -> Iterator[None]:
-    """Turn any error that a corrupt or hostile file causes into a CheckpointError with the file and the entry."""
+    """Turn errors that a corrupt or hostile file causes into a CheckpointError with file and entry."""
     try:
         yield
     except MemoryError:
@@ -58,9 +58,9 @@ def blaming(name: str, entry: str) -> Iterator[None]:
 def write_archive(
     file: BinaryIO, form: str, version: int, entries: Mapping[str, Sequence[Buffer]], summary: object = None
 ) -> None:
-    """Write an archive to an empty file that is open for reading and writing; equal entries give equal bytes.
+    """Write an archive to an empty file, open for reading and writing; equal entries give equal bytes.
 
-    `summary` is what `read_summary` returns, a small JSON value.
+    `summary` is a small JSON value, for `read_summary`.
     """
     listed: dict[str, dict[str, object]] = {}
     spans = []
@@ -85,13 +85,16 @@ def write_archive(
 
 
 def look_at_archive(file: BinaryIO, name: str) -> None:
-    """Refuse a file whose zip directory is not that of an archive, without reading all of it."""
+    """Refuse a file without the zip directory of an archive, without reading all of it."""
     with blaming(name, "the zip directory"), zipfile.ZipFile(at_a_glance(file, _MAX_AROUND_BYTES)) as archive:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
 
 
 def read_summary(file: BinaryIO, older: str, limit_bytes: int) -> dict[str, Any]:
-    """Return the summary in the manifest, or else an entry, of JSON; zip's checksum is right, and it is not long."""
+    """Return the summary in the manifest; an older archive has none: return the JSON of its entry `older`.
+
+    Zip's own checksum protects both. An entry of more than `limit_bytes` is refused.
+    """
     with zipfile.ZipFile(at_a_glance(file, limit_bytes)) as archive:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
         summary: dict[str, Any] | None = json.loads(archive.read(MANIFEST)).get("summary")
@@ -102,8 +105,9 @@ def read_archive(data: bytes, name: str, form: str, version: int, names: Sequenc
     """Return the content of each entry, without a copy, after verifying all of the archive."""
     view = memoryview(data)
     with blaming(name, "the zip directory"):
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # which shares the bytes
-            listed, comment = archive.infolist(), archive.comment
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # BytesIO shares the bytes
+            listed = archive.infolist()
+            comment = archive.comment
         spans = _spans(view, listed, {*names, MANIFEST})
     contents = {entry: view[start:end] for entry, (start, end) in spans.items()}
     with blaming(name, MANIFEST):
@@ -134,7 +138,8 @@ def _add(file: BinaryIO, archive: zipfile.ZipFile, name: str, parts: Sequence[Bu
 
 def _records_comment(read: Callable[[int, int], Buffer], spans: Iterable[tuple[int, int]], size_bytes: int) -> bytes:
     """Return the archive's comment, its last bytes: the checksum of all bytes that are not content."""
-    digest, position = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    position = 0
     for start, end in sorted(spans):
         digest.update(read(position, start))
         position = end
@@ -172,7 +177,7 @@ def _require_sizes(listed: Iterable[zipfile.ZipInfo], size_bytes: int) -> None:
 
 def _require_stored(entry: zipfile.ZipInfo) -> None:
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-        raise ValueError(f"{entry.filename} is compressed or encrypted; a checkpoint's entries are stored as they are")
+        raise ValueError(f"{entry.filename} is compressed or encrypted, which a checkpoint's entries never are")
 
 
 def _span(view: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:

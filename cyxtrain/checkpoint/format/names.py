@@ -14,12 +14,12 @@ from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.tensors.layouts import is_dense, parts_of, write
 
 # the prefix of `torch.compile` in the names of a module and its parts
-_COMPILED = "_orig_mod."
+_COMPILED_PREFIX = "_orig_mod."
 
 
 def plain_name(name: str) -> str:
     """Return a name without the prefixes of `torch.compile`."""
-    return name.replace(_COMPILED, "")
+    return name.replace(_COMPILED_PREFIX, "")
 
 
 def plain_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -32,8 +32,8 @@ def plain_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
     return ((plain_name(name), parameter) for name, parameter in model.named_parameters())
 
 
-def loads_itself(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Return a function that tells whether a plain name in the state is loaded by a module's own rules."""
+def custom_loading(model: torch.nn.Module) -> Callable[[str], bool]:
+    """Return a function that tells whether a plain name belongs to a module with its own loading code."""
     modules = torch.nn.Module.named_modules(model)  # by their names in the state, which a model may change
     own = [name for name, module in modules if torch_compat.has_own_loading(module)]
     prefixes = tuple(plain_name(f"{name}.").removeprefix(".") for name in own)
@@ -41,41 +41,75 @@ def loads_itself(model: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def resizable_buffers(model: torch.nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-    """Return by plain name where buffers are that forward may make, or replace by larger ones: all but a norm's."""
-    return {
-        plain_name(f"{path}.{name}".removeprefix(".")): (torch_compat.own_buffers(module), name)
-        for path, module in torch.nn.Module.named_modules(model)
-        if not isinstance(module, torch_compat.NormModule)
-        for name in torch_compat.own_buffers(module)
-    }
+    """Return buffers that forward may make or enlarge, by plain name: their module's dict and key.
+
+    These are all but the buffers of norms.
+    """
+    found = {}
+    for path, module in torch.nn.Module.named_modules(model):
+        if isinstance(module, torch_compat.NormModule):
+            continue
+        buffers = torch_compat.own_buffers(module)
+        for name in buffers:
+            found[plain_name(f"{path}.{name}".removeprefix("."))] = (buffers, name)
+    return found
 
 
 def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Load the result of `plain_state` into a model, compiled or not; buffers take the saved shape."""
-    is_left = loads_itself(model)
-    for name, (buffers, last) in resizable_buffers(model).items():
-        now = buffers[last]
-        saved = state.get(name)
-        if not isinstance(saved, Tensor) or is_left(name):
-            continue
-        if now is None:
-            buffers[last] = saved.to(next((each.device for each in model.parameters()), saved.device), copy=True)
-        elif now.shape != saved.shape:
-            write(now, saved.to(now.dtype))
+    is_custom = custom_loading(model)
+    _resize_buffers(model, state, is_custom)
     own = model.state_dict()
-    # load_state_dict cannot copy into sparse tensors with other indices, nor if elements share memory.
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and not is_lazy(value)}
-    special = {name for name, value in tensors.items() if not is_dense(value) and not is_left(plain_name(name))}
-    for name in special:
-        if parts_of(own[name]) is not None and fingerprint(own[name]) != fingerprint(state[plain_name(name)]):
-            write(own[name], state[plain_name(name)])
-    paths = {plain_name(path): path for path, _ in torch.nn.Module.named_modules(model)}
-    names = {plain_name(name): name for name in own}
-    for name in state.keys() - names.keys():  # for a module that loads itself
-        place, dot, last = name.rpartition(".")
-        names[name] = f"{paths.get(place, place)}{dot}{last}"
-    given = {own_name: state[name] for name, own_name in names.items() if name in state and own_name not in special}
-    found = model.load_state_dict(torch_compat.with_versions(given, own), strict=not special)
-    unknown = [*found.unexpected_keys, *(name for name in found.missing_keys if name not in special)]
+    written = _write_uncopyable(own, state, is_custom)
+    names = _model_names(model, own, state)
+    given = {name: state[plain] for plain, name in names.items() if plain in state and name not in written}
+    found = model.load_state_dict(torch_compat.with_versions(given, own), strict=not written)
+    missing = [name for name in found.missing_keys if name not in written]
+    unknown = [*found.unexpected_keys, *missing]
     if unknown:
         raise RuntimeError(f"the state has no place for, or lacks, {', '.join(unknown)}")
+
+
+def _resize_buffers(model: torch.nn.Module, state: Mapping[str, Any], is_custom: Callable[[str], bool]) -> None:
+    """Make the buffers that only a forward would make, and give the others the saved shape."""
+    for name, (buffers, key) in resizable_buffers(model).items():
+        saved = state.get(name)
+        if not isinstance(saved, Tensor) or is_custom(name):
+            continue
+        current = buffers[key]
+        if current is None:
+            device = next((parameter.device for parameter in model.parameters()), saved.device)
+            buffers[key] = saved.to(device, copy=True)
+        elif current.shape != saved.shape:
+            write(current, saved.to(current.dtype))
+
+
+def _write_uncopyable(own: Mapping[str, Any], state: Mapping[str, Any], is_custom: Callable[[str], bool]) -> set[str]:
+    """Write saved tensors into which `load_state_dict` cannot copy; return their names in the model."""
+    uncopyable = {name for name, value in own.items() if _is_uncopyable(value) and not is_custom(plain_name(name))}
+    for name in uncopyable:
+        tensor = own[name]
+        if parts_of(tensor) is None:
+            continue
+        saved = state[plain_name(name)]
+        if fingerprint(tensor) != fingerprint(saved):
+            write(tensor, saved)
+    return uncopyable
+
+
+def _is_uncopyable(value: object) -> bool:
+    # load_state_dict cannot copy into sparse tensors with other indices, nor into elements that share memory.
+    return isinstance(value, Tensor) and not is_lazy(value) and not is_dense(value)
+
+
+def _model_names(model: torch.nn.Module, own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names in a model's `state_dict` by plain name, also those that only the saved state has.
+
+    A module with its own loading code may load such names.
+    """
+    names = {plain_name(name): name for name in own}
+    paths = {plain_name(path): path for path, _ in torch.nn.Module.named_modules(model)}
+    for plain in state.keys() - names.keys():
+        place, dot, last = plain.rpartition(".")
+        names[plain] = f"{paths.get(place, place)}{dot}{last}"
+    return names

@@ -1,4 +1,4 @@
-"""Tensors as safetensors stores them: each memory once, no overlaps, only dtypes that every version has."""
+"""Tensors as safetensors stores them: each memory once, no overlaps, dtypes that every version has."""
 
 from __future__ import annotations
 
@@ -40,20 +40,26 @@ _NAMES_IN_FILES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-_SPARSE_LAYOUTS = {
-    str(layout).removeprefix("torch."): layout
-    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-}
 _ALIGNMENT_BYTES = 8
 Copy = Callable[[str, torch.Tensor], torch.Tensor]
-_STAND_IN_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _STAND_INS}
+
+
+def _unprefixed(constant: torch.dtype | torch.layout) -> str:
+    return str(constant).removeprefix("torch.")
+
+
+_STAND_IN_NAMES = {_unprefixed(dtype): dtype for dtype in _STAND_INS}
+_SPARSE_LAYOUTS = {
+    _unprefixed(layout): layout
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
 
 
 @dataclass(frozen=True)
 class TensorLayout:
     """What a safetensors file cannot express about its tensors, in JSON types."""
 
-    # all names, in the order of the dictionary; of a sparse tensor, those of its parts
+    # all names, in the order of the dictionary; for a sparse tensor, the names of its parts
     order: list[str]
     # names of tied tensors, each with the name under which its memory is stored
     aliases: dict[str, str]
@@ -72,23 +78,43 @@ def encode_tensors(
     contiguous, are copied; no others, unless `copy` makes a contiguous copy on the CPU of each, given its name. Sparse
     ones are stored as indices and values. `what` is their owner, for messages.
     """
+    strided, sparse = _with_parts_of_sparse(tensors)
+    plain = {name: _plain(tensor, name, what) for name, tensor in strided.items()}
+    layout = TensorLayout(order=list(plain), aliases=tied_names(plain), dtypes={}, sparse=sparse)
     stored: dict[str, torch.Tensor] = {}
-    sparse = {name: each for name, each in tensors.items() if not is_plain(each) and parts_of(each) is not None}
-    kinds = {name: (str(each.layout).removeprefix("torch."), list(each.shape)) for name, each in sparse.items()}
-    if sparse:
-        tensors = dict(part for name, each in tensors.items() for part in _named_parts(name, each, name in sparse))
-    layout = TensorLayout(list(tensors), {}, {}, kinds)
     spans: dict[object, list[tuple[int, int]]] = {}
-    plain = {name: _plain(tensor, name, what) for name, tensor in tensors.items()}
-    layout.aliases.update(tied_names(plain))
     for name, tensor in plain.items():
         if name in layout.aliases:
             continue
         if tensor.dtype in _STAND_INS:
-            layout.dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_STAND_INS[tensor.dtype])
-        stored[name] = copy(name, tensor) if copy is not None else _own_memory(tensor, spans)
+            layout.dtypes[name] = _unprefixed(tensor.dtype)
+            tensor = _as_stand_in(tensor)
+        if copy is not None:
+            stored[name] = copy(name, tensor)
+        else:
+            stored[name] = _own_memory(tensor, spans)
     return stored, layout
+
+
+def _with_parts_of_sparse(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, list[int]]]]:
+    """Return tensors with each sparse one replaced by its parts, and the layouts and shapes of these."""
+    strided: dict[str, torch.Tensor] = {}
+    sparse = {}
+    for name, tensor in tensors.items():
+        parts = None if is_plain(tensor) else parts_of(tensor)
+        if parts is None:
+            strided[name] = tensor
+            continue
+        sparse[name] = (_unprefixed(tensor.layout), list(tensor.shape))
+        for number, part in enumerate(parts):
+            strided[f"{name}#{number}"] = part
+    return strided, sparse
+
+
+def _as_stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_STAND_INS[tensor.dtype])
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -96,7 +122,7 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     first_names: dict[object, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        # Empty tensors all have the same address, and those on the meta device have none.
+        # Empty tensors all have the same address, and tensors on the meta device have none.
         if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
             continue
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -114,14 +140,12 @@ def decode_tensors(stored: Mapping[str, torch.Tensor], layout: TensorLayout) -> 
     tensors = dict(stored)
     for name, type_name in layout.dtypes.items():
         dtype = _STAND_IN_NAMES[type_name]
-        tensors[name] = torch.view_as_complex(tensors[name]) if dtype.is_complex else tensors[name].view(dtype)
-    found = {name: tensors[layout.aliases.get(name, name)] for name in layout.order}
-    return _with_sparse(found, layout.sparse) if layout.sparse else found
-
-
-def _named_parts(name: str, tensor: torch.Tensor, is_sparse: bool) -> list[tuple[str, torch.Tensor]]:
-    parts = parts_of(tensor) or [] if is_sparse else []
-    return [(f"{name}#{number}", part) for number, part in enumerate(parts)] if parts else [(name, tensor)]
+        if dtype.is_complex:
+            tensors[name] = torch.view_as_complex(tensors[name])
+        else:
+            tensors[name] = tensors[name].view(dtype)
+    strided = {name: tensors[layout.aliases.get(name, name)] for name in layout.order}
+    return _with_sparse(strided, layout.sparse)
 
 
 def _with_sparse(
@@ -135,13 +159,14 @@ def _with_sparse(
             found[name] = tensor
         elif number == "0":
             kind, shape = sparse[whole]
-            parts = [tensors[f"{whole}#{each}"] for each in range(2 if kind == "sparse_coo" else 3)]
+            count = 2 if kind == "sparse_coo" else 3
+            parts = [tensors[f"{whole}#{each}"] for each in range(count)]
             found[whole] = rebuilt(_SPARSE_LAYOUTS[kind], shape, parts, checked=True)
     return found
 
 
 def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """Return the parts of a safetensors file: its header, then the memory of each tensor, without copies on the CPU.
+    """Return the parts of a safetensors file: its header, then each tensor's memory, not copied on a CPU.
 
     The library's `save` makes two copies of everything, and holds the GIL all the while.
     Source: https://github.com/huggingface/safetensors#format.
@@ -152,14 +177,15 @@ def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memory
     parts: list[bytes | memoryview] = []
     end = 0
     for name, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin = end
+        end = begin + tensor.numel() * tensor.element_size()
         dtype = _NAMES_IN_FILES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         if begin != end:
             parts.append(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    return [len(text).to_bytes(8, "little") + text, *parts]
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
+    return [len(encoded).to_bytes(8, "little") + encoded, *parts]
 
 
 def _plain(tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_byte
 from cyxtrain.checkpoint.folder import CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
-from cyxtrain.checkpoint.validation import check_content, taking_over
+from cyxtrain.checkpoint.validation import check_content, restoring_from
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn, warn_together
@@ -139,7 +139,7 @@ def _resume(
     plan = replace(plan, config=as_in_checkpoint(plan.config, checkpoint.config))
     is_new_run = _is_new_run(plan, checkpoint, run)
     state.resume_from(plan.world, checkpoint, source, plan.config, run, is_new_run=is_new_run)
-    with taking_over(source):
+    with restoring_from(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
         plan.feed.resume_from(state.position.effective_batch_size)
         plan.feed.load_state_dict(checkpoint.others.get("data", {}))
@@ -230,7 +230,7 @@ def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> Checkp
     if not before:
         return checkpoint
     # Otherwise the rest of that epoch would never be trained.
-    with taking_over(source):
+    with restoring_from(source):
         earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
         check_content(earlier, source)
         position = Position.from_json(earlier.position, source)

@@ -684,7 +684,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "optimizer and optimizers are given": lambda: cx.DistributedTrainer(
             make_parts(), None, "sgd", optimizers={"a": adam(make_parts())}
         ),
-        "scheduler is that of a single optimizer": lambda: make_gan(scheduler="cosine"),
+        "scheduler is for a single optimizer": lambda: make_gan(scheduler="cosine"),
         "has no optimizer for the schedule 'dd'. Did you mean 'd'?": lambda: make_gan(schedulers={"dd": "cosine"}),
         "has no optimizer 'dd'. Did you mean 'd'?": gan(gan_step, clip_norm={"dd": 1.0}),
         "the trainer has no optimizer 'x'": gan(lambda t, b: alone_on(t, "x")),

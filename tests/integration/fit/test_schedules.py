@@ -211,7 +211,7 @@ def test_what_is_no_schedule_of_this_optimizer_is_refused():
     model = make_model()
     optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
     for wrong, words in (
-        (schedulers.StepLR(other, 3), "StepLR has another optimizer"),
+        (schedulers.StepLR(other, 3), "StepLR uses a different optimizer"),
         (schedulers.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau needs a metric at each step"),
         (lambda optimizer: None, "scheduler must be one of torch.optim.lr_scheduler"),
         (3, "scheduler must be one of torch.optim.lr_scheduler"),
