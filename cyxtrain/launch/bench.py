@@ -71,8 +71,11 @@ def report_of(rows: Sequence[Row], ranks: int) -> list[RenderableType]:
     """Return a table and its footnote."""
     cells = []
     for count, ring, gloo in rows:
-        gloo_cells = ("none", "") if gloo is None else (duration(gloo), f"{gloo / ring:.2f}")
-        cells.append((size(count), duration(ring), *gloo_cells, rate(2 * (ranks - 1) / ranks * count / ring)))
+        gloo_cells = ("none", "")
+        if gloo is not None:
+            gloo_cells = (duration(gloo), f"{gloo / ring:.2f}")
+        bus_bandwidth = 2 * (ranks - 1) / ranks * count / ring
+        cells.append((size(count), duration(ring), *gloo_cells, rate(bus_bandwidth)))
     titles = ("size", "ring", "Gloo", "Gloo / ring", "bus bandwidth")
     return [table(titles, cells, right=range(5)), _FOOTNOTE]
 
@@ -90,20 +93,23 @@ def _gloo(config: DistributedConfig) -> Any:
 
 def _measure(count: int, gloo: Any, seconds: float) -> Row:
     tensor = torch.zeros(max(count // 4, 1), device="cpu")  # sums of zeros stay zero
-    groups = {"ring": dist.group.WORLD} if gloo is None else {"ring": dist.group.WORLD, "gloo": gloo}
+    groups = {"ring": dist.group.WORLD}
+    if gloo is not None:
+        groups["gloo"] = gloo
     for group in groups.values():
         _timed(tensor, group, _WARM_UP_CALLS)
     one_turn = sum(_timed(tensor, group, 1)[0] for group in groups.values())
-    calls = torch.tensor([min(max(int(seconds / _ROUNDS / one_turn), 1), _MAX_CALLS)], device="cpu")
-    dist.broadcast(calls, 0)
+    affordable_calls = int(seconds / _ROUNDS / one_turn)
+    calls = torch.tensor([min(max(affordable_calls, 1), _MAX_CALLS)], device="cpu")
+    dist.broadcast(calls, 0)  # each call needs all ranks
     found: dict[str, list[float]] = {name: [] for name in groups}
     for _ in range(_ROUNDS):
         for name, group in groups.items():
             found[name] += _timed(tensor, group, int(calls))
     medians = torch.tensor([statistics.median(each) for each in found.values()], dtype=torch.float64, device="cpu")
     dist.all_reduce(medians, dist.ReduceOp.MAX)
-    slowest = medians.tolist()
-    return Row(tensor.nbytes, slowest[0], slowest[1] if len(slowest) > 1 else None)
+    slowest = dict(zip(groups, medians.tolist(), strict=True))
+    return Row(tensor.nbytes, slowest["ring"], slowest.get("gloo"))
 
 
 def _timed(tensor: Tensor, group: Any, calls: int) -> list[float]:

@@ -58,7 +58,8 @@ def _show_version(context: click.Context, parameter: click.Parameter, asked: boo
 def cyxtrain(traceback: bool, local_rank: int | None) -> None:
     """Train PyTorch models on one or many processes with the same code."""
     del local_rank  # torch.distributed.launch passes it, and sets LOCAL_RANK too
-    uncaught.install(uncaught.FULL if traceback else uncaught.ONE_LINE)
+    style = uncaught.FULL if traceback else uncaught.ONE_LINE
+    uncaught.install(style)
     if "" not in sys.path:
         sys.path.insert(0, "")  # "module:name" finds modules of the current folder, as with python -m
 
@@ -145,7 +146,7 @@ def evaluate(checkpoint: Path, overrides: tuple[str, ...], config: str | None) -
 
 
 def _evaluate(experiment: Experiment) -> None:
-    """Evaluate the test data, if there is any, and print the metrics on rank 0, accuracy last; all ranks call it."""
+    """Evaluate the test data, if there is any; rank 0 prints the metrics, accuracy last."""
     from cyxtrain.world import runtime
 
     measured = experiment.evaluate()
@@ -186,7 +187,7 @@ examples:
   srun cyxtrain bench""",
 )
 def bench() -> int:
-    """Measure all_reduce from 4 B to 16 MiB, alternating between the ring and PyTorch's Gloo, for ten seconds."""
+    """Measure all_reduce from 4 B to 16 MiB over the ring and PyTorch's Gloo in turns, for ten seconds."""
     from cyxtrain.config import DistributedConfig
     from cyxtrain.launch.bench import bench
 
@@ -208,8 +209,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         code = cyxtrain.main([*arguments], "cyxtrain", _COMPLETE, standalone_mode=False, obj=environment)
     except click.ClickException as error:
-        context = error.ctx if isinstance(error, click.UsageError) else None
-        name = "cyxtrain" if context is None else context.command_path
+        name = "cyxtrain"
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            name = error.ctx.command_path
         print(f"{name}: {error.format_message().rstrip('.')} (see --help)", file=sys.stderr)
         return _USAGE_ERROR
     except click.Abort as error:  # click raises it for Ctrl-C, and for an EOFError of the user's code

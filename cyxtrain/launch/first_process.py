@@ -16,9 +16,12 @@ def run_as_first_process(run: Callable[[], int], *, is_first: bool | None = None
 
     The first process then forwards signals, reaps every process that ends, and exits with the child's exit code.
     """
-    if sys.platform == "win32" or not (os.getpid() == 1 if is_first is None else is_first):
+    if is_first is None:
+        is_first = os.getpid() == 1
+    if sys.platform == "win32" or not is_first:
         return run()
     forwarded = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    # Blocked before the fork, so that none arrives before `sigwaitinfo` waits for it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -34,11 +37,21 @@ def _reap_until_end_of(child: int, numbers: Set[signal.Signals]) -> int:
     """Reap and forward signals until the child has ended; return its exit code, 128 + n for signal n."""
     while True:
         received = signal.sigwaitinfo(numbers)
-        if received.si_signo != signal.SIGCHLD:
-            if received.si_code != _FROM_TERMINAL:  # otherwise the child has received it already
-                os.kill(child, received.si_signo)
-            continue
-        while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
-            if ended[0] == child:
-                code = os.waitstatus_to_exitcode(ended[1])
+        if received.si_signo == signal.SIGCHLD:
+            status = _reap(child)
+            if status is not None:
+                code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
+        elif received.si_code != _FROM_TERMINAL:  # otherwise the child has received it already
+            os.kill(child, received.si_signo)
+
+
+def _reap(child: int) -> int | None:
+    """Reap processes that have ended, up to the child; return its wait status, or None while it runs."""
+    # Not one for each SIGCHLD: the kernel keeps a single one pending, however many processes have ended.
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            return status
+        if pid == 0:
+            return None

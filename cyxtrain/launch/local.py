@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -33,7 +34,7 @@ class Start:
     master_addr: str = "127.0.0.1"
     """Of machine 0."""
     master_port: str | None = None
-    """Of the rendezvous; None: a free one."""
+    """Of the rendezvous; None for a free one."""
     restarts: int = 0
     """How often all ranks are restarted after a failure."""
     logs: Path | None = None
@@ -42,7 +43,13 @@ class Start:
     @property
     def ranks(self) -> range:
         """The ranks of this machine."""
-        return range(self.node_rank * self.num_ranks, (self.node_rank + 1) * self.num_ranks)
+        first = self.node_rank * self.num_ranks
+        return range(first, first + self.num_ranks)
+
+    @property
+    def shares_terminal(self) -> bool:
+        """Whether the only rank uses the launcher's terminal itself."""
+        return self.num_ranks == 1 and self.logs is None
 
     def log_of(self, rank: int) -> Path | None:
         """Return the file for a rank's output, if there are logs."""
@@ -63,18 +70,23 @@ def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
     terminal = Terminal.standard()
     for attempt in range(start.restarts + 1):
         outcome = _run_once(start, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)
-        failed = outcome.first_failure is not None and outcome.stopped_by is None and not outcome.unstoppable
-        restarts = failed and attempt < start.restarts and not would_recur(outcome)
+        has_failed = outcome.first_failure is not None and outcome.stopped_by is None and not outcome.unstoppable
+        can_restart = has_failed and attempt < start.restarts
+        restarts = can_restart and not would_recur(outcome)
         text = describe(outcome)
         if restarts:
             text += f"restart {attempt + 1} of {start.restarts}\n".encode()
-        elif failed and attempt < start.restarts:
+        elif can_restart:
             text += b"no restart: the same error would occur again\n"
         last = threading.Thread(target=terminal.write_err, args=(text,), daemon=True)
         last.start()
         last.join(LAST_SECONDS)  # a terminal that cannot be opened again may block
         if not restarts:
             break
+    return _exit_code(outcome)
+
+
+def _exit_code(outcome: Outcome) -> int:
     if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
     if outcome.first_failure is not None:
@@ -85,50 +97,64 @@ def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
 def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) -> Outcome:
     if start.nnodes == 1:
         # Keeps other users of this machine and ranks of other runs out. Launchers of several machines cannot share one.
-        environment = {**environment, "CYXTRAIN_SECRET": environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
-    shares_terminal = start.num_ranks == 1 and start.logs is None
-    has_bar = not shares_terminal and environment.get("TERM", "dumb") != "dumb"
-    columns = terminal.columns() if has_bar else 0
-
-    def note_exit(ended: RankExit) -> bool:
-        if ended.code == 0:  # ranks that wait for it to join read this
-            with contextlib.suppress(OSError), open(shared["CYXTRAIN_EXITED"], "a") as file:
-                file.write(f"{start.ranks[ended.index]}\n")
-        return stop_all_at_first_failure(ended)
-
+        secret = environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)
+        environment = {**environment, "CYXTRAIN_SECRET": secret}
+    bar_columns = 0
+    if not start.shares_terminal and environment.get("TERM", "dumb") != "dumb":
+        bar_columns = terminal.columns()
     with _prepared(start, environment) as shared:
-        specs = [
-            RankSpec(
-                label=f"rank {rank}",
-                command=start.command,
-                environment=launch_environment(
-                    {**shared, "CYXTRAIN_BAR_COLUMNS": str(0 if rank else columns)},
-                    local_rank,
-                    start.num_ranks,
-                    shared["MASTER_PORT"],
-                    nnodes=start.nnodes,
-                    node_rank=start.node_rank,
-                    address=start.master_addr,
-                ),
-                shares_terminal=shares_terminal,
-                shows_bar=rank == 0 and columns > 0,
-                log=start.log_of(rank),
-            )
-            for local_rank, rank in enumerate(start.ranks)
-        ]
-        supervisor = Supervisor(specs, terminal, note_exit, process_env.grace_seconds(environment))
+        specs = _specs(start, shared, bar_columns)
+        policy = partial(_note_exit, start, shared["CYXTRAIN_EXITED"])
+        supervisor = Supervisor(specs, terminal, policy, process_env.grace_seconds(environment))
         with _stopping_on_signals(supervisor):
             return supervisor.run()
 
 
+def _specs(start: Start, shared: Mapping[str, str], bar_columns: int) -> list[RankSpec]:
+    """Return the ranks of this machine; rank 0 draws a progress bar of so many columns."""
+    specs = []
+    for local_rank, rank in enumerate(start.ranks):
+        columns = bar_columns if rank == 0 else 0
+        environment = launch_environment(
+            {**shared, "CYXTRAIN_BAR_COLUMNS": str(columns)},
+            local_rank,
+            start.num_ranks,
+            shared["MASTER_PORT"],
+            nnodes=start.nnodes,
+            node_rank=start.node_rank,
+            address=start.master_addr,
+        )
+        spec = RankSpec(
+            label=f"rank {rank}",
+            command=start.command,
+            environment=environment,
+            shares_terminal=start.shares_terminal,
+            shows_bar=columns > 0,
+            log=start.log_of(rank),
+        )
+        specs.append(spec)
+    return specs
+
+
+def _note_exit(start: Start, exits_path: str, ended: RankExit) -> bool:
+    """Note a success in the file of exits; return whether to stop all ranks."""
+    if ended.code == 0:  # ranks that wait for it to join read this
+        with contextlib.suppress(OSError), open(exits_path, "a") as file:
+            file.write(f"{start.ranks[ended.index]}\n")
+    return stop_all_at_first_failure(ended)
+
+
 @contextlib.contextmanager
 def _prepared(start: Start, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Hold the ports of a run and name the file for exits, which may be impossible to write; yield the environment."""
+    """Hold the ports of a run and name its file of exits; yield the environment that the ranks share."""
     shared = {**environment, "MASTER_PORT": start.master_port or "", "CYXTRAIN_EXITED": ""}
     with contextlib.ExitStack() as ports:
         if start.master_port is None:
-            shared["MASTER_PORT"] = str(ports.enter_context(free_port(for_any_program=True)))
-            shared["CYXTRAIN_PORT"] = f"{shared['MASTER_PORT']} {ports.enter_context(free_port())}"
+            # A plain program of PyTorch can listen at the first port, only this user's rank 0 at the second.
+            port = ports.enter_context(free_port(for_any_program=True))
+            port_of_rank_0 = ports.enter_context(free_port())
+            shared["MASTER_PORT"] = str(port)
+            shared["CYXTRAIN_PORT"] = f"{port} {port_of_rank_0}"
         with contextlib.suppress(OSError):  # there may be no temporary folder
             shared["CYXTRAIN_EXITED"] = os.path.join(tempfile.gettempdir(), f"cyxtrain-{secrets.token_hex(8)}")
         try:
@@ -156,18 +182,19 @@ def _stopping_on_signals(supervisor: Supervisor) -> Iterator[None]:
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not installed from Python
 
 
 def describe(outcome: Outcome) -> bytes:
     """Return the launcher's last message: which rank failed first, and its stderr.
 
-    It is empty after a success, and after a mistake of the user, which is on the screen already, in short.
+    It is empty after a success, and after a user's mistake, whose short form is on the screen already.
     """
     lines = [f"{label} cannot be ended, not even by SIGKILL" for label in outcome.unstoppable]
     if outcome.stopped_by is not None:
         lines.append(f"all ranks were stopped by {outcome.stopped_by.name}")
-    first, stderr = outcome.first_failure, None if is_mistake(outcome.last_lines) else outcome.last_lines
+    first = outcome.first_failure
+    stderr = None if is_mistake(outcome.last_lines) else outcome.last_lines
     if first is not None and stderr is not None:
         end = "; its last lines on stderr:" if stderr else " and printed no error"
         lines.append(f"{first.label} failed first ({first.describe()}){end}")

@@ -54,13 +54,13 @@ error that would occur again (ConfigError, a missing backend, NaN) if it sees th
 terminal itself, is restarted. On several machines use the same N: if the ranks of one machine fail, all fail, and all
 are restarted.
 
-exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n if signal n stopped the
-launcher or a rank, or 2 for an invalid command line."""
+exit code: 0, or the code of the first rank that failed (128 + n: killed by signal n), or 128 + n if signal n stopped
+the launcher or a rank, or 2 for an invalid command line."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `cyxtrain launch`, as strings; None: not given, taken from Kubernetes (PET_...) if it sets them."""
+    """Options of `cyxtrain launch`, as strings; those not given may come from Kubernetes (PET_...)."""
 
     num_ranks: str | None = None
     gpus: str | None = None
@@ -84,9 +84,10 @@ class NumberFirst(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; a leading number is the value of `-n`."""
-        first = args[0] if args else ""
+        if args and _looks_like_number(args[0]) and not args[0].startswith("-"):
+            args = ["-n", *args]
         try:
-            return super().parse_args(ctx, ["-n", *args] if _looks_like_number(first) and first[0] != "-" else args)
+            return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             from cyxtrain.config.other_names import meanings  # imports NumPy, with the package
 
@@ -146,30 +147,15 @@ def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options:
 def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, str]) -> int:
     number, command = _split(words, given)
     options = _with_kubernetes(replace(given, num_ranks=number), environment)
-    num_ranks, more = _num_ranks(options, environment)
-    environment = {**environment, **more}
+    num_ranks, variables = _num_ranks(options, environment)
+    environment = {**environment, **variables}
     if options.logs is not None:
         options = replace(options, logs=Path(local_path("--logs", options.logs)))
     if options.master_addr:
-        from cyxtrain.config.distributed_config import problem_of_address, without_brackets  # imports NumPy
-
-        problem = problem_of_address(options.master_addr)
-        _require(not problem, f"--master-addr is {options.master_addr!r}: {problem}")
-        options = replace(options, master_addr=without_brackets(options.master_addr))
+        options = replace(options, master_addr=_checked_address(options.master_addr))
     if options.nnodes is not None and ":" in options.nnodes:
         return _become_torchrun(options, num_ranks, command, environment)
-    nnodes, node_rank = _nodes(options)
-    master_addr = options.master_addr or (environment.get("MASTER_ADDR") if nnodes > 1 else "127.0.0.1")
-    if not master_addr:
-        raise click.UsageError(
-            f"with --nnodes {nnodes} every machine needs --master-addr, the name or address of machine 0"
-        )
-    port = options.master_port or environment.get("MASTER_PORT") or (_PORT if nnodes > 1 else None)
-    _require(
-        port is None or (port.isascii() and port.isdecimal() and 0 < int(port) < 65536),
-        f"--master-port must be a number from 1 to 65535, got {port!r}",
-    )
-    start = Start(command, num_ranks, nnodes, node_rank, master_addr, port, options.restarts, options.logs)
+    start = _start_of(options, num_ranks, command, environment)
     try:
         start.create_logs()
     except OSError as error:
@@ -177,12 +163,44 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
     try:
         return run_ranks(start, environment)
     except OSError as error:
-        if error.filename == command[0]:
-            hint = "; give the script alone (train.py) to use this Python" if command[0].startswith("python") else ""
-            raise click.UsageError(f"cannot start {command[0]!r}: {error.strerror}{hint}") from error
-        cause = exhausted(error) or f"{reason_of(error)}; `ulimit -a` shows the limits of this shell"
-        STDERR.write(f"cyxtrain launch: cannot start {counted(num_ranks, 'rank')}: {cause}\n")
-        return 1
+        return _explain_no_start(error, start)
+
+
+def _checked_address(address: str) -> str:
+    from cyxtrain.config.distributed_config import problem_of_address, without_brackets  # imports NumPy
+
+    problem = problem_of_address(address)
+    _require(not problem, f"--master-addr is {address!r}: {problem}")
+    return without_brackets(address)
+
+
+def _start_of(options: Options, num_ranks: int, command: tuple[str, ...], environment: Mapping[str, str]) -> Start:
+    """Return what to start on this machine, with the address and port at which all machines meet."""
+    nnodes, node_rank = _nodes(options)
+    address = options.master_addr or "127.0.0.1"
+    port = options.master_port or environment.get("MASTER_PORT") or None
+    if nnodes > 1:
+        address = options.master_addr or environment.get("MASTER_ADDR") or ""
+        port = port or _PORT
+    _require(
+        bool(address), f"with --nnodes {nnodes} every machine needs --master-addr, the name or address of machine 0"
+    )
+    is_valid = port is None or (_is_number(port) and 0 < int(port) < 65536)
+    _require(is_valid, f"--master-port must be a number from 1 to 65535, got {port!r}")
+    return Start(command, num_ranks, nnodes, node_rank, address, port, options.restarts, options.logs)
+
+
+def _explain_no_start(error: OSError, start: Start) -> int:
+    """Print why the ranks cannot start, and return the exit code; if it is the command, raise UsageError."""
+    program = start.command[0]
+    if error.filename == program:
+        hint = ""
+        if program.startswith("python"):
+            hint = "; give the script alone (train.py) to use this Python"
+        raise click.UsageError(f"cannot start {program!r}: {error.strerror}{hint}") from error
+    cause = exhausted(error) or f"{reason_of(error)}; `ulimit -a` shows the limits of this shell"
+    STDERR.write(f"cyxtrain launch: cannot start {counted(start.num_ranks, 'rank')}: {cause}\n")
+    return 1
 
 
 def _require(is_valid: bool, message: str) -> None:
@@ -204,24 +222,29 @@ def _looks_like_number(word: str) -> bool:
 
 def _split(words: Sequence[str], options: Options) -> tuple[str | None, tuple[str, ...]]:
     """Return (number of ranks, command); the number may be the first word."""
-    number, command = options.num_ranks, tuple(words)
+    number = options.num_ranks
+    command = tuple(words)
     if options.gpus is None and number is None and command and _looks_like_number(command[0]):
-        number, command = command[0], command[1:]
+        number = command[0]
+        command = command[1:]
     if options.config is not None:
         return number, (sys.executable, "-m", "cyxtrain", "fit", options.config, *command)
     _require(bool(command) and bool(command[0]), "no command to start: put it after the options and the number")
+    program = command[0]
     _require(
-        not command[0].startswith("-"),
-        f"expected a command after the number, got the option {command[0]!r}; launcher options go before the number",
+        not program.startswith("-"),
+        f"expected a command after the number, got the option {program!r}; launcher options go before the number",
     )
-    if command[0].endswith(".py"):
-        _require(Path(command[0]).is_file(), f"there is no file {command[0]!r}")
+    if program.endswith(".py"):
+        _require(Path(program).is_file(), f"there is no file {program!r}")
         return number, (sys.executable, *command)
-    return number, (sys.executable, "-m", *command) if command[0] == "cyxtrain" else command
+    if program == "cyxtrain":
+        return number, (sys.executable, "-m", *command)
+    return number, command
 
 
 def _with_kubernetes(options: Options, environment: Mapping[str, str]) -> Options:
-    """Return options completed from the variables of a Kubernetes TrainJob; `--nnodes` replaces its machines."""
+    """Return options completed by the variables of a Kubernetes TrainJob; `--nnodes` replaces its own."""
     names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
     if options.gpus is None:
         names["num_ranks"] = "NPROC_PER_NODE"
@@ -239,14 +262,19 @@ def _num_ranks(options: Options, environment: Mapping[str, str]) -> tuple[int, d
         _require(word is None, "give -n or --gpus, not both: --gpus starts one rank per GPU")
         return _on_gpus(options.gpus, environment)
     if word is None or word in ("auto", "gpu", "cpu"):
-        gpus = 0 if word == "cpu" else _count_gpus(environment)
-        _require(word != "gpu" or gpus > 0, "PyTorch sees no CUDA GPU on this machine")
-        number = gpus or ranks_by_cores(environment)
-        STDERR.write(f"cyxtrain launch: {number} ranks, one per {'GPU' if gpus else 'core'}; set it with -n\n")
-        return number, _nccl(environment) if gpus else {}
+        return _one_per_gpu_or_core(word, environment)
     is_valid = _is_number(word) and int(word) > 0
     _require(is_valid, f"the number of ranks must be a whole number of at least 1, got {word!r}")
     return int(word), {}
+
+
+def _one_per_gpu_or_core(word: str | None, environment: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    gpus = 0 if word == "cpu" else _count_gpus(environment)
+    _require(word != "gpu" or gpus > 0, "PyTorch sees no CUDA GPU on this machine")
+    number = gpus or ranks_by_cores(environment)
+    device = "GPU" if gpus else "core"
+    STDERR.write(f"cyxtrain launch: {number} ranks, one per {device}; set it with -n\n")
+    return number, _nccl(environment) if gpus else {}
 
 
 def _on_gpus(word: str, environment: Mapping[str, str]) -> tuple[int, dict[str, str]]:
@@ -263,9 +291,11 @@ def _on_gpus(word: str, environment: Mapping[str, str]) -> tuple[int, dict[str, 
         return int(word), _nccl(environment)
     wrong = [number for number in numbers if int(number) >= visible]
     _require(not wrong, f"--gpus {word}: there is no GPU {', '.join(wrong)}; they count from 0 to {visible - 1}")
+    # Numbers count the GPUs that this process sees, which CUDA_VISIBLE_DEVICES may name differently.
     seen = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [seen[int(number)] if int(number) < len(seen) and seen[0] else number for number in numbers]
-    return len(numbers), {**_nccl(environment), "CUDA_VISIBLE_DEVICES": ",".join(names)}
+    names = dict(enumerate(seen)) if seen[0] else {}
+    chosen = [names.get(int(number), number) for number in numbers]
+    return len(numbers), {**_nccl(environment), "CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def _nccl(environment: Mapping[str, str]) -> dict[str, str]:
@@ -287,7 +317,8 @@ def _nodes(options: Options) -> tuple[int, int]:
     words = {"--nnodes": options.nnodes or "1", "--node-rank": options.node_rank or "0"}
     for name, word in words.items():
         _require(_is_number(word), f"{name} must be a whole number, got {word!r}")
-    nnodes, node_rank = map(int, words.values())
+    nnodes = int(words["--nnodes"])
+    node_rank = int(words["--node-rank"])
     _require(nnodes > 0, "--nnodes must be at least 1")
     _require(
         nnodes == 1 or options.node_rank is not None, f"with --nnodes {nnodes} every machine needs --node-rank, from 0"
@@ -314,14 +345,15 @@ def _become_torchrun(
         f"--rdzv-endpoint={options.master_addr}:{options.master_port or 29400}",
         f"--rdzv-id={environment.get('CYXTRAIN_RUN') or 'cyxtrain'}",
         f"--max-restarts={options.restarts}",
-        *([f"--log-dir={options.logs}", "--tee=3"] if options.logs is not None else []),
-        "--no-python",
     ]
+    if options.logs is not None:
+        arguments += [f"--log-dir={options.logs}", "--tee=3"]
+    arguments.append("--no-python")
     variables = {
         # A new store for each round: the agents' store still has the keys of the previous round.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(cores_per_rank(num_ranks, environment)),
         **environment,
     }
-    sys.stdout.flush()
+    sys.stdout.flush()  # exec discards Python's buffers
     os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments, *command], variables)

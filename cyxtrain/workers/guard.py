@@ -59,7 +59,7 @@ class Guard:
             return
         try:
             self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # somebody has stopped it
+        except subprocess.TimeoutExpired:  # somebody has suspended it
             self._process.kill()
             self._process.wait()
 
@@ -79,7 +79,8 @@ class Guard:
     def _write(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):  # the guard was killed
-                self._process.stdin.write(line.encode())  # any thread may: the kernel writes so few bytes atomically
+                # No lock between threads: the kernel writes so few bytes to a pipe atomically.
+                self._process.stdin.write(line.encode())
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -102,10 +103,11 @@ def members_of(group: int) -> list[int]:
     """Return the processes of a group that still run; zombies do not."""
     import psutil
 
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):  # it has just ended
-            if os.getpgid(process.pid) == group and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            if os.getpgid(process.pid) == group and process.status() not in ended:
                 found.append(process.pid)
     return found
 
@@ -136,14 +138,20 @@ def end_groups(groups: Iterable[int], grace_seconds: float) -> None:
 
 
 def _guard() -> None:
+    """Wait for the supervisor's end, then end the process groups that it has left."""
+    # Schedulers and people send a signal to every process of a job: the guard must outlive the supervisor.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin.buffer:
         group = int(line[1:])
-        (groups.add if line.startswith(b"+") else groups.discard)(group)
+        if line.startswith(b"+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
     grace_seconds = float(sys.argv[1])
     alone_seconds = min(ALONE_SECONDS, grace_seconds / 2)
+    # Each rank alone first: a child that the same signal ends, such as a DataLoader's worker, would fail the rank.
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(group, signal.SIGTERM)

@@ -26,13 +26,14 @@ def launch_environment(
 ) -> dict[str, str]:
     """Return one rank's environment; keep `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` if they are set.
 
-    Each of the `num_ranks` ranks per machine gets its share of the cores: by default every rank would start a thread
-    for each core. `port` and `address`, that of machine 0, are those of the rendezvous.
+    The ranks meet at `address`, which is machine 0, and `port`; each machine has `num_ranks` of them.
     """
+    # By default every rank would start a thread for each core of the machine.
+    threads = environment.get("OMP_NUM_THREADS") or str(cores_per_rank(num_ranks, environment))
     return {
-        "OMP_NUM_THREADS": str(cores_per_rank(num_ranks, environment)),
         "PYTHONUNBUFFERED": "1",
-        **{name: value for name, value in environment.items() if value or name != "OMP_NUM_THREADS"},
+        **environment,
+        "OMP_NUM_THREADS": threads,
         "RANK": str(node_rank * num_ranks + local_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(nnodes * num_ranks),
@@ -63,12 +64,12 @@ def free_port(*, for_any_program: bool = False) -> Iterator[int]:
     """Reserve a free TCP port.
 
     On Linux it stays bound: only a process of this user that asks for this number with SO_REUSEPORT, as rank 0's store
-    does, can listen there; `for_any_program`: every process that asks for it with SO_REUSEADDR, as PyTorch's store
-    does. On other systems another process may take it before rank 0 listens; the error then names the port.
+    does, can listen there. With `for_any_program`, any process that asks for it with SO_REUSEADDR can, as PyTorch's
+    store does. On other systems another process may take it before rank 0 listens; the error then names the port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         if sys.platform == "linux":
-            option = {True: socket.SO_REUSEADDR, False: socket.SO_REUSEPORT}[for_any_program]
+            option = socket.SO_REUSEADDR if for_any_program else socket.SO_REUSEPORT
             holder.setsockopt(socket.SOL_SOCKET, option, 1)
         holder.bind(("", 0))
         port = int(holder.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Copy the output of many ranks to one terminal: whole lines, each with its rank, and the bar of rank 0 below them.
+"""Copy the output of many ranks to one terminal: whole lines with their rank, and rank 0's bar below.
 
 Of errors in stderr a user's mistake is shown once, and no traceback of Ctrl-C. Output that cannot be written is left
 out, with one warning: no rank waits for a terminal, pipe or disk.
@@ -37,9 +37,9 @@ _ERASE_LINE = b"\r\x1b[K"
 TRACEBACK = b"Traceback (most recent call last):"
 _SHORT = HEADER.encode()
 _IN_ONE_LINE = (errors.ConfigError, errors.CheckpointError, errors.BackendUnavailableError, errors.NonFiniteError)
-"""What the command line prints for a mistake."""
+"""Mistakes that the command line prints as one line."""
 _RANKS = re.compile(rb"(?:\[rank\d+\]: )*")
-"""What PyTorch puts before each line of a traceback, once for each group that a program has made."""
+"""PyTorch's prefix of each line of a traceback, once for each group that a program has made."""
 _MISTAKE = re.compile(
     rb"^%s(?:%s|(?:%s): )"
     % (_RANKS.pattern, re.escape(_SHORT), b"|".join(kind.__name__.encode() for kind in _IN_ONE_LINE)),
@@ -62,8 +62,8 @@ class Terminal:
         self._err = err
         self.columns = columns
         self._bar = b""
-        self._lock = threading.RLock()
-        self._refused_at: dict[Stream, float] = {}  # of streams that nobody reads
+        self._lock = threading.RLock()  # reentrant: a write that fails warns, which writes
+        self._refused_at: dict[Stream, float] = {}  # since when nobody reads a stream
         self._warned: set[str] = set()
         self.patience_seconds = UNREAD_SECONDS
         """How long to wait for a reader before output is left out."""
@@ -72,7 +72,8 @@ class Terminal:
 
     @classmethod
     def standard(cls) -> Terminal:
-        """Return this process's stdout and stderr, unbuffered: a buffer would fail again at exit on a closed pipe."""
+        """Return this process's stdout and stderr, unbuffered."""
+        # A buffer would fail again at exit on a closed pipe.
         return cls(_opened(1), _opened(2), _columns)
 
     def write_out(self, data: bytes) -> None:
@@ -84,7 +85,7 @@ class Terminal:
         self._write(self._err, data)
 
     def show_bar(self, bar: bytes) -> None:
-        """Show a text below all lines, in place of the previous one; blank: none."""
+        """Show a progress bar below all lines, in place of the previous one; a blank one removes it."""
         text = bar.decode(errors="replace").rstrip()[: self.columns()].encode()
         with self._lock:
             if self._bar:
@@ -108,22 +109,27 @@ class Terminal:
             self._send(self._out, self._bar)
 
     def _send(self, stream: Stream, data: bytes) -> None:
-        cause = ""
         try:
-            while data and not cause:
-                now = time.monotonic()
-                written = stream.write(data)
-                if written is not None:
-                    data = data[written:]
-                    self._refused_at.pop(stream, None)
-                elif now - self._refused_at.setdefault(stream, now) >= self.patience_seconds:
-                    cause = "nobody reads it"
-                else:
-                    time.sleep(_NAP_SECONDS)
+            cause = self._write_all(stream, data)
         except OSError as error:
             cause = errors.reason_of(error)
         if cause and stream is self._out:
             self._warn(f"stdout{place_of(1)}", cause)
+
+    def _write_all(self, stream: Stream, data: bytes) -> str:
+        """Write data, with patience; return why the rest of it was left out, or an empty string."""
+        while data:
+            now = time.monotonic()
+            written = stream.write(data)
+            if written is not None:
+                data = data[written:]
+                self._refused_at.pop(stream, None)
+                continue
+            refused_at = self._refused_at.setdefault(stream, now)
+            if now - refused_at >= self.patience_seconds:
+                return "nobody reads it"
+            time.sleep(_NAP_SECONDS)
+        return ""
 
     def _warn(self, what: str, cause: str) -> None:
         with self._lock:
@@ -137,60 +143,80 @@ def _opened(number: int) -> Stream:
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: Windows has no such flags
         mode = os.fstat(number).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            # Opened anew: O_NONBLOCK on the inherited one would also apply to the processes that share it.
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
-            return open(os.open(f"/proc/self/fd/{number}", flags), "wb", buffering=0, closefd=False)
+            opened_anew = os.open(f"/proc/self/fd/{number}", flags)
+            return open(opened_anew, "wb", buffering=0, closefd=False)
     return open(number, "wb", buffering=0, closefd=False)
 
 
 def _columns() -> int:
-    """Return how long a line of the terminal on stdout may be without wrapping; 0: it is none that erases lines."""
+    """Return how long a line on stdout may be without wrapping; 0 if stdout cannot erase lines."""
     if sys.platform == "win32" or not os.isatty(1):
         return 0
-    return (os.get_terminal_size(1).columns or 80) - 1
+    columns = os.get_terminal_size(1).columns or 80
+    return columns - 1
 
 
 class LineAssembler:
-    r"""Splits bytes into lines; reduces a progress bar, which rewrites its line after \r, to what stays visible.
+    r"""Splits bytes into lines; of a progress bar, which rewrites its line after \r, the end stays.
 
-    Of a finished line the last state counts; of an unfinished one, a state every `REFRESH_SECONDS`, or, if `keeps_bar`,
-    `bar` instead of lines.
+    A finished line is reduced to its last state. An unfinished one gives a state every `REFRESH_SECONDS`; with
+    `keeps_bar` it gives none, and its newest complete state is in `bar`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, keeps_bar: bool = False) -> None:
         self._clock = clock
         self._keeps_bar = keeps_bar
         self.bar = b""
-        self._rest = b""
+        self._unfinished = b""
         self._shown_at = clock()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that these bytes complete, without line ends."""
-        *whole, rest = (self._rest + data).split(b"\n")
-        lines = [(_states(line) or [b""])[-1] for line in whole]
-        states = _states(rest)
-        complete = states if rest.endswith(b"\r") else states[:-1]
-        if whole or complete:
-            self.bar = complete[-1] if complete else b""
-        if len(states) > 1:
-            if not self._keeps_bar and self._clock() - self._shown_at >= REFRESH_SECONDS:
-                lines.append(states[-2])
-            rest = states[-1] + (b"\r" if rest.endswith(b"\r") else b"")
-        if len(rest) > _LINE_BYTES:
-            lines.append(rest)
-            rest = b""
+        *finished, self._unfinished = (self._unfinished + data).split(b"\n")
+        lines = [_last_state(line) for line in finished]
+        if finished:
+            self.bar = b""
+        lines += self._reduce_unfinished()
+        if len(self._unfinished) > _LINE_BYTES:
+            lines.append(self._unfinished)
+            self._unfinished = b""
         if lines:
             self._shown_at = self._clock()
-        self._rest = rest
         return lines
+
+    def _reduce_unfinished(self) -> list[bytes]:
+        """Keep only the last state of the unfinished line; return the earlier state that is due to be printed."""
+        states = _states(self._unfinished)
+        is_complete = self._unfinished.endswith(b"\r")  # otherwise more of the last state may follow
+        complete = states if is_complete else states[:-1]
+        if complete:
+            self.bar = complete[-1]
+        if len(states) < 2:
+            return []
+        self._unfinished = states[-1]
+        if is_complete:
+            self._unfinished += b"\r"
+        if self._keeps_bar or self._clock() - self._shown_at < REFRESH_SECONDS:
+            return []
+        return [states[-2]]
 
     def finish(self) -> list[bytes]:
         """Return the last line, if it had no line end."""
-        states, self._rest = _states(self._rest), b""
-        return [state for state in states[-1:] if state.strip()]
+        last = _last_state(self._unfinished)
+        self._unfinished = b""
+        return [last] if last.strip() else []
 
 
 def _states(line: bytes) -> list[bytes]:
     return [state for state in line.split(b"\r") if state]
+
+
+def _last_state(line: bytes) -> bytes:
+    """Return what stays visible of a line."""
+    states = _states(line)
+    return states[-1] if states else b""
 
 
 def is_mistake(stderr: bytes | None) -> bool:
@@ -213,38 +239,57 @@ class ErrorFilter:
         """Return the lines to print, with those that were held back."""
         printed: list[bytes] = []
         for line in lines:
-            text = _RANKS.sub(b"", line, count=1)
-            begins = text.startswith(_SHORT) or (self.hides_interrupts and text.startswith(TRACEBACK))
-            in_one_line = not begins and _MISTAKE.match(text) is not None
-            if begins or in_one_line:
-                printed += self.finish()
-            if begins or in_one_line or self._held:
-                self._held.append(line)
-                if in_one_line or not (begins or text.startswith(b" ")):  # the message follows the frames
-                    self._is_dropping = self._is_left_out(text)
-                    printed += [] if self._is_dropping else self._held
-                    self._held = []
-            elif not (self._is_dropping and text.startswith(b" ")):  # the message continues
-                self._is_dropping = False
-                printed.append(line)
+            printed += self._feed_line(line)
         return printed
+
+    def _feed_line(self, line: bytes) -> list[bytes]:
+        """Hold a line back if it belongs to an error; return what is to be printed now."""
+        text = _without_ranks(line)
+        begins = text.startswith(_SHORT) or (self.hides_interrupts and text.startswith(TRACEBACK))
+        if begins or _MISTAKE.match(text) is not None:
+            printed = self.finish()
+            self._held.append(line)
+            if not begins:  # the mistake is this one line
+                printed += self._end_error(text)
+            return printed
+        is_indented = text.startswith(b" ")
+        if self._held:
+            self._held.append(line)
+            # The message follows the frames.
+            return [] if is_indented else self._end_error(text)
+        if self._is_dropping and is_indented:
+            return []  # the message continues
+        self._is_dropping = False
+        return [line]
+
+    def _end_error(self, message: bytes) -> list[bytes]:
+        """Return the held lines of an error that ends with this message; none if it is left out."""
+        self._is_dropping = self._is_left_out(message)
+        held = self.finish()
+        return [] if self._is_dropping else held
 
     def finish(self) -> list[bytes]:
         """Return the lines that are held back, and forget them."""
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         return held
 
     def _is_left_out(self, message: bytes) -> bool:
-        texts = [_RANKS.sub(b"", line, count=1) for line in self._held]
+        texts = [_without_ranks(line) for line in self._held]
         if texts[0].startswith(TRACEBACK):
             return message.startswith(b"KeyboardInterrupt")
-        return self._mistakes.setdefault(b"\n".join(texts), self._label) != self._label
+        printed_by = self._mistakes.setdefault(b"\n".join(texts), self._label)
+        return printed_by != self._label
+
+
+def _without_ranks(line: bytes) -> bytes:
+    return _RANKS.sub(b"", line, count=1)
 
 
 class OutputReader:
-    """A daemon thread that copies one stream of one process; another process may keep the pipe open for ever.
+    """A daemon thread that copies one stream of a process; another process may hold its pipe for ever.
 
-    Without a label it copies what it reads as it is, until lines are to be left out.
+    Without a label it copies bytes unchanged until lines are to be left out.
     """
 
     def __init__(
@@ -268,14 +313,15 @@ class OutputReader:
         self._thread.start()
 
     def join(self, seconds: float) -> None:
-        """Wait so long for more output, and longer for a slow terminal."""
+        """Wait for more output, and longer for a slow terminal."""
         self._thread.join(seconds)
         if self._is_writing:
             self._thread.join(UNREAD_SECONDS)
 
     def last_lines(self) -> bytes:
         """Return the last `KEPT_LINES` lines, without the label."""
-        return b"".join(line + b"\n" for line in list(self._kept))
+        kept = list(self._kept)  # a copy: the thread may still append
+        return b"".join(line + b"\n" for line in kept)
 
     def _read(self) -> None:
         with self._source:
@@ -290,7 +336,8 @@ class OutputReader:
                 self._show(lines)
             show_bar(b"")
             self._show(assembler.finish())
-            self._print([] if self._errors is None else self._errors.finish())
+            if self._errors is not None:
+                self._print(self._errors.finish())
 
     def _data(self) -> bytes:
         try:
@@ -304,9 +351,12 @@ class OutputReader:
         self._kept.extend(line[:_KEPT_BYTES] for line in lines)
         if self._log is not None:
             self._log(b"".join(line + b"\n" for line in lines))
-        self._print(lines if self._errors is None else self._errors.feed(lines))
+        if self._errors is not None:
+            lines = self._errors.feed(lines)
+        self._print(lines)
 
     def _print(self, lines: list[bytes]) -> None:
-        self._is_writing = True
-        self._write(b"".join(self._prefix + line + b"\n" for line in lines))
+        data = b"".join(self._prefix + line + b"\n" for line in lines)
+        self._is_writing = True  # `join` then waits for the terminal
+        self._write(data)
         self._is_writing = False

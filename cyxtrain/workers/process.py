@@ -32,7 +32,7 @@ class RankSpec:
     environment: Mapping[str, str]
     """All of its environment; nothing is inherited."""
     shares_terminal: bool = False
-    """Give it our own stdin and stdout: no labels, and progress bars work. Its stderr is copied as it is, without
+    """Give it our own stdin and stdout: no labels, and progress bars work. Its stderr is copied unchanged, without
     tracebacks of Ctrl-C, from a separate terminal if ours is one."""
     inherits: tuple[int, ...] = ()
     """File descriptors (handles on Windows) that it gets under the same numbers."""
@@ -62,7 +62,9 @@ class RankExit:
         name = f"signal {self.killed_by}"
         with contextlib.suppress(ValueError):  # real-time signals have no names
             name = signal.Signals(self.killed_by).name
-        return f"exit code {self.code}: {name}{', often out of memory' if name == 'SIGKILL' else ''}"
+        if name == "SIGKILL":
+            name += ", often out of memory"
+        return f"exit code {self.code}: {name}"
 
 
 @dataclass(frozen=True)
@@ -94,23 +96,21 @@ class RankProcess:
         self._post = post
         self._ends_by = 0.0
         self._has_ended = False
-        log = None if spec.log is None else partial(terminal.append, spec.log)
         self._process, copied = _spawn(spec)
-        process = self._process
-        guard.add(process.pid)
-        show_bar = terminal.show_bar if spec.shows_bar else None
+        guard.add(self._process.pid)  # at once: until then nobody ends the rank if this process is killed
         self._errors = ErrorFilter(spec.label, terminal.mistakes)
-        streams = (
-            (process.stdout, terminal.write_out, show_bar, None),
-            (process.stderr or copied, terminal.write_err, None, self._errors),
-        )
-        self._is_copied = spec.shares_terminal
-        self._readers = [
-            OutputReader(source, "" if self._is_copied else spec.label, write, log, show, errors)
-            for source, write, show, errors in streams
-            if source is not None
-        ]
-        self._thread = threading.Thread(target=self._attend, name=f"end of {spec.label}", daemon=True)
+        self._shares_terminal = spec.shares_terminal
+        label = "" if spec.shares_terminal else spec.label
+        show_bar = terminal.show_bar if spec.shows_bar else None
+        log = None if spec.log is None else partial(terminal.append, spec.log)
+        self._readers: list[OutputReader] = []
+        stdout = self._process.stdout
+        if stdout is not None:
+            self._readers.append(OutputReader(stdout, label, terminal.write_out, log, show_bar))
+        stderr = self._process.stderr or copied
+        if stderr is not None:
+            self._readers.append(OutputReader(stderr, label, terminal.write_err, log, errors=self._errors))
+        self._thread = threading.Thread(target=self._wait_for_end, name=f"end of {spec.label}", daemon=True)
         self._thread.start()
 
     def stop(self, number: int, seconds: float) -> None:
@@ -123,11 +123,12 @@ class RankProcess:
 
     def stop_others(self, number: int) -> None:
         """Send a signal to what its process has started: a shell, say, does not pass it on."""
-        if not self._has_ended and sys.platform != "win32":
-            for pid in members_of(self._process.pid):
-                if pid != self._process.pid:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
-                        os.kill(pid, number)
+        if self._has_ended or sys.platform == "win32":
+            return
+        for pid in members_of(self._process.pid):
+            if pid != self._process.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                    os.kill(pid, number)
 
     def kill(self) -> None:
         """Kill it, and what it has started."""
@@ -142,16 +143,20 @@ class RankProcess:
 
     def last_lines(self) -> bytes | None:
         """Return the last lines of its stderr; None if it shares our terminal."""
-        return None if self._is_copied else self._readers[1].last_lines()
+        return None if self._shares_terminal else self._readers[1].last_lines()
 
-    def _attend(self) -> None:
-        returned = self._process.wait()
+    def _wait_for_end(self) -> None:
+        code = self._process.wait()
         at_seconds = time.monotonic()
-        killed_by = -returned if returned < 0 else None
-        code = returned if killed_by is None else 128 + killed_by
+        killed_by = None
+        if code < 0:  # subprocess reports a signal as a negative code
+            killed_by = -code
+            code = 128 + killed_by
         self._post(RankExit(self.index, self.label, code, killed_by, at_seconds))
         if sys.platform != "win32":
-            end_groups([self._process.pid], max(GRACE_SECONDS, self._ends_by - time.monotonic()))
+            # A stop has its own deadline; without one, what the process has left gets the time after a failure.
+            grace_seconds = max(GRACE_SECONDS, self._ends_by - time.monotonic())
+            end_groups([self._process.pid], grace_seconds)
         self._has_ended = True  # the kernel may reuse the group's number from here on
         self._guard.remove(self._process.pid)
         for reader in self._readers:
@@ -160,31 +165,27 @@ class RankProcess:
 
 
 def _spawn(spec: RankSpec) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
-    """Start the process; return it, and what its stderr writes if that is a separate terminal."""
-    pipe = None if spec.shares_terminal else subprocess.PIPE
+    """Start the process; return it and, if its stderr is a separate terminal, our end of that terminal."""
+    stdin: int | None = subprocess.DEVNULL
+    stdout: int | None = subprocess.PIPE
     stderr: int | None = subprocess.PIPE
     copied: IO[bytes] | None = None
-    options: dict[str, Any]
-    if sys.platform == "win32":
-        options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # so that CTRL_BREAK does not reach us
-        stderr = pipe
-        for handle in spec.inherits:
-            os.set_handle_inheritable(handle, True)
-        if spec.inherits:
-            options["startupinfo"] = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [*spec.inherits]})
-    else:
-        options = {"pass_fds": spec.inherits, "start_new_session": True}
-        if spec.shares_terminal and os.isatty(2):
+    if spec.shares_terminal:
+        stdin = None
+        stdout = None
+        if sys.platform == "win32":
+            stderr = None
+        elif os.isatty(2):
             copied, stderr = _open_terminal()
     try:
         process = subprocess.Popen(
             spec.command,
             env=dict(spec.environment),
-            stdin=None if spec.shares_terminal else subprocess.DEVNULL,
-            stdout=pipe,
+            stdin=stdin,
+            stdout=stdout,
             stderr=stderr,
             bufsize=0,
-            **options,
+            **_options_of_system(spec),
         )
     finally:
         if copied is not None and stderr is not None:
@@ -192,8 +193,20 @@ def _spawn(spec: RankSpec) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
     return process, copied
 
 
+def _options_of_system(spec: RankSpec) -> dict[str, Any]:
+    """Return options of Popen that give the process its own group and what it inherits."""
+    if sys.platform != "win32":
+        return {"pass_fds": spec.inherits, "start_new_session": True}
+    options: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # CTRL_BREAK must not reach us
+    for handle in spec.inherits:
+        os.set_handle_inheritable(handle, True)
+    if spec.inherits:
+        options["startupinfo"] = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [*spec.inherits]})
+    return options
+
+
 def _open_terminal() -> tuple[IO[bytes], int]:
-    """Return the reading end of a new terminal as wide as that of our stderr, and the end for a process."""
+    """Return our end of a new terminal, as wide as the terminal on our stderr, and the process's end."""
     import fcntl
     import termios
 

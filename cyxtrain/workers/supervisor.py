@@ -25,7 +25,7 @@ from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProc
 OWN_END_SECONDS = 2.0
 """Seconds after a failure in which the other ranks may end by themselves and print their errors."""
 INTERRUPTED_SECONDS = 0.5
-"""Seconds after the second Ctrl-C in which ranks may remove what they have half written."""
+"""Seconds after the second Ctrl-C in which ranks may remove unfinished files."""
 KILLED_SECONDS = DRAIN_SECONDS + 3.0
 """Seconds after SIGKILL until a rank counts as one that cannot be ended."""
 SLICE_SECONDS = 0.5
@@ -45,7 +45,7 @@ class Outcome:
     """How the ranks ended."""
 
     exits: tuple[RankExit, ...]
-    """In the order of time, those of stopped ranks too."""
+    """Sorted by time, stopped ranks included."""
     first_failure: RankExit | None
     """The failure that caused the others (see `find_first_failure`)."""
     last_lines: bytes | None
@@ -101,7 +101,6 @@ class Supervisor:
 
         Raises OSError if a command cannot be started; ranks that had started are stopped.
         """
-        stopped_at = math.inf
         self._terminal.patience_seconds = UNREAD_SECONDS
         with self._guard as guard:
             try:
@@ -113,21 +112,30 @@ class Supervisor:
             finally:
                 stopped_at = time.monotonic()
                 self._end_all()
-        exits = tuple(sorted(self._exits, key=lambda ended: ended.at_seconds))
-        lines = {rank.index: rank.last_lines() for rank in self._ranks}
-        own = [ended for ended in exits if ended.at_seconds < stopped_at]
-        first = find_first_failure(own, lines)
-        if first is not None and _BLAMES_ANOTHER.search(lines[first.index] or b""):
-            # The rank that is blamed may have raised its error before, and still be ending.
-            late = [ended for ended in exits if ended not in own and _has_own_error(lines[ended.index])]
-            first = replace(late[0], code=1, killed_by=None) if late else first
+        return self._outcome(stopped_at)
+
+    def _outcome(self, stopped_at: float) -> Outcome:
+        """Return how the ranks ended; at `stopped_at` we stopped those that were left."""
+        exits = sorted(self._exits, key=lambda ended: ended.at_seconds)
+        last_lines = {rank.index: rank.last_lines() for rank in self._ranks}
+        before_stop = [ended for ended in exits if ended.at_seconds < stopped_at]
+        first = find_first_failure(before_stop, last_lines)
+        if first is not None and _blames_another(last_lines[first.index]):
+            first = _find_late_error(exits[len(before_stop) :], last_lines) or first
+        stopped_by = next(iter(self._requests), None)
+        if stopped_by is None and first is None:
+            stopped_by = find_stop(before_stop)
         return Outcome(
-            exits=exits,
+            exits=tuple(exits),
             first_failure=first,
-            last_lines=lines[first.index] if first else None,
-            stopped_by=self._requests[0] if self._requests else None if first else find_stop(own),
-            unstoppable=tuple(rank.label for rank in self._ranks if rank.index not in {each.index for each in exits}),
+            last_lines=None if first is None else last_lines[first.index],
+            stopped_by=stopped_by,
+            unstoppable=self._labels_without(exits),
         )
+
+    def _labels_without(self, exits: Sequence[RankExit]) -> tuple[str, ...]:
+        indices = {ended.index for ended in exits}
+        return tuple(rank.label for rank in self._ranks if rank.index not in indices)
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Handle events until the condition holds, the time is up, or no rank is left."""
@@ -140,34 +148,44 @@ class Supervisor:
                 event = self._events.get(timeout=min(remaining, SLICE_SECONDS))
             except queue.Empty:
                 continue
-            if isinstance(event, signal.Signals) and event.name == "SIGUSR1":
-                for index in self._alive:
-                    self._ranks[index].stop(event, 0.0)
-            elif isinstance(event, signal.Signals):
-                self._requests.append(event)
-            elif isinstance(event, RankGone):
-                self._alive.discard(event.index)
-            else:
-                self._exits.append(event)
-                if len(self._exits) == len(self._specs):
-                    self._terminal.patience_seconds = LAST_SECONDS
-                self._stop_all |= self._policy(event)
+            self._handle(event)
+
+    def _handle(self, event: RankExit | RankGone | signal.Signals) -> None:
+        if isinstance(event, RankExit):
+            self._exits.append(event)
+            if len(self._exits) == len(self._specs):
+                self._terminal.patience_seconds = LAST_SECONDS
+            self._stop_all |= self._policy(event)
+        elif isinstance(event, RankGone):
+            self._alive.discard(event.index)
+        elif event.name == "SIGUSR1":  # by its name: Windows has no such signal
+            for index in self._alive:
+                self._ranks[index].stop(event, 0.0)
+        else:
+            self._requests.append(event)
 
     def _end_all(self) -> None:
         """Signal the ranks that are left; kill them after the grace time or at the second Ctrl-C."""
-        number = signal.SIGINT if self._requests[:1] == [signal.SIGINT] else signal.SIGTERM
-        seconds = self._stop_seconds if self._requests else GRACE_SECONDS
-        pressed = 1 + bool(self._requests)
+        number = signal.SIGTERM
+        seconds = GRACE_SECONDS
+        interrupts_to_kill = 1
+        if self._requests:
+            seconds = self._stop_seconds
+            interrupts_to_kill = 2
+            if self._requests[0] == signal.SIGINT:
+                number = signal.SIGINT
 
         def must_kill() -> bool:
-            return signal.SIGKILL in self._requests or self._requests.count(signal.SIGINT) >= pressed
+            return signal.SIGKILL in self._requests or self._requests.count(signal.SIGINT) >= interrupts_to_kill
 
+        # Each rank alone first: a child that the same signal ends, such as a DataLoader's worker, would fail the rank.
         for index in self._alive:
             self._ranks[index].stop(number, seconds)
         self._wait(min(ALONE_SECONDS, seconds), must_kill)
         for index in self._alive:
             self._ranks[index].stop_others(number)
         self._wait(seconds - ALONE_SECONDS, must_kill)
+        # After a second Ctrl-C, which another SIGINT passes on: ranks may remove unfinished files.
         if signal.SIGKILL not in self._requests and must_kill():
             for index in self._alive:
                 self._ranks[index].stop(signal.SIGINT, 0.0)
@@ -194,35 +212,58 @@ _STOPS = {128 + number: number for number in signal.Signals if number.name in _N
 
 
 def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:
-    """Return the failure that caused the others, of exits before we stopped anything, in the order of time.
+    """Return the failure that caused the others.
 
-    It is the earliest one whose stderr names no error that blames another rank; if all do, the earliest. Time alone
-    does not tell: a rank that raises informs the others, which may leave the interpreter before it does. If somebody
-    stopped a rank and no other has its own error, nothing has failed. If a rank has printed a user's mistake, the
-    others may have the same one and print nothing: those with another error have a traceback.
+    `exits` are sorted by time, and end before we stopped anything. The failure is the earliest whose stderr blames no
+    other rank; if all do, the earliest. If somebody stopped a rank and no other has its own error, nothing has failed.
     """
     failures = [ended for ended in exits if ended.code != 0 and ended.code not in _STOPS]
-    own = [ended for ended in failures if not _BLAMES_ANOTHER.search(last_lines[ended.index] or b"")]
+    # Time alone does not tell: a rank that raises informs the others, which may leave the interpreter before it does.
+    blaming_nobody = _find_own_failures(failures, last_lines)
+    if blaming_nobody:
+        return blaming_nobody[0]
+    if not failures or find_stop(exits) is not None:
+        return None
+    return failures[0]
+
+
+def _find_own_failures(failures: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> list[RankExit]:
+    """Return the failures whose stderr blames no other rank."""
+    blaming_nobody = [ended for ended in failures if not _blames_another(last_lines[ended.index])]
     mistakes = [ended for ended in failures if is_mistake(last_lines[ended.index])]
-    if mistakes:
-        others = [each for each in own if each.killed_by or TRACEBACK in (last_lines[each.index] or b"")]
-        own = others or mistakes
-    return next(iter(own if find_stop(exits) else own or failures), None)
+    if not mistakes:
+        return blaming_nobody
+    # The other ranks may have made the same mistake and print nothing; those with another error have a traceback.
+    others = [ended for ended in blaming_nobody if ended.killed_by or TRACEBACK in (last_lines[ended.index] or b"")]
+    return others or mistakes
 
 
-def _has_own_error(last_lines: bytes | None) -> bool:
-    """Return whether stderr ends with the traceback of an error other than Ctrl-C that does not blame another rank."""
-    _, _, last = (last_lines or b"").rpartition(TRACEBACK)
-    return bool(last) and not _BLAMES_ANOTHER.search(last) and b"\nKeyboardInterrupt" not in last
+def _find_late_error(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:
+    """Return the first stopped rank that was still exiting after its own error, with that error's code."""
+    for ended in exits:
+        _, _, last_traceback = (last_lines[ended.index] or b"").rpartition(TRACEBACK)
+        is_interrupt = b"\nKeyboardInterrupt" in last_traceback
+        if last_traceback and not is_interrupt and not _blames_another(last_traceback):
+            return replace(ended, code=1, killed_by=None)
+    return None
+
+
+def _blames_another(stderr: bytes | None) -> bool:
+    return _BLAMES_ANOTHER.search(stderr or b"") is not None
 
 
 def would_recur(outcome: Outcome) -> bool:
     """Return whether restarted ranks would fail with the same error, as far as stderr tells."""
-    raised = outcome.first_failure is not None and outcome.first_failure.killed_by is None
-    _, _, last = (outcome.last_lines or b"").rpartition(b"Traceback (")
-    return raised and bool(_WOULD_RECUR.search(last))
+    first = outcome.first_failure
+    if first is None or first.killed_by is not None:
+        return False
+    _, _, last_traceback = (outcome.last_lines or b"").rpartition(b"Traceback (")
+    return _WOULD_RECUR.search(last_traceback) is not None
 
 
 def find_stop(exits: Sequence[RankExit]) -> signal.Signals | None:
     """Return the signal that ended the first stopped rank, if there is one."""
-    return next((_STOPS[ended.code] for ended in exits if ended.code in _STOPS), None)
+    for ended in exits:
+        if ended.code in _STOPS:
+            return _STOPS[ended.code]
+    return None
