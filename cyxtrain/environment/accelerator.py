@@ -24,7 +24,7 @@ _NOT_DEFAULT = ("mps",)
 _HAS_RUN_ON = ("cpu", "cuda", "meta")
 """Kinds of device on which this package has been run."""
 _OTHER_DEVICE = ("on the same device", "on the expected device", "and weight type")
-"""PyTorch's words in the errors of operations whose tensors are on several devices."""
+"""Fragments of PyTorch's errors for an operation on tensors of several devices."""
 
 
 def visible() -> torch.device | None:
@@ -37,7 +37,9 @@ def visible() -> torch.device | None:
 
 def count() -> int:
     """Return how many accelerators this process sees."""
-    return 0 if visible() is None else torch.accelerator.device_count()
+    if visible() is None:
+        return 0
+    return torch.accelerator.device_count()
 
 
 def in_use() -> torch.device | None:
@@ -51,7 +53,9 @@ def in_use() -> torch.device | None:
 def name_of(device: torch.device) -> str:
     """Return the product name of a device, such as "NVIDIA H100", or its kind."""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if named is None else str(named(device))
+    if named is None:
+        return device.type
+    return str(named(device))
 
 
 def is_there(kind: str) -> bool:
@@ -63,12 +67,16 @@ def is_there(kind: str) -> bool:
 def all_with_memory() -> list[tuple[str, str, int]]:
     """Return (device, product name, bytes of memory or 0) of each accelerator."""
     kind = visible()
-    devices = [] if kind is None else [torch.device(kind.type, index) for index in range(count())]
+    if kind is None:
+        return []
     found = []
-    for device in devices:
+    for index in range(count()):
+        device = torch.device(kind.type, index)
         properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-        memory = 0 if properties is None else getattr(properties(device), "total_memory", 0)
-        found.append((str(device), name_of(device), int(memory)))
+        memory = 0
+        if properties is not None:
+            memory = int(getattr(properties(device), "total_memory", 0))
+        found.append((str(device), name_of(device), memory))
     return found
 
 
@@ -76,7 +84,7 @@ def all_with_memory() -> list[tuple[str, str, int]]:
 def warn_if_untested(kind: str) -> None:
     """Warn, once in a process, that this package has never run on this kind of device."""
     if kind not in _HAS_RUN_ON:
-        warn(f"Cyxtrain has never been tested on {kind}: compare the first losses with those of device='cpu'.")
+        warn(f"Cyxtrain has never been tested on {kind}: compare the first losses with a run on device='cpu'.")
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -90,7 +98,7 @@ def has_side_streams(device: torch.device) -> bool:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Return a device with its index: for an accelerator without one, that of this thread."""
+    """Return a device with its index; an accelerator without one gets the index that this thread uses."""
     if device.index is not None or not is_accelerator(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -103,7 +111,7 @@ def side_stream(device: torch.device, purpose: str) -> torch.Stream:
 
 
 def done_on(device: torch.device) -> torch.Event:
-    """Return an event that marks the end of what an accelerator's current stream has been given so far."""
+    """Record an event after all work that is queued on an accelerator's current stream."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -111,7 +119,9 @@ def done_on(device: torch.device) -> torch.Event:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to an accelerator, asynchronously from pinned memory if possible."""
-    return tensor.pin_memory().to(device, non_blocking=True) if has_side_streams(device) else tensor.to(device)
+    if has_side_streams(device):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -147,8 +157,10 @@ class HostCopy:
 
 def peak_memory(device: torch.device, kind: Literal["allocated", "reserved"] = "allocated") -> int | None:
     """Return the peak of bytes in tensors, or held for them, since `reset_peak_memory`; None: unknown."""
-    count = getattr(_module_of(device), f"max_memory_{kind}", None)
-    return None if count is None else int(count(device))
+    peak = getattr(_module_of(device), f"max_memory_{kind}", None)
+    if peak is None:
+        return None
+    return int(peak(device))
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -159,7 +171,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def _module_of(device: torch.device) -> Any:
-    return torch.get_device_module(device) if is_accelerator(device) else None
+    if is_accelerator(device):
+        return torch.get_device_module(device)
+    return None
 
 
 class Stopwatch:
@@ -180,7 +194,8 @@ class Stopwatch:
     def take(self, *, waits: bool) -> float:
         """Return the seconds since the last call, of contexts that the device has completed."""
         self._add_up(waits=waits)
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def _event(self) -> torch.Event:
@@ -202,15 +217,18 @@ def may_use_cuda_graphs(device: torch.device) -> bool:
 
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a tensor that later steps do not overwrite, as a CUDA graph overwrites its outputs."""
-    return tensor.clone() if may_use_cuda_graphs(tensor.device) else tensor
+    if may_use_cuda_graphs(tensor.device):
+        return tensor.clone()
+    return tensor
 
 
 def remedy_for_devices(error: Exception) -> str:
-    """Return what to do about an error of the user's code whose tensors are on several devices; "" for others."""
+    """Return the remedy for an error of the user's code with tensors on several devices; "" for other errors."""
     text = str(error)
     if not any(words in text for words in _OTHER_DEVICE):
         return ""
-    return ("" if text.endswith(("!", ".")) else ".") + (
-        " A tensor was left on the device where it was created: register what a model or a loss keeps as a buffer "
-        "(self.register_buffer), and create other tensors on the input's device (device=x.device)."
+    full_stop = "" if text.endswith(("!", ".")) else "."
+    return (
+        f"{full_stop} A tensor was left on the device where it was created: register what a model or a loss keeps as a "
+        "buffer (self.register_buffer), and create other tensors on the input's device (device=x.device)."
     )
