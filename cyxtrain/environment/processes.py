@@ -26,7 +26,7 @@ class Process:
     """The identity of a process."""
 
     machine: str
-    """The same for processes that one operating system can see; empty if it cannot be asked."""
+    """The same for processes that one operating system can see; "" if it cannot be asked."""
     pid: int
     started: int
     """psutil's hash of the pid and the start time, which tells a later process with the same pid apart."""
@@ -37,11 +37,13 @@ def this_process(address: str) -> Process:
     import psutil  # takes 20 ms to import, which a single process saves
 
     machine = _machine()
-    return Process(machine and f"{machine} {address}", os.getpid(), hash(psutil.Process()) if machine else 0)
+    if not machine:
+        return Process("", os.getpid(), 0)
+    return Process(f"{machine} {address}", os.getpid(), hash(psutil.Process()))
 
 
 def _machine() -> str:
-    """Return a name that only processes share whose pids and states one operating system can tell us."""
+    """Return a name that processes share if one operating system can tell their pids and states; "": unknown."""
     if sys.platform != "linux":
         return f"{sys.platform} {uuid.getnode()}"
     try:
@@ -70,10 +72,14 @@ def state_of(process: Process, asking: Process) -> State | None:
     except (psutil.AccessDenied, OSError):  # OSError: this process has no file descriptor left to read /proc with
         return None
     except psutil.NoSuchProcess:
-        return None if _is_hidden(process.pid) else State.GONE
+        if _is_hidden(process.pid):
+            return None
+        return State.GONE
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):  # a zombie has ended: its parent has not read its exit
         return State.GONE
-    return State.STOPPED if status == psutil.STATUS_STOPPED else State.ALIVE
+    if status == psutil.STATUS_STOPPED:
+        return State.STOPPED
+    return State.ALIVE
 
 
 def has_native_handler(number: int) -> bool:
