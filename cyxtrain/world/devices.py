@@ -20,27 +20,30 @@ class Seen:
     """The accelerators of one rank, as it reports them during rendezvous."""
 
     backend: str = ""
-    """The one that its user requested; "": none."""
+    """The backend that the user requested; "": none."""
     kind: str = ""
     """Such as "cuda"; "": no accelerator is visible."""
     count: int = 0
     local_rank: int = 0
     uuid: str = ""
-    """Of the one that this rank uses; "": unknown."""
+    """The UUID of the GPU that this rank uses; "": unknown."""
     slot: str = ""
-    """Its place in the machine, which parts of one GPU (MIG) share."""
+    """That GPU's PCI address, which parts of one GPU (MIG) share."""
     no_nccl: str = ""
     """Why this rank cannot use NCCL; "": it can."""
 
     def to_text(self) -> str:
-        """Return it as text; "" where there is nothing to tell."""
-        return "" if self == Seen(local_rank=self.local_rank) else json.dumps(dataclasses.asdict(self))
+        """Return the report as a string; "" for a rank without accelerators or a requested backend."""
+        if self == Seen(local_rank=self.local_rank):
+            return ""
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Seen:
-        """Read what `to_text` wrote."""
+        """Read the result of `to_text`."""
         try:
-            facts = json.loads(text) if text else {}
+            facts = json.loads(text or "{}")
+            # The sender is not trusted: each value is converted to the type of its field.
             seen = cls(**{name: type(value)(facts.get(name, value)) for name, value in _NOTHING.items()})
             if seen.kind and seen.count < 1:
                 raise ValueError
@@ -56,21 +59,25 @@ _NOTHING = dataclasses.asdict(Seen())
 
 
 def look(config: DistributedConfig) -> Seen:
-    """Return what this rank sees. Cost: CUDA is started if several ranks may use NCCL."""
-    backend = "" if config.backend is None else BackendType.parse(config.backend).value
-    visible, local_rank = accelerator.visible(), config.local_rank or 0
+    """Return the accelerators of this rank. Cost: starts CUDA if several ranks may use NCCL."""
+    backend = ""
+    if config.backend is not None:
+        backend = BackendType.parse(config.backend).value
+    seen = Seen(backend, local_rank=config.local_rank or 0)
+    visible = accelerator.visible()
     if visible is None:
-        return Seen(backend, local_rank=local_rank)
-    kind, count = visible.type, accelerator.count()
-    reason = uuid = slot = ""
-    if config.world_size != 1 and backend in ("", "nccl"):
-        reason = "require_secret=True" if config.require_secret else why_no_nccl()
-        if not reason:
-            try:
-                uuid, slot = torch_compat.identity_of_gpu(local_rank % count)
-            except RuntimeError as error:  # the others must not wait for a rank whose driver is broken
-                reason = str(error).splitlines()[0]
-    return Seen(backend, kind, count, local_rank, uuid, slot, reason)
+        return seen
+    seen = dataclasses.replace(seen, kind=visible.type, count=accelerator.count())
+    if config.world_size == 1 or backend not in ("", "nccl"):
+        return seen
+    reason = "require_secret=True" if config.require_secret else why_no_nccl()
+    if reason:
+        return dataclasses.replace(seen, no_nccl=reason)
+    try:
+        uuid, slot = torch_compat.identity_of_gpu(seen.local_rank % seen.count)
+    except RuntimeError as error:  # the others must not wait for a rank whose driver is broken
+        return dataclasses.replace(seen, no_nccl=str(error).splitlines()[0])
+    return dataclasses.replace(seen, uuid=uuid, slot=slot)
 
 
 def why_no_nccl() -> str:
@@ -86,13 +93,15 @@ def why_no_nccl() -> str:
 def common_backend(ranks: Sequence[Seen]) -> BackendType | None:
     """Return the backend that any rank was told to use; None: the ranks decide."""
     requested = {seen.backend: rank for rank, seen in enumerate(ranks) if seen.backend}
+    if not requested:
+        return None
     if len(requested) > 1:
-        (one, first), (other, second) = [*requested.items()][:2]
+        (one, first), (other, second), *_ = requested.items()
         raise ConfigError(
             f"rank {first} was started with the backend {one} and rank {second} with {other}. Set DISTRIBUTED_BACKEND, "
             "or DistributedConfig.backend, to the same value on every rank."
         )
-    return BackendType(next(iter(requested))) if requested else None
+    return BackendType(next(iter(requested)))
 
 
 def check_nccl(ranks: Sequence[Seen]) -> None:
@@ -116,23 +125,33 @@ def why_ring(ranks: Sequence[Seen], machines: Sequence[str]) -> str:
             return f"rank {rank} sees no CUDA device"
         if seen.no_nccl:
             return f"rank {rank} cannot use NCCL: {seen.no_nccl}"
-        # By slot too: NCCL refuses two parts of one GPU (MIG), which have different names.
-        slot = seen.slot or ("" if seen.uuid else str(seen.local_rank % seen.count))
-        for key in filter(lambda key: key[-1], (("", seen.uuid), (machines[rank], slot))):
-            if key in holders:
-                return f"rank {holders[key]} and rank {rank} share a GPU"
-        holders |= {("", seen.uuid): rank, (machines[rank], slot): rank}
+        for gpu in _names_of_gpu(seen, machines[rank]):
+            if gpu in holders:
+                return f"rank {holders[gpu]} and rank {rank} share a GPU"
+            holders[gpu] = rank
     return ""
+
+
+def _names_of_gpu(seen: Seen, machine: str) -> list[tuple[str, ...]]:
+    """Return the names of the GPU that a rank uses; ranks share a GPU if they share a name."""
+    names: list[tuple[str, ...]] = []
+    if seen.uuid:
+        names.append(("UUID", seen.uuid))
+    # By slot too: NCCL refuses two parts of one GPU (MIG), which have different UUIDs.
+    if seen.slot:
+        names.append((machine, seen.slot))
+    elif not seen.uuid:
+        names.append((machine, str(seen.local_rank % seen.count)))
+    return names
 
 
 def why_cpus(ranks: Sequence[Seen]) -> str:
     """Return why ranks without a requested device train on CPUs; "": each uses its accelerator, or none has one.
 
-    All compute on the same kind of device: the parameters of two kinds would differ in their last bits.
+    All compute on the same kind of device: parameters on two kinds would differ in their last bits.
     """
-    kinds = [seen.kind for seen in ranks]
-    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is None:
-        return ""
-    one, another = (f"rank {rank} sees {kinds[rank] or 'no accelerator'}" for rank in (0, other))
-    return f"{one} and {another}"
+    kinds = [seen.kind or "no accelerator" for seen in ranks]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            return f"rank 0 sees {kinds[0]} and rank {rank} sees {kind}"
+    return ""
