@@ -48,16 +48,20 @@ class SideRing:
                 self._aborting.append(thread)
 
     def failure(self, seconds: float = 0.0) -> CyxtrainError | None:
-        """Return the error that has ended the ring, for which this waits; None: there was none."""
+        """Return the error that has ended the ring, waiting at most so many seconds for it; None: no error."""
         return self.ring.group.failure(f"a collective of {dist.get_backend()}", seconds)
 
     def cause_of(self, error: BaseException) -> CyxtrainError | None:
         """Return the error of another rank that explains an error of a collective; None: it has another cause."""
         if not isinstance(error, RuntimeError) or isinstance(error, CyxtrainError):
             return None
-        # The backend may have noticed first.
-        failure = self.failure(_CAUSE_SECONDS if isinstance(error, dist.DistError) else 0.0)
-        return None if failure is None or failure.rank == dist.get_rank() else failure
+        seconds = 0.0
+        if isinstance(error, dist.DistError):  # the backend may have noticed before the ring
+            seconds = _CAUSE_SECONDS
+        failure = self.failure(seconds)
+        if failure is None or failure.rank == dist.get_rank():
+            return None
+        return failure
 
     def destroy_groups(self) -> None:
         """Destroy all groups; after an error abort those of an accelerator, whose kernels may wait for ever."""
