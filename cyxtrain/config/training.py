@@ -16,7 +16,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 
 class _Unset(int):
-    """A default that differs from the same number if that is set."""
+    """A default that can be told apart from the same number if the user has set that."""
 
 
 _THEIRS = {
@@ -90,8 +90,16 @@ def _is_warmup(value: object) -> bool:
 
 
 def _is_frequency(value: object) -> bool:
+    if isinstance(value, float):
+        return 0 < value < 1
     epochs = value if isinstance(value, list) else [value]
-    return all(type(epoch) is int and epoch >= 1 for epoch in epochs) or (isinstance(value, float) and 0 < value < 1)
+    return all(type(epoch) is int and epoch >= 1 for epoch in epochs)
+
+
+def _is_profile(value: object) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, bool)
 
 
 _POSITIVE = (
@@ -120,10 +128,7 @@ _FIT_RULES: Rules = {
         f"True, False or a mode of torch.compile ({_MODES})",
         lambda value: isinstance(value, bool) or value in COMPILE_MODES,
     ),
-    "profile": (
-        "True, False or a folder",
-        lambda value: bool(value.strip()) if isinstance(value, str) else isinstance(value, bool),
-    ),
+    "profile": ("True, False or a folder", _is_profile),
     "fast_dev_run": ("True, False or a number of steps", lambda value: isinstance(value, int) and value >= 0),
     "num_processes": (
         'at least 1, "auto" or None',
@@ -279,7 +284,9 @@ class DistributedTrainingConfig:
         freq = self.validation_freq
         if self._validates_by_itself:
             return is_last
-        return epoch in freq if isinstance(freq, list) else isinstance(freq, float) or epoch % freq == 0
+        if isinstance(freq, list):
+            return epoch in freq
+        return isinstance(freq, float) or epoch % freq == 0
 
     def validates_at(self, step: int, epoch_step: int, steps_per_epoch: int | None) -> bool:
         """Return whether a validation follows `step`, which is `epoch_step` of `steps_per_epoch`, counted from 1."""
@@ -309,21 +316,27 @@ class DistributedTrainingConfig:
         require(len(clips) < 2, f"{owner}: {' and '.join(clips)} are set. Gradients are clipped in one way: set one.")
         if self.amp is not None:
             self.amp.validate()
-            right = self.precision == "fp16"
-            require(right, f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.")
-        idle = self.validation_stratify and not self.validation_split
-        require(not idle, f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.")
+            require(
+                self.precision == "fp16",
+                f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.",
+            )
+        require(
+            bool(self.validation_split) or not self.validation_stratify,
+            f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.",
+        )
         require(
             not self._validates_by_itself or self.validation_freq == 1,
             f"{owner}: validation_freq={self.validation_freq!r} and validate_every_n_steps or validate_every_n_minutes "
             "are set. The latter replace validations after epochs: set one.",
         )
-        idle = self.keep_last > 0 and not self.makes_checkpoints
         require(
-            not idle, f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too."
+            self.makes_checkpoints or self.keep_last == 0,
+            f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too.",
         )
-        idle = self.load_best and self.keep_best is None
-        require(not idle, f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.')
+        require(
+            self.keep_best is not None or not self.load_best,
+            f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.',
+        )
         local_path(f"{owner}.profile", str(self.profile))
         local_path(f"{owner}.checkpoint_dir", self.checkpoint_dir)
         self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
