@@ -283,14 +283,20 @@ for _kind, _meant in _MEANINGS.items():
 def meanings(name: str, what: str, known: list[str]) -> Iterator[tuple[str, str]]:
     """Yield what a name may mean, as (a name of ours, a remark), or as ("", a sentence).
 
-    `what` is its kind, such as "loss" or "hook named"; of any other kind, it is a setting, and only names are yielded.
+    `what` is its kind, such as "loss" or "hook named"; an unknown kind counts as a setting, and yields only names.
     """
     kind = what.partition(" ")[0]
-    prefix = _PREFIX.match(name) if kind == "metric" else None
-    base = plain(name if prefix is None else name[prefix.end() :])
+    base = name
+    is_of_validation = False
+    prefix = _PREFIX.match(name)
+    if kind == "metric" and prefix is not None:
+        base = name[prefix.end() :]
+        is_of_validation = prefix[1] is not None
+    base = plain(base)
     found = [each for each in known if plain(each) == base]
-    found += _ANSWERS.get((kind if kind in _MEANINGS else "argument", base), [])
-    if prefix is not None and prefix[1]:
+    table = kind if kind in _MEANINGS else "argument"
+    found += _ANSWERS.get((table, base), [])
+    if is_of_validation:
         found = [*(f"val_{each}" for each in found), *found]
     for answer in found:
         meant, _, remark = answer.partition(": ")
