@@ -87,8 +87,8 @@ class DistributedConfig:
         for given, missing in (("rank", "world_size"), ("world_size", "rank")):
             require(
                 getattr(self, given) is None or getattr(self, missing) is not None,
-                f"{owner}.{given} is set and {missing} is not. Set both, or neither: the environment, from which a "
-                "field comes that is None, does not have RANK and WORLD_SIZE.",
+                f"{owner}.{given} is set and {missing} is not. Set both, or neither: a field that is None is read from "
+                f"{missing.upper()} in the environment, which is not set.",
             )
         address = ("the host name or address of rank 0", lambda value: isinstance(value, str) and bool(value.strip()))
         positive = ("world_size", "master_port", "timeout_ms", "collective_timeout_ms")
