@@ -23,7 +23,7 @@ class Config(Mapping[str, Any]):
         values: A dictionary of settings, possibly nested; it is copied unchanged.
 
     Raises:
-        ConfigError: It is not a dictionary.
+        ConfigError: `values` is not a dictionary.
     """
 
     _values: dict[str, Any]
@@ -125,4 +125,6 @@ def _copied(value: Any) -> Any:
     """Return a deep copy of dictionaries and lists."""
     if isinstance(value, Mapping):
         return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_copied(each) for each in value]
+    return value
