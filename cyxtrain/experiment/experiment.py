@@ -83,19 +83,12 @@ class Experiment:
             self._distributed, ddp_config = _distributed(values)
             _import(values, names)
             model = _model(values, names, self._training.seed)
-            optimizers = _optimizers(values, names, model)
-            schedulers = {
-                own: _scheduler(each, f"schedulers.{own}", names, optimizers[own])
-                for own, each in _by_optimizer(values, "schedulers", optimizers).items()
-            }
-            only = optimizers.get(ONLY)
             self.trainer = DistributedTrainer(
                 model,
-                _loss(values, names),
+                **_optimizers_and_schedulers(values, names, model),
+                loss_fn=_loss(values, names),
                 loss_weights=values.get("loss_weights"),
-                **({"optimizers": optimizers, "schedulers": schedulers} if only is None else {"optimizer": only}),
                 metrics=_metrics(values, names),
-                scheduler=None if only is None else _scheduler(values.get("scheduler"), "scheduler", names, only),
                 callbacks=_callbacks(values, names),
                 ddp_config=ddp_config,
                 **_steps(values, names),
@@ -114,8 +107,10 @@ class Experiment:
         Raises:
             ConfigError: As in `Config.from_file` and `Experiment`.
         """
-        with_overrides = f" with {' '.join(words_of(overrides))}" if overrides else ""
-        return cls(Config.from_file(path, overrides), f"{os.fspath(path)}{with_overrides}")
+        source = str(path)
+        if overrides:
+            source += f" with {' '.join(words_of(overrides))}"
+        return cls(Config.from_file(path, overrides), source)
 
     @classmethod
     def from_checkpoint(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Experiment:
@@ -125,12 +120,12 @@ class Experiment:
         and the sections `callbacks` and `distributed` are ignored.
 
         Args:
-            path: Of the checkpoint.
+            path: The checkpoint.
             overrides: As in `Config.from_file`.
 
         Raises:
-            CheckpointError: It does not exist or is corrupt.
-            ConfigError: It has no settings, or they name code of other modules.
+            CheckpointError: The checkpoint does not exist or is corrupt.
+            ConfigError: The checkpoint has no settings, or they name code of other modules.
         """
         values = read_checkpoint(path).metadata.get(_KEY)
         if not isinstance(values, Mapping):
@@ -157,19 +152,22 @@ class Experiment:
             CyxtrainError: As in `DistributedTrainer.fit`.
         """
         self.join()
-        validation = self.data.validation
-        inputs, targets = (*self.data.train, None)[:2]
-        given = as_validation(validation) if validation else None
-        return self.trainer.fit(inputs, targets, config=self._training, resume=resume, validation_data=given)
+        inputs, targets = (*self.data.train, None)[:2]  # None: the data has its own targets
+        validation = None
+        if self.data.validation:
+            validation = as_validation(self.data.validation)
+        return self.trainer.fit(inputs, targets, config=self._training, resume=resume, validation_data=validation)
 
     def evaluate(self) -> Evaluation | None:
-        """Return the metrics of the test data, or None if there is none. All ranks call it.
+        """Return the metrics of the test data; None without test data. All ranks call it.
 
         Raises:
             CyxtrainError: As in `DistributedTrainer.evaluate`.
         """
         self.join()
-        return self.trainer.evaluate(*self.data.test) if self.data.test else None
+        if not self.data.test:
+            return None
+        return self.trainer.evaluate(*self.data.test)
 
 
 @contextlib.contextmanager
@@ -189,21 +187,26 @@ def _settings_of(
     if not isinstance(found, Mapping):
         raise ConfigError(f"the section '{section}' must have settings by {by}, got {found!r}.")
     for name in found:
-        if known is not None and name not in known:
-            home = _section_of(str(name)) if what == "setting" else ""
+        if known is None or name in known:
+            continue
+        if what == "setting":
+            home = _section_of(str(name))
             require(not home, f"the section '{section}' has no setting '{name}': it belongs to the section {home}.")
-            raise unknown_name(f"the section '{section}'", str(name), [*known], what)
+        raise unknown_name(f"the section '{section}'", str(name), [*known], what)
     return dict(found)
 
 
 def _section_of(name: str) -> str:
-    """Return the section to which a setting belongs, if it is not in its own; "": none has it."""
+    """Return the section to which a misplaced setting belongs; "": unknown."""
     if any(remark.startswith("The optimizer has it") for _, remark in meanings(name, "argument", [])):
         return "'optimizer', as in optimizer: {name: adam, lr: 0.01}"
-    fields = {"training": _fields(DistributedTrainingConfig), "distributed": _fields(DistributedConfig)}
-    fields["distributed"] += _fields(DDPConfig)
-    fields |= {each: [each] for each in SECTIONS if each not in fields}
-    return next((repr(each) for each, own in fields.items() if name in own), "")
+    if name in _fields(DistributedTrainingConfig):
+        return "'training'"
+    if name in _fields(DistributedConfig) or name in _fields(DDPConfig):
+        return "'distributed'"
+    if name in SECTIONS and name not in ("training", "distributed"):
+        return repr(name)
+    return ""
 
 
 def _by_optimizer(values: Mapping[str, Any], section: str, known: Collection[str] | None) -> dict[str, Any]:
@@ -227,15 +230,19 @@ def _training(values: Mapping[str, Any]) -> DistributedTrainingConfig:
 
 
 def _distributed(values: Mapping[str, Any]) -> tuple[DistributedConfig | None, DDPConfig | None]:
-    """Return the settings of joining and of gradient averaging; None for those that are not set."""
+    """Return the settings of joining and of gradient averaging; None for a config without settings."""
     found = _settings_of(values, "distributed", [*_fields(DistributedConfig), *_fields(DDPConfig)])
-    made: list[Any] = []
-    for kind in (DistributedConfig, DDPConfig):
-        own = {name: found[name] for name in found if name in _fields(kind)}
-        made.append(kind(**own) if own else None)
-        if own:
-            made[-1].validate()
-    return made[0], made[1]
+    return _config_of(DistributedConfig, found), _config_of(DDPConfig, found)
+
+
+def _config_of(kind: type[Any], settings: Mapping[str, Any]) -> Any:
+    """Return a validated config of those settings that are its fields; None if there are no such settings."""
+    own = {name: value for name, value in settings.items() if name in _fields(kind)}
+    if not own:
+        return None
+    config = kind(**own)
+    config.validate()
+    return config
 
 
 def _import(values: Mapping[str, Any], names: Names) -> None:
@@ -263,18 +270,37 @@ def _loss(values: Mapping[str, Any], names: Names) -> Any:
     if isinstance(found, Mapping) and "name" not in found:
         return {output: _loss({"loss_fn": each}, names) for output, each in found.items()}
     name, settings = section_of(values, "loss_fn")
-    found = names.find("loss", name, LOSSES, nn, torch_compat.LossModule)
-    if is_path(name) and not settings and not isinstance(found, type):
-        return found  # a function of (output, target)
-    if not is_path(name):  # PyTorch takes class weights as tensors
-        for key, value in settings.items():
-            if isinstance(value, list) and all(map(is_number, value)):
-                settings[key] = torch.tensor([float(each) for each in value], device="cpu")
-    return make(f"the loss '{name}'", found, settings)
+    maker = names.find("loss", name, LOSSES, nn, torch_compat.LossModule)
+    if not is_path(name):
+        return make(f"the loss '{name}'", maker, _with_tensors(settings))
+    if not settings and not isinstance(maker, type):
+        return maker  # a function of (output, target)
+    return make(f"the loss '{name}'", maker, settings)
+
+
+def _with_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with tensors for lists of numbers, such as the class weights of PyTorch's losses."""
+    found = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, list) and all(map(is_number, value)):
+            found[name] = torch.tensor([float(each) for each in value], device="cpu")
+    return found
+
+
+def _optimizers_and_schedulers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, Any]:
+    """Return the trainer's arguments for one optimizer with its schedule, or for several by name."""
+    optimizers = _optimizers(values, names, model)
+    schedulers = {}
+    for own, section in _by_optimizer(values, "schedulers", optimizers).items():
+        schedulers[own] = _scheduler(section, f"schedulers.{own}", names, optimizers[own])
+    if ONLY not in optimizers:
+        return {"optimizers": optimizers, "schedulers": schedulers}
+    only = optimizers[ONLY]
+    return {"optimizer": only, "scheduler": _scheduler(values.get("scheduler"), "scheduler", names, only)}
 
 
 def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers by name; that of the section 'optimizer' is the only one."""
+    """Return the optimizers by name; the section 'optimizer' makes the only one."""
     if values.get("optimizers") is None:
         return {ONLY: _optimizer(*section_of(values, "optimizer", default="adam"), names, model)}
     for section in ("optimizer", "scheduler"):
@@ -283,17 +309,21 @@ def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> di
     made = {}
     for own, each in _by_optimizer(values, "optimizers", None).items():
         name, settings = named(each, f"optimizers.{own}", f"{own}: {{name: adam, modules: ...}}")
-        modules = settings.pop("modules", None)
-        paths = [modules] if isinstance(modules, str) else modules
-        try:
-            parts = nn.ModuleList([model.get_submodule(path) for path in paths])
-        except (AttributeError, TypeError) as error:
-            has = ", ".join(part for part, _ in model.named_children())
-            raise ConfigError(
-                f"optimizers.{own}.modules must name modules of the model, such as one of {has}, got {modules!r}."
-            ) from error
-        made[own] = _optimizer(name, settings, names, parts)
+        modules = _submodules(model, settings.pop("modules", None), own)
+        made[own] = _optimizer(name, settings, names, modules)
     return made
+
+
+def _submodules(model: nn.Module, given: Any, own: str) -> nn.ModuleList:
+    """Return the modules whose parameters the optimizer `own` updates."""
+    paths = [given] if isinstance(given, str) else given
+    try:
+        return nn.ModuleList([model.get_submodule(path) for path in paths])
+    except (AttributeError, TypeError) as error:
+        has = ", ".join(name for name, _ in model.named_children())
+        raise ConfigError(
+            f"optimizers.{own}.modules must name modules of the model, such as one of {has}, got {given!r}."
+        ) from error
 
 
 def _optimizer(name: str, settings: Mapping[str, Any], names: Names, model: nn.Module) -> torch.optim.Optimizer:
@@ -311,8 +341,11 @@ def _scheduler(section: Any, owner: str, names: Names, optimizer: torch.optim.Op
     owner = f"the scheduler '{name}'"
     if not wants_total_steps(partial(maker, **settings)):
         return make(owner, maker, settings, optimizer)
-    by_name = "total_steps" in inspect.signature(maker).parameters
-    check_arguments(owner, maker, {**settings, **({"total_steps": 0} if by_name else {})}, 1 if by_name else 2)
+    # `fit` passes the number of steps: by name, or after the optimizer.
+    if "total_steps" in inspect.signature(maker).parameters:
+        check_arguments(owner, maker, {**settings, "total_steps": 0}, taken=1)
+    else:
+        check_arguments(owner, maker, settings, taken=2)
     return partial(maker, **settings)
 
 
@@ -321,7 +354,8 @@ def _metrics(values: Mapping[str, Any], names: Names) -> Any:
     found = values.get("metrics") or []
     if isinstance(found, Mapping) and "name" not in found:
         return {output: _metrics({"metrics": each}, names) for output, each in found.items()}
-    found = [found] if isinstance(found, (str, Mapping)) else found
+    if isinstance(found, (str, Mapping)):
+        found = [found]
     if not isinstance(found, list):
         raise ConfigError(f"the section 'metrics' must be a list, such as [f1, mae], got {found!r}.")
     return [_metric(each, names) for each in found]
@@ -332,7 +366,9 @@ def _metric(each: Any, names: Names) -> Any:
     if not is_path(name):
         return each
     maker = names.imported("metric", name)
-    return make(f"the metric '{name}'", maker, settings) if settings or isinstance(maker, type) else maker
+    if not settings and not isinstance(maker, type):
+        return maker  # a function of (output, target)
+    return make(f"the metric '{name}'", maker, settings)
 
 
 def _steps(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
