@@ -163,9 +163,7 @@ class RingOptions:
     @property
     def secret_bytes(self) -> bytes | None:
         """The secret as bytes, whether or not they are UTF-8; None: no secret is set."""
-        if self.secret is None:
-            return None
-        return self.secret.encode("utf-8", "surrogateescape")
+        return None if self.secret is None else self.secret.encode("utf-8", "surrogateescape")
 
     @classmethod
     def from_environment(cls, variables: Variables = ENVIRON) -> RingOptions:

@@ -37,9 +37,7 @@ def visible() -> torch.device | None:
 
 def count() -> int:
     """Return how many accelerators this process sees."""
-    if visible() is None:
-        return 0
-    return torch.accelerator.device_count()
+    return 0 if visible() is None else torch.accelerator.device_count()
 
 
 def in_use() -> torch.device | None:
@@ -53,9 +51,7 @@ def in_use() -> torch.device | None:
 def name_of(device: torch.device) -> str:
     """Return the product name of a device, such as "NVIDIA H100", or its kind."""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
-    if named is None:
-        return device.type
-    return str(named(device))
+    return device.type if named is None else str(named(device))
 
 
 def is_there(kind: str) -> bool:
@@ -158,9 +154,7 @@ class HostCopy:
 def peak_memory(device: torch.device, kind: Literal["allocated", "reserved"] = "allocated") -> int | None:
     """Return the peak of bytes in tensors, or held for them, since `reset_peak_memory`; None: unknown."""
     peak = getattr(_module_of(device), f"max_memory_{kind}", None)
-    if peak is None:
-        return None
-    return int(peak(device))
+    return None if peak is None else int(peak(device))
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -171,9 +165,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def _module_of(device: torch.device) -> Any:
-    if is_accelerator(device):
-        return torch.get_device_module(device)
-    return None
+    return torch.get_device_module(device) if is_accelerator(device) else None
 
 
 class Stopwatch:
@@ -217,9 +209,7 @@ def may_use_cuda_graphs(device: torch.device) -> bool:
 
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a tensor that later steps do not overwrite, as a CUDA graph overwrites its outputs."""
-    if may_use_cuda_graphs(tensor.device):
-        return tensor.clone()
-    return tensor
+    return tensor.clone() if may_use_cuda_graphs(tensor.device) else tensor
 
 
 def remedy_for_devices(error: Exception) -> str:

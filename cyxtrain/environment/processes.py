@@ -72,14 +72,10 @@ def state_of(process: Process, asking: Process) -> State | None:
     except (psutil.AccessDenied, OSError):  # OSError: this process has no file descriptor left to read /proc with
         return None
     except psutil.NoSuchProcess:
-        if _is_hidden(process.pid):
-            return None
-        return State.GONE
+        return None if _is_hidden(process.pid) else State.GONE
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):  # a zombie has ended: its parent has not read its exit
         return State.GONE
-    if status == psutil.STATUS_STOPPED:
-        return State.STOPPED
-    return State.ALIVE
+    return State.STOPPED if status == psutil.STATUS_STOPPED else State.ALIVE
 
 
 def has_native_handler(number: int) -> bool:

@@ -160,9 +160,7 @@ def _slurm_host(variables: Variables) -> str | None:
 def _lsf_host(variables: Variables) -> str | None:
     """Return the first host with processes, which follows the one from which jsrun was called."""
     hosts = variables.get("LSB_MCPU_HOSTS", "").split()[::2]  # each is followed by its number of cores
-    if len(hosts) < 2:
-        return None
-    return hosts[1]
+    return hosts[1] if len(hosts) > 1 else None
 
 
 _SCHEDULERS = (

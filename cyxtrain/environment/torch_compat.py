@@ -442,9 +442,7 @@ def process_groups() -> list[Any]:
     """Return the process groups of this process that PyTorch knows."""
     world = find("torch.distributed.distributed_c10d._world")
     names = getattr(world, "pg_names", None)
-    if names is None:
-        return [dist.group.WORLD]
-    return [*names]
+    return [dist.group.WORLD] if names is None else [*names]
 
 
 def renumber_ranks(group: dist.ProcessGroup, world_size: int) -> None:

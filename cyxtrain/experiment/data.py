@@ -154,6 +154,4 @@ def _arguments(part: Any) -> tuple[Any, ...]:
     """Return a part as arguments of `fit`."""
     if part is None:
         return ()
-    if isinstance(part, (tuple, list)):
-        return tuple(part)
-    return (part,)
+    return tuple(part) if isinstance(part, (tuple, list)) else (part,)

@@ -165,9 +165,7 @@ class Experiment:
             CyxtrainError: As in `DistributedTrainer.evaluate`.
         """
         self.join()
-        if not self.data.test:
-            return None
-        return self.trainer.evaluate(*self.data.test)
+        return self.trainer.evaluate(*self.data.test) if self.data.test else None
 
 
 @contextlib.contextmanager

@@ -293,9 +293,7 @@ def _is_replaced(section: str, value: Any, own: Values) -> bool:
 
 
 def _name_of(section: Any) -> Any:
-    if isinstance(section, Mapping):
-        return section.get("name")
-    return None
+    return section.get("name") if isinstance(section, Mapping) else None
 
 
 def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) -> Any:

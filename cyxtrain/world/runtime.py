@@ -383,9 +383,7 @@ def cpu_group() -> Any:
     """Return the group over which small agreements go: the default one, or a ring beside NCCL."""
     require_world("cpu_group")
     side_ring = _current_side_ring()
-    if side_ring is None:
-        return dist.group.WORLD
-    return side_ring.ring
+    return dist.group.WORLD if side_ring is None else side_ring.ring
 
 
 def group_for(device: torch.device) -> Any:
@@ -518,9 +516,7 @@ def cause_of(error: BaseException) -> CyxtrainError | None:
     NCCL names neither the rank nor what happened there; the ring beside it does.
     """
     side_ring = _current_side_ring()
-    if side_ring is None:
-        return None
-    return side_ring.cause_of(error)
+    return None if side_ring is None else side_ring.cause_of(error)
 
 
 def check_default_group() -> None:

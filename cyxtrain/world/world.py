@@ -70,9 +70,7 @@ class World:
 
     def group_for(self, device: torch.device) -> Any:
         """Return the group that carries the tensors of a device."""
-        if device.type == "cpu":
-            return self.cpu_tensors
-        return self.group
+        return self.cpu_tensors if device.type == "cpu" else self.group
 
     def device_of_sums(self, device: torch.device) -> torch.device:
         """Return where sums over ranks are computed: on an accelerator, unless the ring carries them. Ask once."""
@@ -149,6 +147,4 @@ def _mismatch(calls: list[str]) -> CollectiveMismatchError:
 
 
 def _verb(call: str) -> str:
-    if call == "finalize":
-        return _LEAVES
-    return f"calls {call}"
+    return _LEAVES if call == "finalize" else f"calls {call}"
