@@ -31,7 +31,7 @@ class BackendType(str, enum.Enum):
         """Return the backend called `value`, in upper or lower case; "ring" is another name of CPU.
 
         Raises:
-            ConfigError: There is no such backend; with the nearest name.
+            ConfigError: Unknown backend; the message has the nearest name.
         """
         if isinstance(value, BackendType):
             return value
@@ -53,7 +53,7 @@ class DistributedConfig:
     world_size: int | None = None
     """How many processes there are."""
     local_rank: int | None = None
-    """This process among those of its machine, from 0; the index of its GPU. Default: the rank."""
+    """This process among the processes of its machine, from 0; the index of its GPU. Default: the rank."""
     master_addr: str = "127.0.0.1"
     """Host name or address of rank 0; IPv6 with or without brackets."""
     master_port: int = 29500
@@ -70,7 +70,7 @@ class DistributedConfig:
 
     @classmethod
     def from_environment(cls) -> DistributedConfig:
-        """Return what the environment says (see `cyxtrain.environment.process_env`); alone, a world of one.
+        """Return the config of the environment (see `cyxtrain.environment.process_env`); alone, a world of one.
 
         Raises:
             ConfigError: The environment is half set, or has an invalid number or a rank outside the world.
@@ -81,7 +81,7 @@ class DistributedConfig:
         """Refuse invalid settings, before any socket is opened.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         owner = "DistributedConfig"
         for given, missing in (("rank", "world_size"), ("world_size", "rank")):

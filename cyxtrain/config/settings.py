@@ -104,7 +104,7 @@ def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[
 
 
 class _DocumentedFields:
-    """A docstring that includes those of the fields, for `help`; assembled when it is read."""
+    """A docstring with the docstrings of the fields, for `help`; assembled when it is read."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -250,7 +250,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_constructed(is_constructed: bool, instance: object, base: str) -> None:
-    """Refuse an object of a user's class whose __init__ has not called that of our class `base`."""
+    """Refuse an object of a user's class whose __init__ has not called the __init__ of our class `base`."""
     name = type(instance).__name__
     require(
         is_constructed,

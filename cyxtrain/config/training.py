@@ -60,7 +60,7 @@ class AMPConfig:
         """Refuse invalid settings.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         check_fields(self, _AMP_RULES, positive=("dynamic_history_size",))
 
@@ -194,8 +194,8 @@ class DistributedTrainingConfig:
     clip_value: float | Mapping[str, float] | None = None
     """Largest absolute value of an element of a gradient; or a dictionary by names of optimizers."""
     clip_adaptive: float | Mapping[str, float] | None = None
-    """Largest norm of a unit's gradient as a multiple of that of the unit's weights, 0.01 is usual; or a dictionary by
-    names of optimizers."""
+    """Largest norm of a unit's gradient as a multiple of the norm of the unit's weights, 0.01 is usual; or a dictionary
+    by names of optimizers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What the model computes in: "fp32", as its parameters; "bf16" or "fp16", by autocast."""
     amp: AMPConfig | None = None
@@ -233,7 +233,7 @@ class DistributedTrainingConfig:
     validation_steps: int | None = None
     """Batches of a validation, over all ranks: the first ones. None: all of the validation data, each sample once."""
     validation_batch_size: int | None = None
-    """Samples per batch of a validation; None: `batch_size`, or that of a DataLoader."""
+    """Samples per batch of a validation; None: `batch_size`, or the DataLoader's."""
     num_processes: int | str | None = None
     """Processes that train together, started from a notebook or a program without a launcher; they stay for the next
     call, and `evaluate` and `predict` use them too. "auto": one per GPU if the model is on one, otherwise one per core,
@@ -305,7 +305,7 @@ class DistributedTrainingConfig:
         """Refuse invalid settings, before training starts.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         owner = "DistributedTrainingConfig"
         if isinstance(self.validation_freq, tuple):
@@ -372,7 +372,7 @@ class DDPConfig:
         """Refuse invalid settings.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         check_fields(self, _DDP_RULES, positive=("matrix_approximation_rank",))
         require(

@@ -28,7 +28,7 @@ _OTHER_DEVICE = ("on the same device", "on the expected device", "and weight typ
 
 
 def visible() -> torch.device | None:
-    """Return the kind of accelerator that training uses by default, without an index; None: there is none."""
+    """Return the kind of accelerator that training uses by default, without an index; None: no accelerator."""
     found = torch.accelerator.current_accelerator()
     if found is None or found.type in _NOT_DEFAULT or not torch.accelerator.device_count():
         return None  # counting leaves a forked child able to use CUDA, unlike is_available()

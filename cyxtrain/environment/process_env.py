@@ -1,7 +1,7 @@
 """The only reader of `os.environ`: what a launcher, a scheduler or a shell tells this process, as plain values.
 
     RANK, WORLD_SIZE              who this process is, and of how many
-    LOCAL_RANK                    among those of its machine; default: RANK
+    LOCAL_RANK                    its number among the processes of its machine; default: RANK
     MASTER_ADDR, MASTER_PORT      where rank 0 waits; default 127.0.0.1 and 29500
     DISTRIBUTED_BACKEND           cpu, nccl or gloo; unset, the ranks decide: see DistributedConfig.backend
     DISTRIBUTED_TIMEOUT_MS        milliseconds until joining gives up
@@ -37,7 +37,7 @@ from cyxtrain.errors import ConfigError
 
 Variables = Mapping[str, str]
 ENVIRON: Variables = os.environ
-"""The default of every function here that takes variables: those of this process."""
+"""This process's variables: the default of every function here that takes variables."""
 WORKER_CHANNEL = "CYXTRAIN_WORKER"
 """How a worker of a notebook reaches the notebook."""
 SECRET = "CYXTRAIN_SECRET"
@@ -84,7 +84,7 @@ def grace_seconds(variables: Variables = ENVIRON) -> float:
 
 
 def one_of(name: str, choices: tuple[str, ...], variables: Variables = ENVIRON) -> str:
-    """Return a variable that must be one of a few values, the first of which is the default."""
+    """Return a variable that must be one of a few values; the first one is the default."""
     value = (variables.get(name) or choices[0]).lower()
     if value not in choices:
         raise ConfigError(f"{name} in the environment must be {' or '.join(choices)}, got {value!r}.")
@@ -92,7 +92,7 @@ def one_of(name: str, choices: tuple[str, ...], variables: Variables = ENVIRON) 
 
 
 def own_identity(variables: Variables = ENVIRON) -> dict[str, int]:
-    """Return RANK and WORLD_SIZE, as far as they are set."""
+    """Return RANK and WORLD_SIZE, or the one of them that is set."""
     found = {name: number(name, variables) for name in _IDENTITY}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -89,7 +89,7 @@ def has_native_handler(number: int) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether a process exists that /proc does not show: some systems hide those of other users."""
+    """Return whether a process exists that /proc does not show: some systems hide other users' processes."""
     if sys.platform != "linux":
         return False
     try:

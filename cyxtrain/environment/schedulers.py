@@ -61,7 +61,7 @@ class _Scheduler:
     host: Callable[[Variables], str | None] = lambda variables: None
     """Returns where rank 0 is, on several machines."""
     applies: Callable[[Variables], bool] = lambda variables: True
-    """Whether the variables are really those of this scheduler."""
+    """Whether this scheduler has set the variables, and not another one."""
 
     def identify(self, variables: Variables) -> Identity | None:
         """Return the identity of this process; None: this scheduler has not started it."""
@@ -217,7 +217,7 @@ def detect(variables: Variables) -> Identity | None:
 def disagreement(variables: Variables, rank: int, world_size: int) -> str:
     """Return how a scheduler contradicts RANK and WORLD_SIZE, and what to do; "": it does not."""
     if "RANK" not in variables or "TORCHELASTIC_RUN_ID" in variables or "CYXTRAIN_RUN" in variables:
-        return ""  # a launcher has started several processes, of which the scheduler knows one
+        return ""  # a launcher has started several processes, and the scheduler knows one
     for scheduler in _SCHEDULERS:
         if scheduler.rank not in variables or not scheduler.applies(variables):
             continue
@@ -286,7 +286,7 @@ def check_pod(variables: Variables) -> None:
 
 
 def started_by(variables: Variables, rank: int, world_size: int) -> str:
-    """Return what has started this process as one of several, and how to override it; "" if that is obvious."""
+    """Return who started this process as one of several, and how to override it; "" if that is obvious."""
     if "RANK" in variables:
         return "started by torchrun" if "TORCHELASTIC_RUN_ID" in variables else ""
     identity = detect(variables)

@@ -43,7 +43,7 @@ REMOVE_WORKER_PIDS = f"{_SIGNALLING}._remove_worker_pids"
 CHECK_WORKERS = f"{_SIGNALLING}._error_if_any_worker_fails"
 _WORKERS = "a signal to all processes ends the workers of DataLoaders, and the rank with them"
 _HOOKS = "on accelerators the host waits for each step's gradients to be checked"
-_LOOP = "the tensors are gone through one by one"
+_LOOP = "tensors are processed one by one"
 PRIVATE_NAMES = (
     PrivateName("torch.optim.Optimizer:_optimizer_step_pre_hooks", _HOOKS),
     PrivateName("torch.optim.Optimizer:_optimizer_step_post_hooks", _HOOKS),
@@ -61,7 +61,7 @@ PRIVATE_NAMES = (
     PrivateName("torch._C._nn.flatten_dense_tensors", "torch.cat makes one tensor of them"),
     PrivateName("torch._C._current_autograd_node", "a backward inside another one is found at its next gradient"),
     PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),
-    PrivateName("torch.Tensor._version", "what is finite is looked through again; a step in backward is not noticed"),
+    PrivateName("torch.Tensor._version", "finite tensors are checked again; a step in backward is not noticed"),
     PrivateName("torch.Tensor._backward_hooks", "refused: sending a tensor to the workers of a notebook"),
     PrivateName("torch.Tensor._cdata", "parameters whose tensors were swapped after wrapping are not averaged"),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "refused: sending a tensor to the workers of a notebook"),

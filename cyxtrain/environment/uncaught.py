@@ -51,7 +51,7 @@ _MAX_LINES = 15
 _MAX_FRAMES = 4
 _MAX_WORKER_FRAMES = 2
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    [^\n]*[\w"\'][^\n]*\n)?', re.MULTILINE)
-"""A frame in the text of a traceback, without the line of carets."""
+"""A frame of a printed traceback, without the line of carets."""
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 

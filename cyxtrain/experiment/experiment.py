@@ -234,7 +234,7 @@ def _distributed(values: Mapping[str, Any]) -> tuple[DistributedConfig | None, D
 
 
 def _config_of(kind: type[Any], settings: Mapping[str, Any]) -> Any:
-    """Return a validated config of those settings that are its fields; None if there are no such settings."""
+    """Return a validated config from the settings that are its fields; None without such settings."""
     own = {name: value for name, value in settings.items() if name in _fields(kind)}
     if not own:
         return None

@@ -33,7 +33,7 @@ _REFERENCE = re.compile(r"(?<!\\)(\\\\)*\$\{(([^{}$:]{1,200})\})?")
 _MOST_REFERENCES = 256
 """In one value; OmegaConf's parser is slow."""
 _COST_OF_VALUE = 256
-"""What a value counts besides its characters: memory, and the time to replace a reference to it."""
+"""Bytes that each value counts in addition to its characters: for memory, and the time to replace references."""
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
 
@@ -45,7 +45,7 @@ def read_file(
 ) -> Values:
     """Return the merged settings of a YAML file and its bases, with unresolved variables.
 
-    `readers` are the files of which it is a base, the first one first; `known` holds the settings of files that have
+    `readers` are the files that inherit from it, the first one first; `known` holds the settings of files that have
     been read, and receives this one's; `prefix` begins its error messages.
     """
     file = Path(local_path(f"{prefix}the path of a YAML file", path))
@@ -187,7 +187,7 @@ def _parsed(file: Path, prefix: str) -> Values:
             _check_yaml(str(file), text)
             if text.strip():
                 values = OmegaConf.create(text)
-    except AssertionError:  # a number, say
+    except AssertionError:  # such as a number
         values = text.strip()
     if not OmegaConf.is_dict(values):
         shown = OmegaConf.to_container(values) if OmegaConf.is_config(values) else str(values)[:_DEEPEST]
@@ -202,7 +202,7 @@ def _parsed_override(source: str, override: str) -> Values:
 
 
 class _YamlSize:
-    """The depth and size of YAML while it is parsed; an alias (*) counts as much as what it repeats."""
+    """The depth and size of YAML while it is parsed; an alias (*) counts as much as the values that it repeats."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -143,7 +143,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     Args:
         group: One of `torch.distributed`; None: all ranks.
         async_op: Return at once, with a work that has a `wait()`.
-        device_ids: The GPU that NCCL uses; None: that of this rank.
+        device_ids: The GPU that NCCL uses; None: this rank's.
 
     Returns:
         The work to wait for, if `async_op`; otherwise None.

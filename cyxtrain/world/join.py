@@ -63,7 +63,7 @@ class Joined:
 
 
 def join(config: DistributedConfig) -> Joined:
-    """Make the default torch process group; raise RendezvousError if this process cannot open more files, say."""
+    """Make the default torch process group; raise RendezvousError if, for example, it cannot open more files."""
     try:
         return _join(config)
     except OSError as error:
@@ -164,7 +164,7 @@ def forget_parent() -> None:
 
 
 def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> Joined:
-    """Make a ring, over which the ranks exchange what they see; then a group of NCCL if each has its own GPU.
+    """Make a ring, over which ranks exchange which devices they see; then a group of NCCL if each has a GPU.
 
     Joining has one deadline, collectives another.
     """

@@ -1,7 +1,7 @@
 """From init to finalize, over the default process group of PyTorch.
 
-That group is the only state: whoever made it, all of these see it. One process is a world too: it has a group
-of one, binds no port and starts no thread.
+That group is the only state: all functions here see it, also if the program made it. One process is a world too: it
+has a group of one, binds no port and starts no thread.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from cyxtrain.world.world import SAME_CALL, World
 _joined: Joined | None = None
 """How this process joined; ignored once another group is the default one."""
 _side_ring: SideRing | None = None
-"""The ring beside the default group, if there is one."""
+"""The ring next to the default group of another backend."""
 _requested: DistributedConfig | None = None
 """The config of the last `init`, until `finalize`: joining again repeats it."""
 _inherited: Any = None
@@ -67,7 +67,7 @@ _generation = -1
 _OF_CPUS = {"ring", "gloo"}
 """Backends that carry CPU tensors best."""
 _before_leaving: list[Callable[[], None]] = []
-"""Called before the world ends, to end worker processes, say."""
+"""Called before the world ends, for example to end worker processes."""
 
 
 class JoinedWorld(World):
@@ -127,7 +127,7 @@ def init(config: DistributedConfig | None = None) -> JoinedWorld:
     """Join the world: from `config`, otherwise from the environment, otherwise a world of one.
 
     Twice with the same config is harmless. A default `torch.distributed` group that is there already is adopted,
-    and left alone by `finalize`; if NCCL, say, is part of it, all ranks make a ring beside it.
+    and left alone by `finalize`; if it uses NCCL, for example, all ranks make a ring next to it.
 
     Args:
         config: Who this process is; None: the environment says.
@@ -180,7 +180,7 @@ def _join() -> None:
 
 
 def _adopt(config: DistributedConfig | None) -> None:
-    """Make a ring beside a default group of PyTorch that uses accelerators. All ranks call it."""
+    """Make a ring next to a default group of PyTorch that uses accelerators. All ranks call it."""
     global _side_ring
     world = dist.group.WORLD
     is_ours = _joined is not None and _joined.group is world
@@ -296,7 +296,7 @@ def init_process_group(
     world_size: int | None = None,
     rank: int | None = None,
 ) -> JoinedWorld:
-    """Do `init` under PyTorch's name; what is not set comes from the environment or the defaults.
+    """Do `init` under PyTorch's name; arguments that are None come from the environment or the defaults.
 
     Args:
         backend: "cpu" (or "ring"), "nccl", "gloo".
@@ -356,7 +356,7 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's rank among those of its machine.
+    """Return this process's rank among the processes of its machine.
 
     Raises:
         NotInitializedError: Before `init`.
@@ -380,21 +380,21 @@ def is_master() -> bool:
 
 
 def cpu_group() -> Any:
-    """Return the group over which small agreements go: the default one, or a ring beside NCCL."""
+    """Return the group for small agreements: the default one, or a ring next to NCCL."""
     require_world("cpu_group")
     side_ring = _current_side_ring()
     return dist.group.WORLD if side_ring is None else side_ring.ring
 
 
 def group_for(device: torch.device) -> Any:
-    """Return the group of all ranks that carries a device's tensors: for the CPU perhaps a ring beside NCCL."""
+    """Return the group of all ranks that carries a device's tensors: for the CPU perhaps a ring next to NCCL."""
     if _side_ring is None or device.type != "cpu" or not _side_ring.carries_cpu:
         return dist.group.WORLD
     return cpu_group()
 
 
 def has_side_ring() -> bool:
-    """Return whether a ring beside the default group may carry the tensors of the CPU."""
+    """Return whether a ring next to the default group may carry the tensors of the CPU."""
     return _side_ring is not None
 
 
@@ -504,7 +504,7 @@ def has_failed() -> bool:
 
 
 def _current_side_ring() -> SideRing | None:
-    """Return the ring beside the default group; None: there is no ring beside it, or no group."""
+    """Return the ring next to the default group; None: it has no ring next to it, or there is no group."""
     if _side_ring is None or _side_ring.group is not dist.group.WORLD:
         return None
     return _side_ring
@@ -513,14 +513,14 @@ def _current_side_ring() -> SideRing | None:
 def cause_of(error: BaseException) -> CyxtrainError | None:
     """Return the error of another rank that has ended the default group, if it explains an error of a collective.
 
-    NCCL names neither the rank nor what happened there; the ring beside it does.
+    NCCL names neither the rank nor its error; the ring next to it does.
     """
     side_ring = _current_side_ring()
     return None if side_ring is None else side_ring.cause_of(error)
 
 
 def check_default_group() -> None:
-    """Raise the error that has ended the ring beside the default group, whose results are wrong then.
+    """Raise the error that has ended the ring next to the default group, whose results are wrong then.
 
     Call it after the host has waited for such results: an aborted NCCL raises nothing.
     """

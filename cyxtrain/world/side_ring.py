@@ -1,4 +1,4 @@
-"""A ring beside a default group of another backend, such as NCCL's.
+"""A ring next to a default group of another backend, such as NCCL's.
 
 NCCL notices neither that the program of a rank has failed nor, on one machine, that its process has ended: on the other
 ranks its kernels wait for that rank, and the host waits for its kernels. The ring notices both within a second.
@@ -64,7 +64,7 @@ class SideRing:
         return failure
 
     def destroy_groups(self) -> None:
-        """Destroy all groups; after an error abort those of an accelerator, whose kernels may wait for ever."""
+        """Destroy all groups; after an error abort an accelerator's groups, whose kernels may wait for ever."""
         if self.ring.group.failure("finalize") is None:
             dist.destroy_process_group()
             return

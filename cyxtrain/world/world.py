@@ -28,7 +28,7 @@ class World:
         rank: This process's number, from 0.
         size: How many ranks there are.
         group: Carries gradients, and the tensors of accelerators; None: this world sends nothing.
-        cpu_group: Carries small agreements: the same group, or a ring beside NCCL.
+        cpu_group: Carries small agreements: the same group, or a ring next to NCCL.
         cpu_tensors: Carries other tensors of the CPU: one of these two.
         local_rank: This process's number on its machine.
         members: The launcher's number of each rank, which errors name.
@@ -86,7 +86,7 @@ class World:
         return values
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        """Overwrite a small tensor of the CPU with that of a rank, and return it."""
+        """Overwrite a small tensor of the CPU with a rank's tensor, and return it."""
         if self._has_others:
             dist.broadcast(values, source, group=self.cpu_group)
         return values
