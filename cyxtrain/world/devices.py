@@ -16,7 +16,7 @@ from cyxtrain.errors import BackendUnavailableError, ConfigError
 
 
 @dataclass(frozen=True)
-class Seen:
+class DeviceReport:
     """The accelerators of one rank, as it reports them during rendezvous."""
 
     backend: str = ""
@@ -34,20 +34,20 @@ class Seen:
 
     def to_text(self) -> str:
         """Return the report as a string; "" for a rank without accelerators or a requested backend."""
-        if self == Seen(local_rank=self.local_rank):
+        if self == DeviceReport(local_rank=self.local_rank):
             return ""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Seen:
+    def from_text(cls, text: str) -> DeviceReport:
         """Read the result of `to_text`."""
         try:
             facts = json.loads(text or "{}")
             # The sender is not trusted: each value is converted to the type of its field.
-            seen = cls(**{name: type(value)(facts.get(name, value)) for name, value in _NOTHING.items()})
-            if seen.kind and seen.count < 1:
+            report = cls(**{name: type(value)(facts.get(name, value)) for name, value in _NOTHING.items()})
+            if report.kind and report.count < 1:
                 raise ValueError
-            return seen
+            return report
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
                 "another rank describes its devices in a way that this one cannot read. Install the same version of "
@@ -55,29 +55,29 @@ class Seen:
             ) from None
 
 
-_NOTHING = dataclasses.asdict(Seen())
+_NOTHING = dataclasses.asdict(DeviceReport())
 
 
-def look(config: DistributedConfig) -> Seen:
+def report_devices(config: DistributedConfig) -> DeviceReport:
     """Return the accelerators of this rank. Cost: starts CUDA if several ranks may use NCCL."""
     backend = ""
     if config.backend is not None:
         backend = BackendType.parse(config.backend).value
-    seen = Seen(backend, local_rank=config.local_rank or 0)
+    report = DeviceReport(backend, local_rank=config.local_rank or 0)
     visible = accelerator.visible()
     if visible is None:
-        return seen
-    seen = dataclasses.replace(seen, kind=visible.type, count=accelerator.count())
+        return report
+    report = dataclasses.replace(report, kind=visible.type, count=accelerator.count())
     if config.world_size == 1 or backend not in ("", "nccl"):
-        return seen
+        return report
     reason = "require_secret=True" if config.require_secret else why_no_nccl()
     if reason:
-        return dataclasses.replace(seen, no_nccl=reason)
+        return dataclasses.replace(report, no_nccl=reason)
     try:
-        uuid, slot = torch_compat.identity_of_gpu(seen.local_rank % seen.count)
+        uuid, slot = torch_compat.identity_of_gpu(report.local_rank % report.count)
     except RuntimeError as error:  # the others must not wait for a rank whose driver is broken
-        return dataclasses.replace(seen, no_nccl=str(error).splitlines()[0])
-    return dataclasses.replace(seen, uuid=uuid, slot=slot)
+        return dataclasses.replace(report, no_nccl=str(error).splitlines()[0])
+    return dataclasses.replace(report, uuid=uuid, slot=slot)
 
 
 def why_no_nccl() -> str:
@@ -90,9 +90,9 @@ def why_no_nccl() -> str:
     return " and ".join(reasons)
 
 
-def common_backend(ranks: Sequence[Seen]) -> BackendType | None:
+def common_backend(reports: Sequence[DeviceReport]) -> BackendType | None:
     """Return the backend that any rank was told to use; None: the ranks decide."""
-    requested = {seen.backend: rank for rank, seen in enumerate(ranks) if seen.backend}
+    requested = {report.backend: rank for rank, report in enumerate(reports) if report.backend}
     if not requested:
         return None
     if len(requested) > 1:
@@ -104,10 +104,10 @@ def common_backend(ranks: Sequence[Seen]) -> BackendType | None:
     return BackendType(next(iter(requested)))
 
 
-def check_nccl(ranks: Sequence[Seen]) -> None:
+def check_nccl(reports: Sequence[DeviceReport]) -> None:
     """Refuse NCCL if a rank cannot use it."""
-    for rank, seen in enumerate(ranks):
-        missing = seen.no_nccl if seen.kind == "cuda" else "it sees no CUDA device"
+    for rank, report in enumerate(reports):
+        missing = report.no_nccl if report.kind == "cuda" else "it sees no CUDA device"
         if missing:
             raise BackendUnavailableError(
                 f"backend 'nccl' was requested, and rank {rank} cannot use it: {missing}. Leave the backend unset: "
@@ -115,42 +115,42 @@ def check_nccl(ranks: Sequence[Seen]) -> None:
             )
 
 
-def why_ring(ranks: Sequence[Seen], machines: Sequence[str]) -> str:
+def why_ring(reports: Sequence[DeviceReport], machines: Sequence[str]) -> str:
     """Return why ranks without a requested backend use the ring; "": they use NCCL, each on its own GPU."""
-    if len(ranks) == 1:
+    if len(reports) == 1:
         return "one rank needs no backend"
     holders: dict[tuple[str, ...], int] = {}
-    for rank, seen in enumerate(ranks):
-        if seen.kind != "cuda":
+    for rank, report in enumerate(reports):
+        if report.kind != "cuda":
             return f"rank {rank} sees no CUDA device"
-        if seen.no_nccl:
-            return f"rank {rank} cannot use NCCL: {seen.no_nccl}"
-        for gpu in _names_of_gpu(seen, machines[rank]):
+        if report.no_nccl:
+            return f"rank {rank} cannot use NCCL: {report.no_nccl}"
+        for gpu in _names_of_gpu(report, machines[rank]):
             if gpu in holders:
                 return f"rank {holders[gpu]} and rank {rank} share a GPU"
             holders[gpu] = rank
     return ""
 
 
-def _names_of_gpu(seen: Seen, machine: str) -> list[tuple[str, ...]]:
+def _names_of_gpu(report: DeviceReport, machine: str) -> list[tuple[str, ...]]:
     """Return the names of the GPU that a rank uses; ranks share a GPU if they share a name."""
     names: list[tuple[str, ...]] = []
-    if seen.uuid:
-        names.append(("UUID", seen.uuid))
+    if report.uuid:
+        names.append(("UUID", report.uuid))
     # By slot too: NCCL refuses two parts of one GPU (MIG), which have different UUIDs.
-    if seen.slot:
-        names.append((machine, seen.slot))
-    elif not seen.uuid:
-        names.append((machine, str(seen.local_rank % seen.count)))
+    if report.slot:
+        names.append((machine, report.slot))
+    elif not report.uuid:
+        names.append((machine, str(report.local_rank % report.count)))
     return names
 
 
-def why_cpus(ranks: Sequence[Seen]) -> str:
+def why_cpus(reports: Sequence[DeviceReport]) -> str:
     """Return why ranks without a requested device train on CPUs; "": each uses its accelerator, or none has one.
 
     All compute on the same kind of device: parameters on two kinds would differ in their last bits.
     """
-    kinds = [seen.kind or "no accelerator" for seen in ranks]
+    kinds = [report.kind or "no accelerator" for report in reports]
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
             return f"rank 0 sees {kinds[0]} and rank {rank} sees {kind}"

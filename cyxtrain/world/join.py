@@ -34,7 +34,7 @@ from cyxtrain.ring import (
 )
 from cyxtrain.world import devices
 from cyxtrain.world.consensus import backends_of
-from cyxtrain.world.devices import Seen
+from cyxtrain.world.devices import DeviceReport
 
 _joins: Counter[tuple[str, int]] = Counter()
 """How often this process has joined at each address: each time has its own keys, in a store that may outlive the group.
@@ -53,7 +53,7 @@ class Joined:
     """Complete, except for the backend if the ranks chose it."""
     cpu_group: Any
     """The group for CPU tensors and small agreements."""
-    seen: list[Seen]
+    reports: list[DeviceReport]
     """By rank; over Gloo this rank alone."""
     backend: BackendType | None
     """The requested one; None: the ranks chose."""
@@ -77,10 +77,10 @@ def _join(config: DistributedConfig) -> Joined:
     _warn_of_untested_torch(config.rank or 0)
     if config.backend is not None:
         _require_backend(BackendType.parse(config.backend), config)
-    seen = devices.look(config)
+    report = devices.report_devices(config)
     # Refuse wrong settings before anything starts.
-    options = replace(RingOptions.from_environment(), devices=seen.to_text(), group_name=_key_prefix(config))
-    joined = _make_world(config, seen, options, deadline)
+    options = replace(RingOptions.from_environment(), devices=report.to_text(), group_name=_key_prefix(config))
+    joined = _make_world(config, report, options, deadline)
     # Not after a failure: a rank that retries must use the same keys as the others.
     if config.world_size != 1:
         _joins[config.master_addr, config.master_port] += 1
@@ -93,13 +93,13 @@ def _join(config: DistributedConfig) -> Joined:
     return joined
 
 
-def _make_world(config: DistributedConfig, seen: Seen, options: RingOptions, deadline: Deadline) -> Joined:
+def _make_world(config: DistributedConfig, report: DeviceReport, options: RingOptions, deadline: Deadline) -> Joined:
     """Make the default group; begin again where the process of rank 0 ended before all ranks had joined."""
     while True:
         store = _store_for_joining(config, options, deadline)
         try:
             if config.backend is BackendType.GLOO:
-                return _make_gloo(store, config, seen, options, deadline)
+                return _make_gloo(store, config, report, options, deadline)
             return _make_groups(store, config, options, deadline)
         except StoreLostError:
             # The previous process of rank 0 has just ended; the next one opens the store again.
@@ -176,20 +176,20 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
     )
     try:
         records = ring.group.directory.records
-        seen = [Seen.from_text(record.devices) for record in records]
-        backend = devices.common_backend(seen)
+        reports = [DeviceReport.from_text(record.devices) for record in records]
+        backend = devices.common_backend(reports)
         why_ring = ""
         if backend is None:
-            why_ring = devices.why_ring(seen, [record.machine for record in records])
+            why_ring = devices.why_ring(reports, [record.machine for record in records])
         arguments: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
         if backend is BackendType.CPU or why_ring:
             dist.init_process_group("ring", **arguments, timeout=timeout, pg_options=ring)
-            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, backend, why_ring, store)
-        devices.check_nccl(seen)
+            return Joined(dist.group.WORLD, config, dist.group.WORLD, reports, backend, why_ring, store)
+        devices.check_nccl(reports)
         store = share_tcp_store(store, rank, world_size, deadline)
         _make_nccl({**arguments, "store": store}, config, deadline)
         side_ring = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
-        return Joined(dist.group.WORLD, config, side_ring, seen, backend, "", store)
+        return Joined(dist.group.WORLD, config, side_ring, reports, backend, "", store)
     except BaseException as error:
         ring.fail(f"{type(error).__name__}: {error}")
         ring.shutdown()
@@ -208,7 +208,7 @@ def _make_nccl(arguments: dict[str, Any], config: DistributedConfig, deadline: D
 
 
 def _make_gloo(
-    store: dist.Store, config: DistributedConfig, seen: Seen, options: RingOptions, deadline: Deadline
+    store: dist.Store, config: DistributedConfig, report: DeviceReport, options: RingOptions, deadline: Deadline
 ) -> Joined:
     """Make Gloo's group the default one."""
     rank, world_size = _identity(config)
@@ -219,7 +219,7 @@ def _make_gloo(
     except RuntimeError as error:
         raise _not_joined("gloo", config, error) from error
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
-    return Joined(dist.group.WORLD, config, dist.group.WORLD, [seen], BackendType.GLOO, "", store)
+    return Joined(dist.group.WORLD, config, dist.group.WORLD, [report], BackendType.GLOO, "", store)
 
 
 def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:

@@ -414,7 +414,7 @@ def why_cpus() -> str:
         is_by_program = _requested is not None and _requested.backend is not None
         setting = "backend" if is_by_program else "DISTRIBUTED_BACKEND"
         return f"{setting}={joined.backend.value}"
-    return devices.why_cpus(joined.seen)
+    return devices.why_cpus(joined.reports)
 
 
 def why_ring() -> str:
