@@ -262,7 +262,7 @@ def before_raising(function: Callable[[], None]) -> None:
 
 
 def prepare_to_raise() -> None:
-    """Call the function that `before_raising` has set."""
+    """Call the function that `before_raising` has set, which shortens what Python prints of an error."""
     for function in _before_raising:
         function()
 
@@ -285,6 +285,7 @@ def warn(message: str) -> None:
     level = 1
     while frame is not None:
         depth += 1
+        # The line to name is the one that called the outermost function of this package.
         if str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
             level = depth + 1
         frame = frame.f_back

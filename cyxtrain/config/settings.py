@@ -151,7 +151,7 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
     except ValueError:  # some functions of C have no signature
         return
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return
+        return  # it takes any name
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     for name in given:
         if name not in named:
@@ -210,7 +210,7 @@ def names_checked(target: _Function, what: str = "argument") -> _Function:
 
     @functools.wraps(target)
     def call(*arguments: Any, **named: Any) -> Any:
-        __tracebackhide__ = True
+        __tracebackhide__ = True  # pytest does not show this frame
         count = len(arguments) - num_bound
         if count > most:
             raise _too_many(owner, count, by_position, known)

@@ -291,6 +291,7 @@ class DistributedTrainingConfig:
     def validates_at(self, step: int, epoch_step: int, steps_per_epoch: int | None) -> bool:
         """Return whether a validation follows `step`, which is `epoch_step` of `steps_per_epoch`, counted from 1."""
         if isinstance(self.validation_freq, float):
+            # The decimal number that the user wrote: as a float, 0.1 is slightly more.
             share = Fraction(str(self.validation_freq)) * (steps_per_epoch or 1)
             return epoch_step // share > (epoch_step - 1) // share
         return self.validate_every_n_steps > 0 and step % self.validate_every_n_steps == 0
@@ -311,6 +312,7 @@ class DistributedTrainingConfig:
         if isinstance(self.validation_freq, tuple):
             self.validation_freq = list(self.validation_freq)  # the config travels as JSON
         check_fields(self, _FIT_RULES, positive=_POSITIVE, theirs=_THEIRS)
+        # PyTorch's generators take seeds of 64 bits.
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
         require(len(clips) < 2, f"{owner}: {' and '.join(clips)} are set. Gradients are clipped in one way: set one.")

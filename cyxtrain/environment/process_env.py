@@ -149,6 +149,7 @@ def agent_store_prefix(address: str, port: int, variables: Variables = ENVIRON) 
     agent = (variables.get("MASTER_ADDR", "").strip("[]"), variables.get("MASTER_PORT"))
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or agent != (address, str(port)):
         return None
+    # The prefix that PyTorch uses: after each restart of all ranks another one.
     return f"/worker/attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 

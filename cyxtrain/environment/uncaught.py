@@ -100,6 +100,7 @@ def install(style: str | None = None, *, is_printing: bool = True) -> None:
     global _hook
     module = str(getattr(sys.excepthook, "__module__", None)).partition(".")[0]
     if sys.excepthook is not _hook and (style is not None or module in _REPLACED):
+        # PyTorch wraps the hook whenever it makes the default group: the new one keeps the style.
         hook = _Hook(sys.excepthook)
         if _hook is not None:
             hook.style = _hook.style

@@ -31,6 +31,7 @@ class Config(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"Config takes settings by name, such as a dictionary, got {values!r}.")
+        # Our own __setattr__ sets a setting.
         object.__setattr__(self, "_values", _copied(values or {}))
 
     @classmethod

@@ -255,6 +255,7 @@ def _import(values: Mapping[str, Any], names: Names) -> None:
 def _model(values: Mapping[str, Any], names: Names, seed: int) -> nn.Module:
     name, _ = section_of(values, "model")
     maker = ModelMaker(name, names.imported("model", name)) if is_path(name) else get_model(name)
+    # The program's own random numbers stay the same; models are created on the CPU, so GPUs need no seed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return maker(Config(values))

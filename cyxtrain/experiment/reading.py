@@ -184,6 +184,7 @@ def _parsed(file: Path, prefix: str) -> Values:
     values: Any = OmegaConf.create()
     try:
         with _short_errors(str(file), text):
+            # Before OmegaConf, which has no limits, and repeats what aliases refer to.
             _check_yaml(str(file), text)
             if text.strip():
                 values = OmegaConf.create(text)

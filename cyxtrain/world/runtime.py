@@ -183,12 +183,11 @@ def _adopt(config: DistributedConfig | None) -> None:
     """Make a ring next to a default group of PyTorch that uses accelerators. All ranks call it."""
     global _side_ring
     world = dist.group.WORLD
-    is_ours = _joined is not None and _joined.group is world
-    if is_ours or world is _inherited or cpu_group() is not world:
+    if _own_join() is not None or world is _inherited or cpu_group() is not world:
         return
     backends = consensus.backends_of()
     if "cpu" in backends and len({*backends.values()}) == 1:
-        return
+        return  # it carries small agreements itself
     timeout = timedelta(milliseconds=(config or DistributedConfig()).collective_timeout_ms)
     _side_ring = SideRing(world, dist.new_group(backend="ring", timeout=timeout))
 
