@@ -33,7 +33,7 @@ _REFERENCE = re.compile(r"(?<!\\)(\\\\)*\$\{(([^{}$:]{1,200})\})?")
 _MOST_REFERENCES = 256
 """In one value; OmegaConf's parser is slow."""
 _COST_OF_VALUE = 256
-"""Bytes that each value counts in addition to its characters: for memory, and the time to replace references."""
+"""Characters that each value counts in addition to its own: for memory, and the time to replace references."""
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
 
@@ -87,7 +87,7 @@ def merged(values: Values, overrides: Overrides) -> Values:
     for override in words_of(overrides):
         name, equals, _ = override.partition("=")
         if not equals or not all(name.split(".")) or name != name.strip():
-            raise ConfigError(f"an override is name=value, such as training.epochs=3; got {brief([override])[1:-1]}.")
+            raise ConfigError(f"an override is name=value, such as training.epochs=3; got {_quoted(override)}.")
         if re.search(r"\[|\.\d+(\.|$)", name):
             raise ConfigError(f"the override {brief(override)}: replace the whole list, such as model.hidden=[64, 64].")
         check_section("the config", name.split(".")[0])
@@ -111,7 +111,7 @@ def _check_references(values: Values, source: str) -> None:
     sizes: dict[tuple[Any, ...], int] = {}
 
     def size(path: tuple[Any, ...]) -> int:
-        """Return the characters of a value after the references in it are replaced, and some for the value itself."""
+        """Return what a value costs after the references in it are replaced, in characters."""
         if path not in sizes:
             sizes[path] = 0  # for a reference to itself, which OmegaConf reports
             value = _value_at(values, path)
@@ -140,8 +140,10 @@ def _parts_of(value: Any, path: tuple[Any, ...], source: str) -> Iterator[tuple[
                 f"{source}: {brief('.'.join(map(str, path)))} is {brief(value)}. Environment variables are in "
                 "capitals, such as ${DATA_DIR:./data}; settings have dots, such as ${training.seed}."
             )
-        own = name.lstrip(".")
-        yield (*path[: len(own) - len(name)], *filter(None, re.split(r"[.\[\]]", own)))
+        # A reference with dots before its name is relative: one dot is the section of the setting.
+        num_dots = len(name) - len(name.lstrip("."))
+        section = path[:-num_dots] if num_dots else ()
+        yield (*section, *filter(None, re.split(r"[.\[\]]", name)))
 
 
 def _value_at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -192,7 +194,7 @@ def _parsed(file: Path, prefix: str) -> Values:
         values = text.strip()
     if not OmegaConf.is_dict(values):
         shown = OmegaConf.to_container(values) if OmegaConf.is_config(values) else str(values)[:_DEEPEST]
-        raise ConfigError(f"{file} must have sections, such as 'training:', got {brief([shown])[1:-1]}.")
+        raise ConfigError(f"{file} must have sections, such as 'training:', got {_quoted(shown)}.")
     return _container(values)
 
 
@@ -225,6 +227,7 @@ class _YamlSize:
         elif isinstance(event, yaml.AliasEvent):
             self.total += self._anchored.get(event.anchor, 0)
         elif isinstance(event, yaml.ScalarEvent):
+            # OmegaConf's parser is slow: a reference costs as much as several values.
             size = _COST_OF_VALUE * (1 + 4 * event.value.count("${")) + len(event.value)
             self._anchored[event.anchor] = size
             self.total += size
@@ -258,6 +261,10 @@ def _is_integer(event: yaml.ScalarEvent) -> bool:
     if event.tag == _INTEGER:
         return True
     return bool(event.implicit[0] and _WHOLE_NUMBER.fullmatch(event.value))
+
+
+def _quoted(value: Any) -> str:
+    return brief([value])[1:-1]  # `brief` leaves out the quotes of a string
 
 
 def _no_file(file: Path) -> str:
