@@ -67,6 +67,16 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
     group_index = names.index("group")
     default_index = names.index(default) if default else 0
 
+    def call_completed(*args: _P.args, **named: _P.kwargs) -> _Result:
+        """Call it after completing a rank that is None, and the group that carries the tensor's device."""
+        bound = signature.bind(*args, **named)
+        given = bound.arguments
+        if default and given.get(default) is None and given.get(f"group_{default}") is None:
+            given[default] = 0
+        if given.get("group") is None:
+            given["group"] = runtime.group_for(given[tensor].device)
+        return function(*bound.args, **bound.kwargs)
+
     @functools.wraps(function)
     def call(*args: _P.args, **named: _P.kwargs) -> _Result:
         runtime.require_rank(function.__name__)
@@ -76,16 +86,10 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
         if is_absent and named.get(f"group_{default}") is None:
             named[default] = 0
         is_none = bool(default) and len(args) > default_index and args[default_index] is None
-        # Binding arguments to their names would slow down a small call, which takes microseconds.
+        # A small call takes microseconds: arguments are bound to their names only if that is needed.
         if not is_none and not runtime.has_side_ring():
             return function(*args, **named)
-        bound = signature.bind(*args, **named)
-        given = bound.arguments
-        if default and given.get(default) is None and given.get(f"group_{default}") is None:
-            given[default] = 0
-        if given.get("group") is None:
-            given["group"] = runtime.group_for(given[tensor].device)
-        return function(*bound.args, **bound.kwargs)
+        return call_completed(*args, **named)
 
     arguments = "\n".join(f"    {name}: {_ARGUMENTS.get(name, 'See PyTorch.')}" for name in names)
     see = f"See `torch.distributed.{function.__name__}`."
