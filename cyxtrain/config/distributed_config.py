@@ -108,9 +108,7 @@ class DistributedConfig:
 
 def without_brackets(address: str) -> str:
     """Return an IPv6 address without the brackets that URLs put around it; anything else unchanged."""
-    if re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", address):
-        return address[1:-1]
-    return address
+    return address[1:-1] if re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", address) else address
 
 
 def problem_of_address(address: str) -> str:

@@ -98,9 +98,7 @@ def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[
         if meant in places:
             return f"Did you mean {places[meant]}? {remark}".rstrip()
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f"Did you mean '{close[0]}'?"
-    return f"Known: {', '.join(sorted(known))}."
+    return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
 
 
 class _DocumentedFields:

@@ -115,9 +115,7 @@ def done_on(device: torch.device) -> torch.Event:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to an accelerator, asynchronously from pinned memory if possible."""
-    if has_side_streams(device):
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if has_side_streams(device) else tensor.to(device)
 
 
 def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -202,9 +202,7 @@ def _section_of(name: str) -> str:
         return "'training'"
     if name in _fields(DistributedConfig) or name in _fields(DDPConfig):
         return "'distributed'"
-    if name in SECTIONS and name not in ("training", "distributed"):
-        return repr(name)
-    return ""
+    return repr(name) if name in SECTIONS and name not in ("training", "distributed") else ""
 
 
 def _by_optimizer(values: Mapping[str, Any], section: str, known: Collection[str] | None) -> dict[str, Any]:

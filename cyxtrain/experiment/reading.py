@@ -315,9 +315,7 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
     setting = f"{source}: {brief(name)} is {brief(value)}"
     text = _VARIABLE.sub(lambda match: _value_of(match, variables, setting), value)
     # A variable that is the whole value is parsed as YAML, so that numbers are numbers.
-    if _VARIABLE.fullmatch(value):
-        return _scalar(text)
-    return text
+    return _scalar(text) if _VARIABLE.fullmatch(value) else text
 
 
 def _value_of(match: re.Match[str], variables: Mapping[str, str], setting: str) -> str:
@@ -392,6 +390,4 @@ def _hint(problem: str, text: str, number: int) -> str:
         return ": it has a tab; YAML indents with spaces"
     if "${" in line and line.count("{") > line.count("${"):
         return ': within { } write "${...}" in quotes'
-    if "mapping values" in problem or "block" in problem:
-        return ": check the indentation"
-    return ""
+    return ": check the indentation" if "mapping values" in problem or "block" in problem else ""

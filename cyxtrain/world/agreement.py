@@ -113,9 +113,7 @@ def on_first(world: World, action: Callable[[], object]) -> None:
 
 
 def _message(problem: Exception) -> str:
-    if isinstance(problem, CyxtrainError):
-        return str(problem)
-    return f"{type(problem).__name__}: {problem}"
+    return str(problem) if isinstance(problem, CyxtrainError) else f"{type(problem).__name__}: {problem}"
 
 
 def _as_ours(problem: Exception, rank: int) -> CyxtrainError:

@@ -34,9 +34,7 @@ class DeviceReport:
 
     def to_text(self) -> str:
         """Return the report as a string; "" for a rank without accelerators or a requested backend."""
-        if self == DeviceReport(local_rank=self.local_rank):
-            return ""
-        return json.dumps(dataclasses.asdict(self))
+        return "" if self == DeviceReport(local_rank=self.local_rank) else json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> DeviceReport:
