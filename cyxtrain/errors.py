@@ -253,7 +253,7 @@ def is_on_all_ranks(error: BaseException) -> bool:
     return _ON_ALL_RANKS in error.__dict__
 
 
-_speaks: list[Callable[[], bool]] = []
+_warns_together: list[Callable[[], bool]] = []
 
 
 def before_raising(function: Callable[[], None]) -> None:
@@ -267,14 +267,14 @@ def prepare_to_raise() -> None:
         function()
 
 
-def speaks_if(function: Callable[[], bool]) -> None:
-    """Set the function that returns whether this process prints for all ranks."""
-    _speaks[:] = [function]
+def warn_together_if(function: Callable[[], bool]) -> None:
+    """Set the function that returns whether this process is the one that warns for all ranks."""
+    _warns_together[:] = [function]
 
 
 def warn_together(message: str) -> None:
     """Warn about what every rank sees, on rank 0 only."""
-    if all(function() for function in _speaks):
+    if all(function() for function in _warns_together):
         warn(message)
 
 

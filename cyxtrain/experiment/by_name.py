@@ -48,12 +48,12 @@ def is_path(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def section_of(values: Mapping[str, Any], section: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
+def split_section(values: Mapping[str, Any], section: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
     """Return (name, settings) of a section; raise a ConfigError if it has no name and there is no default."""
-    return named(values.get(section), f"the section '{section}'", f"{section}: {{name: ...}}", default)
+    return split_name(values.get(section), f"the section '{section}'", f"{section}: {{name: ...}}", default)
 
 
-def named(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
+def split_name(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
     """Return (name, settings) of a name, or of settings with a name; raise ConfigError for anything else."""
     settings = found
     if isinstance(found, str):
@@ -69,7 +69,7 @@ def named(found: Any, owner: str, form: str, default: str | None = None) -> tupl
 
 
 @dataclass(frozen=True)
-class Names:
+class Resolver:
     """Finds classes and functions by name."""
 
     own_code: bool
@@ -134,7 +134,7 @@ def _classes_in(module: types.ModuleType | None, kind: type) -> dict[str, Maker]
     return classes
 
 
-def words_of(overrides: Overrides) -> list[str]:
+def override_strings(overrides: Overrides) -> list[str]:
     """Return overrides as a list of "name=value"; raise a ConfigError for a single string."""
     if isinstance(overrides, Mapping):
         return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]

@@ -19,7 +19,7 @@ from cyxtrain.data.sources.open import yields_batches
 from cyxtrain.datasets import load_digits
 from cyxtrain.environment.regular_files import at_a_glance, local_path, memory_bytes, open_regular
 from cyxtrain.errors import ConfigError, brief
-from cyxtrain.experiment.by_name import Names, section_of
+from cyxtrain.experiment.by_name import Resolver, split_section
 
 _PARTS = ("train", "validation", "test")
 _ARRAYS = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
@@ -115,16 +115,16 @@ def _content_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file_bytes:
 KNOWN: dict[str, Callable[..., Any]] = {"digits": digits, "npz": npz}
 
 
-def open_data(values: Mapping[str, Any], names: Names) -> Data:
+def open_data(values: Mapping[str, Any], resolver: Resolver) -> Data:
     """Return the data of an experiment.
 
     `data.name` is "digits", "npz", or "module:function", a function that takes the other settings. It returns (train,
     test), or a dictionary with "train" and optionally "validation" and "test"; each is (X, y), or a single argument of
     `fit`, such as a DataLoader.
     """
-    name, settings = section_of(values, "data")
+    name, settings = split_section(values, "data")
     owner = f"the data '{name}'"
-    found = make(owner, names.find("data set", name, KNOWN), settings)
+    found = make(owner, resolver.find("data set", name, KNOWN), settings)
     if isinstance(found, tuple) and any(isinstance(part, (np.ndarray, torch.Tensor)) for part in found):
         raise ConfigError(f"{owner} returned (X, y): return ((X, y), (X_test, y_test)) or ((X, y), None).")
     if isinstance(found, tuple) and len(found) == 2:

@@ -24,14 +24,14 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.by_name import (
     SECTIONS,
-    Names,
     Overrides,
+    Resolver,
     check_section,
     is_path,
-    named,
-    section_of,
+    override_strings,
+    split_name,
+    split_section,
     with_names,
-    words_of,
 )
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
@@ -75,25 +75,25 @@ class Experiment:
     def __init__(self, config: Mapping[str, Any], source: str = "the config", *, own_code: bool = True) -> None:
         self.config = Config(with_names(Config(config).to_dict()))
         values = self.config.to_dict()
-        names = Names(own_code)
+        resolver = Resolver(own_code)
         with _naming(source):
             for section in values:
                 check_section("the config", section)
             self._training = _training(values)
             self._distributed, ddp_config = _distributed(values)
-            _import(values, names)
-            model = _model(values, names, self._training.seed)
+            _import(values, resolver)
+            model = _model(values, resolver, self._training.seed)
             self.trainer = DistributedTrainer(
                 model,
-                **_optimizers_and_schedulers(values, names, model),
-                loss_fn=_loss(values, names),
+                **_optimizers_and_schedulers(values, resolver, model),
+                loss_fn=_loss(values, resolver),
                 loss_weights=values.get("loss_weights"),
-                metrics=_metrics(values, names),
-                callbacks=_callbacks(values, names),
+                metrics=_metrics(values, resolver),
+                callbacks=_callbacks(values, resolver),
                 ddp_config=ddp_config,
-                **_steps(values, names),
+                **_steps(values, resolver),
             )
-            self.data: Data = open_data(values, names)
+            self.data: Data = open_data(values, resolver)
         self.trainer.metadata[_KEY] = values
 
     @classmethod
@@ -109,7 +109,7 @@ class Experiment:
         """
         source = str(path)
         if overrides:
-            source += f" with {' '.join(words_of(overrides))}"
+            source += f" with {' '.join(override_strings(overrides))}"
         return cls(Config.from_file(path, overrides), source)
 
     @classmethod
@@ -241,33 +241,33 @@ def _config_of(kind: type[Any], settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def _import(values: Mapping[str, Any], names: Names) -> None:
+def _import(values: Mapping[str, Any], resolver: Resolver) -> None:
     """Import the modules that register an experiment's models."""
     modules = values.get("imports") or []
     if not isinstance(modules, list) or not all(isinstance(each, str) and each for each in modules):
         raise ConfigError(f"the section 'imports' must be a list of modules, such as [my_models], got {modules!r}.")
     for module in modules:
-        names.module(f"the module '{module}'", module)
+        resolver.module(f"the module '{module}'", module)
 
 
-def _model(values: Mapping[str, Any], names: Names, seed: int) -> nn.Module:
-    name, _ = section_of(values, "model")
-    maker = ModelMaker(name, names.imported("model", name)) if is_path(name) else get_model(name)
+def _model(values: Mapping[str, Any], resolver: Resolver, seed: int) -> nn.Module:
+    name, _ = split_section(values, "model")
+    maker = ModelMaker(name, resolver.imported("model", name)) if is_path(name) else get_model(name)
     # The program's own random numbers stay the same; models are created on the CPU, so GPUs need no seed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return maker(Config(values))
 
 
-def _loss(values: Mapping[str, Any], names: Names) -> Any:
+def _loss(values: Mapping[str, Any], resolver: Resolver) -> Any:
     """Return the loss function, or several by output name; None: the model computes its own."""
     found = values.get("loss_fn")
     if found is None:
         return None
     if isinstance(found, Mapping) and "name" not in found:
-        return {output: _loss({"loss_fn": each}, names) for output, each in found.items()}
-    name, settings = section_of(values, "loss_fn")
-    maker = names.find("loss", name, LOSSES, nn, torch_compat.LossModule)
+        return {output: _loss({"loss_fn": each}, resolver) for output, each in found.items()}
+    name, settings = split_section(values, "loss_fn")
+    maker = resolver.find("loss", name, LOSSES, nn, torch_compat.LossModule)
     if not is_path(name):
         return make(f"the loss '{name}'", maker, _with_tensors(settings))
     if not settings and not isinstance(maker, type):
@@ -284,30 +284,30 @@ def _with_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _optimizers_and_schedulers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, Any]:
+def _optimizers_and_schedulers(values: Mapping[str, Any], resolver: Resolver, model: nn.Module) -> dict[str, Any]:
     """Return the trainer's arguments for one optimizer with its schedule, or for several by name."""
-    optimizers = _optimizers(values, names, model)
+    optimizers = _optimizers(values, resolver, model)
     schedulers = {}
     for own, section in _by_optimizer(values, "schedulers", optimizers).items():
-        schedulers[own] = _scheduler(section, f"schedulers.{own}", names, optimizers[own])
+        schedulers[own] = _scheduler(section, f"schedulers.{own}", resolver, optimizers[own])
     if ONLY not in optimizers:
         return {"optimizers": optimizers, "schedulers": schedulers}
     only = optimizers[ONLY]
-    return {"optimizer": only, "scheduler": _scheduler(values.get("scheduler"), "scheduler", names, only)}
+    return {"optimizer": only, "scheduler": _scheduler(values.get("scheduler"), "scheduler", resolver, only)}
 
 
-def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+def _optimizers(values: Mapping[str, Any], resolver: Resolver, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers by name; the section 'optimizer' makes the only one."""
     if values.get("optimizers") is None:
-        return {ONLY: _optimizer(*section_of(values, "optimizer", default="adam"), names, model)}
+        return {ONLY: _optimizer(*split_section(values, "optimizer", default="adam"), resolver, model)}
     for section in ("optimizer", "scheduler"):
         if values.get(section) is not None:
             raise ConfigError(f"the sections '{section}' and 'optimizers' are given: leave one out, or set it to null.")
     made = {}
     for own, each in _by_optimizer(values, "optimizers", None).items():
-        name, settings = named(each, f"optimizers.{own}", f"{own}: {{name: adam, modules: ...}}")
+        name, settings = split_name(each, f"optimizers.{own}", f"{own}: {{name: adam, modules: ...}}")
         modules = _submodules(model, settings.pop("modules", None), own)
-        made[own] = _optimizer(name, settings, names, modules)
+        made[own] = _optimizer(name, settings, resolver, modules)
     return made
 
 
@@ -323,18 +323,18 @@ def _submodules(model: nn.Module, given: Any, own: str) -> nn.ModuleList:
         ) from error
 
 
-def _optimizer(name: str, settings: Mapping[str, Any], names: Names, model: nn.Module) -> torch.optim.Optimizer:
-    maker = names.find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
+def _optimizer(name: str, settings: Mapping[str, Any], resolver: Resolver, model: nn.Module) -> torch.optim.Optimizer:
+    maker = resolver.find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
     parameters = parameters_for(name, model)
     optimizer: torch.optim.Optimizer = make(f"the optimizer '{name}'", maker, settings, parameters)
     return optimizer
 
 
-def _scheduler(section: Any, owner: str, names: Names, optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(section: Any, owner: str, resolver: Resolver, optimizer: torch.optim.Optimizer) -> Any:
     if section is None:
         return None
-    name, settings = named(section, f"the section '{owner}'", f"{owner}: {{name: ...}}")
-    maker = names.find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
+    name, settings = split_name(section, f"the section '{owner}'", f"{owner}: {{name: ...}}")
+    maker = resolver.find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
     owner = f"the scheduler '{name}'"
     if not wants_total_steps(partial(maker, **settings)):
         return make(owner, maker, settings, optimizer)
@@ -346,43 +346,43 @@ def _scheduler(section: Any, owner: str, names: Names, optimizer: torch.optim.Op
     return partial(maker, **settings)
 
 
-def _metrics(values: Mapping[str, Any], names: Names) -> Any:
+def _metrics(values: Mapping[str, Any], resolver: Resolver) -> Any:
     """Return metrics for the trainer: names, and functions or classes of "module:name"; or such by output name."""
     found = values.get("metrics") or []
     if isinstance(found, Mapping) and "name" not in found:
-        return {output: _metrics({"metrics": each}, names) for output, each in found.items()}
+        return {output: _metrics({"metrics": each}, resolver) for output, each in found.items()}
     if isinstance(found, (str, Mapping)):
         found = [found]
     if not isinstance(found, list):
         raise ConfigError(f"the section 'metrics' must be a list, such as [f1, mae], got {found!r}.")
-    return [_metric(each, names) for each in found]
+    return [_metric(each, resolver) for each in found]
 
 
-def _metric(each: Any, names: Names) -> Any:
-    name, settings = named(each, "each of 'metrics'", "f1")
+def _metric(each: Any, resolver: Resolver) -> Any:
+    name, settings = split_name(each, "each of 'metrics'", "f1")
     if not is_path(name):
         return each
-    maker = names.imported("metric", name)
+    maker = resolver.imported("metric", name)
     if not settings and not isinstance(maker, type):
         return maker  # a function of (output, target)
     return make(f"the metric '{name}'", maker, settings)
 
 
-def _steps(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def _steps(values: Mapping[str, Any], resolver: Resolver) -> dict[str, Any]:
     """Return the steps of the user's own, functions of (trainer, batch)."""
     given = {name: values[name] for name in ("train_step", "test_step", "predict_step") if values.get(name)}
     for name, path in given.items():
         if not isinstance(path, str):
             raise ConfigError(f"the section '{name}' must be the name of a function, module:name, got {path!r}.")
-    return {name: names.imported(name, path) for name, path in given.items()}
+    return {name: resolver.imported(name, path) for name, path in given.items()}
 
 
-def _callbacks(values: Mapping[str, Any], names: Names) -> list[Callback]:
+def _callbacks(values: Mapping[str, Any], resolver: Resolver) -> list[Callback]:
     sections = values.get("callbacks") or []
     if not isinstance(sections, list):
         raise ConfigError(f"the section 'callbacks' must be a list, such as '- name: EarlyStopping', got {sections!r}.")
     made = []
     for each in sections:
-        name, settings = named(each, "each of 'callbacks'", "- {name: EarlyStopping, patience: 3}")
-        made.append(make(f"the callback '{name}'", names.find("callback", name, {}, callbacks, Callback), settings))
+        name, settings = split_name(each, "each of 'callbacks'", "- {name: EarlyStopping, patience: 3}")
+        made.append(make(f"the callback '{name}'", resolver.find("callback", name, {}, callbacks, Callback), settings))
     return made

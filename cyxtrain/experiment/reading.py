@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cyxtrain.config.settings import is_number
 from cyxtrain.environment.regular_files import local_path, read_text
 from cyxtrain.errors import ConfigError, brief, shortened
-from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section, with_names, words_of
+from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section, override_strings, with_names
 
 _BASE = "_base_"
 _LONGEST_BYTES = 1 << 24
@@ -84,7 +84,7 @@ def _pop_bases(values: Values, file: Path) -> list[str]:
 def merged(values: Values, overrides: Overrides) -> Values:
     """Return settings with overrides such as "training.epochs=3"; later ones take precedence."""
     given: Values = {}
-    for override in words_of(overrides):
+    for override in override_strings(overrides):
         name, equals, _ = override.partition("=")
         if not equals or not all(name.split(".")) or name != name.strip():
             raise ConfigError(f"an override is name=value, such as training.epochs=3; got {_quoted(override)}.")

@@ -34,7 +34,7 @@ from cyxtrain.errors import (
     before_raising,
     counted,
     error_from_facts,
-    speaks_if,
+    warn_together_if,
 )
 from cyxtrain.ring import fail, failure_of, is_ring, members_of, raised_failure_of
 from cyxtrain.world import consensus, devices
@@ -572,7 +572,7 @@ def _shorten_traceback() -> None:
 
 
 before_raising(_shorten_traceback)
-speaks_if(lambda: not dist.is_initialized() or dist.get_rank() == 0)
+warn_together_if(lambda: not dist.is_initialized() or dist.get_rank() == 0)
 
 
 def is_interactive() -> bool:
