@@ -13,7 +13,7 @@ Labels: TypeAlias = npt.NDArray[np.int64]
 
 
 def load_digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
-    """Return 1,797 handwritten digits as `(x_train, y_train), (x_test, y_test)`, always with the same split.
+    """Return 1,797 handwritten digits as `(x_train, y_train), (x_test, y_test)`, in a fixed split.
 
     Each picture is a vector of 64 pixels, ready for a linear layer; `nn.Unflatten(1, (1, 8, 8))` makes an image of it.
     The split is stored with the data and never changes: 360 pictures, 36 of each digit, are for the test. They are
@@ -35,5 +35,5 @@ def load_digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
 
 
 def _part(pixels: npt.NDArray[np.uint8], digits: npt.NDArray[np.uint8]) -> tuple[Images, Labels]:
-    """Scale pixels from 0 ... 16 to 0 ... 1, which is exact in float32, and convert digits to class targets."""
+    """Scale pixels from 0 ... 16 to 0 ... 1, exact in float32, and convert digits to class targets."""
     return pixels.astype(np.float32) / np.float32(16), digits.astype(np.int64)

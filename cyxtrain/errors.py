@@ -171,7 +171,7 @@ class DistributedTrainingError(CyxtrainError):
 
 
 class NonFiniteError(DistributedTrainingError):
-    """A loss or a gradient is NaN or infinite; every rank raises it at the same step, before anything has changed."""
+    """A loss or a gradient is NaN or infinite; all ranks raise it at the same step, before any change."""
 
 
 class ReplicasDifferError(DistributedTrainingError):

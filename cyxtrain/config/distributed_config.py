@@ -70,7 +70,7 @@ class DistributedConfig:
 
     @classmethod
     def from_environment(cls) -> DistributedConfig:
-        """Return the config of the environment (see `cyxtrain.environment.process_env`); alone, a world of one.
+        """Return the environment's config (see `cyxtrain.environment.process_env`); alone, a world of one.
 
         Raises:
             ConfigError: The environment is half set, or has an invalid number or a rank outside the world.
@@ -261,7 +261,7 @@ def _check_secret(config: DistributedConfig, variables: Variables) -> None:
 
 
 def with_disagreement(error: _Error, config: DistributedConfig, variables: Variables = ENVIRON) -> _Error:
-    """Add to an error about this process's rank how a scheduler contradicts RANK and WORLD_SIZE, if it does."""
+    """Add to an error about this rank how the scheduler contradicts RANK and WORLD_SIZE, if it does."""
     if config.rank is None or config.world_size is None:
         return error
     contradiction = schedulers.disagreement(variables, config.rank, config.world_size)

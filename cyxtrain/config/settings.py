@@ -82,7 +82,7 @@ def check_attribute(name: str, has: list[str]) -> None:
 
 
 def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[str, str] = {}) -> str:
-    """Return a sentence with what a name means, or with the known name of similar spelling, or with all names.
+    """Return a sentence with the meaning of a name, the known name of similar spelling, or all names.
 
     `what` is their kind, as for `meanings`; `places` tells how to set arguments of other calls.
     """
@@ -180,7 +180,7 @@ def make(owner: str, maker: Callable[..., Any], given: Mapping[str, Any], *first
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function takes this many positional arguments; True for functions in C without a signature."""
+    """Return whether a function takes so many positional arguments; True for C without a signature."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -191,7 +191,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def names_checked(target: _Function, what: str = "argument") -> _Function:
-    """Make a function, or a class's public methods, refuse unknown arguments with what was meant, and too many."""
+    """Let a function, or a class's public methods, refuse unknown arguments and too many, with a hint."""
     if isinstance(target, type):
         _check_names_in_methods(target)
         return target
@@ -276,7 +276,7 @@ def require_boolean(owner: str, name: str, value: object) -> None:
 def check_fields(
     given: Any, rules: Rules, *, positive: Collection[str] = (), theirs: Mapping[str, Mapping[str, str]] = {}
 ) -> None:
-    """Refuse invalid values of settings, whose annotations are strings; None is allowed where the type allows it.
+    """Refuse invalid values of settings, whose annotations are strings; None only if the type has it.
 
     Args:
         given: The settings.

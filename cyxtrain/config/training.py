@@ -289,7 +289,7 @@ class DistributedTrainingConfig:
         return isinstance(freq, float) or epoch % freq == 0
 
     def validates_at(self, step: int, epoch_step: int, steps_per_epoch: int | None) -> bool:
-        """Return whether a validation follows `step`, which is `epoch_step` of `steps_per_epoch`, counted from 1."""
+        """Return whether a validation follows `step`, from 1: number `epoch_step` of `steps_per_epoch`."""
         if isinstance(self.validation_freq, float):
             # The decimal number that the user wrote: as a float, 0.1 is slightly more.
             share = Fraction(str(self.validation_freq)) * (steps_per_epoch or 1)

@@ -28,7 +28,7 @@ _OTHER_DEVICE = ("on the same device", "on the expected device", "and weight typ
 
 
 def visible() -> torch.device | None:
-    """Return the kind of accelerator that training uses by default, without an index; None: no accelerator."""
+    """Return the kind of accelerator that training uses by default, without an index; None: it uses CPUs."""
     found = torch.accelerator.current_accelerator()
     if found is None or found.type in _NOT_DEFAULT or not torch.accelerator.device_count():
         return None  # counting leaves a forked child able to use CUDA, unlike is_available()
@@ -41,7 +41,7 @@ def count() -> int:
 
 
 def in_use() -> torch.device | None:
-    """Return the accelerator that this thread uses, with its index; None: this process has used none so far."""
+    """Return this thread's accelerator, with its index; None: this process has not used one so far."""
     found = torch.accelerator.current_accelerator()
     if found is None or found.type in _NOT_DEFAULT or not torch.get_device_module(found).is_initialized():
         return None
@@ -167,7 +167,7 @@ def _module_of(device: torch.device) -> Any:
 
 
 class Stopwatch:
-    """Measures how long an accelerator's current stream spends in a context, without stopping the host."""
+    """A stopwatch for an accelerator's current stream, used as a context, that does not stop the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -211,7 +211,7 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 
 def remedy_for_devices(error: Exception) -> str:
-    """Return the remedy for an error of the user's code with tensors on several devices; "" for other errors."""
+    """Return the remedy if an error of the user's code is about tensors on several devices; otherwise ""."""
     text = str(error)
     if not any(words in text for words in _OTHER_DEVICE):
         return ""

@@ -33,7 +33,7 @@ _kept = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def ignoring_signals(numbers: Collection[int]) -> Iterator[None]:
-    """Let workers of any DataLoader that start within ignore signals; their deaths in a stop raise no error."""
+    """Let DataLoader workers that start within ignore signals; their deaths in a stop raise no error."""
     global _wait_for_stop, _is_ending
     _replace_check()
     _is_ending = False
@@ -87,7 +87,7 @@ def _end_with_rank() -> None:
 
 
 def _ended_by_kill(set_pids: Callable[[int, Sequence[int]], None]) -> Callable[[int, Sequence[int]], None]:
-    """Let the loader end its workers by SIGKILL where it sends SIGTERM to those that do not end by themselves."""
+    """Let the loader end hanging workers by SIGKILL instead of SIGTERM, which they ignore."""
 
     def set_own_pids(key: int, pids: Sequence[int]) -> None:
         set_pids(key, pids)

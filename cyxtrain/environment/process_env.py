@@ -145,7 +145,7 @@ def _variables_of(identity: schedulers.Identity) -> dict[str, str]:
 
 
 def agent_store_prefix(address: str, port: int, variables: Variables = ENVIRON) -> str | None:
-    """Return the prefix of our keys if torchrun's agent keeps the store at this address; None if rank 0 does."""
+    """Return the prefix of our keys if torchrun's agent keeps the store at this address; otherwise None."""
     agent = (variables.get("MASTER_ADDR", "").strip("[]"), variables.get("MASTER_PORT"))
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or agent != (address, str(port)):
         return None
@@ -162,7 +162,7 @@ def is_launched(variables: Variables = ENVIRON) -> bool:
 
 
 def ranks_that_share_cores(variables: Variables = ENVIRON) -> int:
-    """Return how many ranks of this machine would use all cores: a scheduler started them without OMP_NUM_THREADS."""
+    """Return how many ranks a scheduler started on this machine without OMP_NUM_THREADS; 1: this alone."""
     if variables.get("OMP_NUM_THREADS") or any(name in variables for name in _IDENTITY):
         return 1
     identity = schedulers.detect(variables)
@@ -172,7 +172,7 @@ def ranks_that_share_cores(variables: Variables = ENVIRON) -> int:
 
 
 def settings_found(variables: Variables = ENVIRON) -> dict[str, str]:
-    """Return, for display, the variables that decide how ranks meet and communicate; a secret is shown as "set"."""
+    """Return the variables that decide how ranks communicate, for display; a secret is shown as "set"."""
     found = {name: variables[name] for name in _COMMUNICATION_VARIABLES if variables.get(name)}
     if SECRET in found:
         found[SECRET] = "set"
@@ -198,7 +198,7 @@ def wants_full_traceback(variables: Variables = ENVIRON) -> bool:
 
 
 def launched_run(variables: Variables = ENVIRON) -> tuple[str, int]:
-    """Return (name of the launcher's run, how often it has restarted all ranks); ("", 0) without a launcher."""
+    """Return (name of the launcher's run, number of restarts of all ranks); ("", 0) without a launcher."""
     run = variables.get("CYXTRAIN_RUN", "")
     if not run:
         return "", 0
@@ -222,7 +222,7 @@ def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:
 
 
 def held_port(port: int, variables: Variables = ENVIRON) -> int | None:
-    """Return the port that the launcher holds for rank 0 in place of MASTER_PORT `port`; None: it holds none."""
+    """Return the port that the launcher holds for rank 0 in place of MASTER_PORT `port`, or None."""
     master, _, held = variables.get("CYXTRAIN_PORT", "").partition(" ")
     if master != str(port) or sys.platform != "linux":
         return None

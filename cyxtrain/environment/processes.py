@@ -43,7 +43,7 @@ def this_process(address: str) -> Process:
 
 
 def _machine() -> str:
-    """Return a name that processes share if one operating system can tell their pids and states; "": unknown."""
+    """Return a name that processes share if one operating system knows their states; "": unknown."""
     if sys.platform != "linux":
         return f"{sys.platform} {uuid.getnode()}"
     try:
@@ -79,7 +79,7 @@ def state_of(process: Process, asking: Process) -> State | None:
 
 
 def has_native_handler(number: int) -> bool:
-    """Return whether this process handles a signal, perhaps outside of Python, such as `faulthandler.register`."""
+    """Return whether this process handles a signal, also outside of Python, as `faulthandler` does."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux

@@ -117,7 +117,7 @@ def find(name: str) -> Any:
 
 @contextlib.contextmanager
 def replaced(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function of PyTorch within by `make(function)`; no effect if this version does not have it."""
+    """Replace a function of PyTorch within by `make(function)`; no effect if this version lacks it."""
     module, _, attribute = name.rpartition(".")
     place = find(module)
     original = find(name)
@@ -322,7 +322,7 @@ def has_own_loading(module: nn.Module) -> bool:
 
 
 def with_versions(state: dict[str, Any], own: Any) -> Any:
-    """Return a state with the modules' versions in `own`, a `state_dict`; none for a module that lacks a value."""
+    """Return a state with the versions of modules in `own`, a `state_dict`, except for incomplete ones."""
     found: Any = OrderedDict(state)
     incomplete = {name.rpartition(".")[0] for name in own if name not in state}
     metadata = getattr(own, "_metadata", {})
@@ -446,7 +446,7 @@ def process_groups() -> list[Any]:
 
 
 def renumber_ranks(group: dist.ProcessGroup, world_size: int) -> None:
-    """Tell PyTorch that a group's ranks are 0 to `world_size` - 1 now; it keeps a table for the default group only."""
+    """Renumber a group's ranks in PyTorch's table, from 0; it has only the default group."""
     ranks = getattr(find("torch.distributed.distributed_c10d._world"), "pg_group_ranks", {})
     if group in ranks:
         ranks[group] = {rank: rank for rank in range(world_size)}

@@ -56,7 +56,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class _Hook:
-    """Replaces `sys.excepthook`; `previous` prints all other errors."""
+    """A replacement of `sys.excepthook`; `previous` prints all other errors."""
 
     style = SHORT
     is_printing = True
@@ -130,7 +130,7 @@ def _in_short(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _worker_frames(cause: BaseException | None) -> str:
-    """Return frames of the user's code in a worker process: a cause without a traceback has it in its message."""
+    """Return frames of the user's code in a worker process, whose traceback is the message of a cause."""
     if cause is None or cause.__traceback__ is not None:
         return ""
     frames = [frame[0] for frame in _FRAME.finditer(str(cause)) if not frame[1].startswith(_PACKAGE)]

@@ -70,7 +70,7 @@ def split_name(found: Any, owner: str, form: str, default: str | None = None) ->
 
 @dataclass(frozen=True)
 class Resolver:
-    """Finds classes and functions by name."""
+    """A lookup of classes and functions by name."""
 
     own_code: bool
     """Whether names may be "module:name", which runs that module."""
@@ -83,7 +83,7 @@ class Resolver:
         module: types.ModuleType | None = None,
         kind: type = object,
     ) -> Maker:
-        """Return the class or function: one of `known`, in any case; a `kind` in `module`; or "module:name"."""
+        """Return a class or function: one of `known`, in any case; a `kind` in `module`; or "module:name"."""
         if name.lower() in known:
             return known[name.lower()]
         if is_path(name):
@@ -94,7 +94,7 @@ class Resolver:
         raise unknown_name("cyxtrain", name, [*known, *classes], what)
 
     def imported(self, what: str, path: str) -> Maker:
-        """Return the class or function "module:name"; raise a ConfigError if it is missing or code is not allowed."""
+        """Return the class or function "module:name"; refuse a missing one, and code that is not allowed."""
         module, _, name = path.partition(":")
         if not module or not name:
             raise ConfigError(f"the {what} '{path}': write it as \"module:name\".")

@@ -31,7 +31,7 @@ _MOST_RECORDS_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Data:
-    """Each part as arguments of `fit` and `evaluate`: (X, y), (X,) or (loader,); () for a part without data."""
+    """Each part as arguments of `fit` and `evaluate`: (X, y), (X,) or (loader,); () without data."""
 
     train: tuple[Any, ...]
     validation: tuple[Any, ...] = ()
@@ -91,7 +91,7 @@ def _read_arrays(file: io.BufferedReader, path: str) -> dict[str, Any]:
 
 
 def _content_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file_bytes: int) -> int:
-    """Return an array's size; raise a ValueError if its header does not fit its bytes, or they do not fit the file."""
+    """Return an array's bytes; raise a ValueError if its header, its bytes and the file do not match."""
     ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _MOST_DEFLATED}.get(entry.compress_type, 0)
     if entry.compress_size > file_bytes or entry.file_size > entry.compress_size * ratio:
         raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes that the file cannot hold")

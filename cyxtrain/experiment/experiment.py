@@ -347,7 +347,7 @@ def _scheduler(section: Any, owner: str, resolver: Resolver, optimizer: torch.op
 
 
 def _metrics(values: Mapping[str, Any], resolver: Resolver) -> Any:
-    """Return metrics for the trainer: names, and functions or classes of "module:name"; or such by output name."""
+    """Return the trainer's metrics: names, and functions or classes of "module:name"; or these by output."""
     found = values.get("metrics") or []
     if isinstance(found, Mapping) and "name" not in found:
         return {output: _metrics({"metrics": each}, resolver) for output, each in found.items()}

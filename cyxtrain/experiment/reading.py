@@ -205,7 +205,7 @@ def _parsed_override(source: str, override: str) -> Values:
 
 
 class _YamlSize:
-    """The depth and size of YAML while it is parsed; an alias (*) counts as much as the values that it repeats."""
+    """The depth and size of YAML while it is parsed; an alias (*) counts like the values that it repeats."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -234,7 +234,7 @@ class _YamlSize:
 
 
 def _check_yaml(source: str, text: str) -> None:
-    """Raise a ConfigError for YAML that is nested too deep for its parser, too large, or has a very long integer."""
+    """Refuse YAML that is nested too deep for its parser, too large, or has a very long integer."""
     size = _YamlSize()
     for event in yaml.parse(text, _PARSER):
         size.add(event)
@@ -283,7 +283,7 @@ def _no_file(file: Path) -> str:
 
 
 def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Values:
-    """Return `base` overridden by `own`; if `by_name`, a section with another name replaces the whole section."""
+    """Return `base` overridden by `own`; if `by_name`, another name in a section replaces all of it."""
     kept = base
     if by_name:
         kept = {name: value for name, value in base.items() if not _is_replaced(name, value, own)}
@@ -295,7 +295,7 @@ def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Va
 
 
 def _is_replaced(section: str, value: Any, own: Values) -> bool:
-    """Return whether `own` has a section with another name, to which the settings in `value` do not belong."""
+    """Return whether `own` has another name in this section, so that `value` does not belong to it."""
     name = _name_of(own.get(section))
     return section in NAMED and name is not None and name != _name_of(value)
 

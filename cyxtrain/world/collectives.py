@@ -56,7 +56,7 @@ _ERRORS = """    NotInitializedError: Before `init`.
 
 
 def _collective(function: Callable[_P, _Result], doc: str, default: str = "") -> Callable[_P, _Result]:
-    """Return a collective of PyTorch that checks that this process is a rank, and chooses the group by the device.
+    """Wrap a collective of PyTorch: require a rank, and choose the group by the tensor's device.
 
     `doc` describes it, with its cost over the ring of N ranks; `default` is the argument, "src" or "dst", that is 0 if
     the caller does not set it.

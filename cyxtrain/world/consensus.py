@@ -35,7 +35,7 @@ def own_arithmetic() -> str:
 
 
 def differing_types(by_rank: Sequence[str]) -> str:
-    """Return which ranks have which CPUs, given the result of `own_arithmetic` on each; "": all have the same."""
+    """Return which ranks have which CPUs, from the `own_arithmetic` of each; "": all have the same."""
     ranks: dict[str, list[str]] = {}
     for rank, cpu in enumerate(by_rank):
         ranks.setdefault(cpu, []).append(str(rank))

@@ -144,7 +144,7 @@ def _names_of_gpu(report: DeviceReport, machine: str) -> list[tuple[str, ...]]:
 
 
 def why_cpus(reports: Sequence[DeviceReport]) -> str:
-    """Return why ranks without a requested device train on CPUs; "": each uses its accelerator, or none has one.
+    """Return why ranks without a requested device train on CPUs; "": all see the same kind of device.
 
     All compute on the same kind of device: parameters on two kinds would differ in their last bits.
     """

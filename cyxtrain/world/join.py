@@ -46,7 +46,7 @@ _store: KeyValueStore | None = None
 
 @dataclass
 class Joined:
-    """How this process joined."""
+    """The groups that this process made when it joined, and how they were chosen."""
 
     group: Any
     config: DistributedConfig
@@ -63,7 +63,7 @@ class Joined:
 
 
 def join(config: DistributedConfig) -> Joined:
-    """Make the default torch process group; raise RendezvousError if, for example, it cannot open more files."""
+    """Make the default process group; raise RendezvousError if the process runs out of files or memory."""
     try:
         return _join(config)
     except OSError as error:
@@ -164,7 +164,7 @@ def forget_parent() -> None:
 
 
 def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> Joined:
-    """Make a ring, over which ranks exchange which devices they see; then a group of NCCL if each has a GPU.
+    """Make a ring, over which ranks exchange their device reports; then an NCCL group if each has a GPU.
 
     Joining has one deadline, collectives another.
     """
@@ -288,7 +288,7 @@ def _warn_once(message: str) -> None:
 def is_rank_of_another_world(
     config: DistributedConfig | None, parent: DistributedConfig | None, *, refuses: bool
 ) -> bool:
-    """Return whether a forked child is a rank of another world than its parent; refuse one that is not a rank.
+    """Return whether a forked child is a rank of another world; refuse a child that is not a rank.
 
     `parent` is the config with which the parent joined, if `init` made its group. A child that is not a rank is refused
     if `refuses`; one that cannot leave its parent's group is always refused.
@@ -317,7 +317,7 @@ def is_rank_of_another_world(
 
 
 def environment_has_changed(joined: DistributedConfig) -> bool:
-    """Return whether RANK and WORLD_SIZE describe another world than the one joined; refuse it if that has several."""
+    """Return whether RANK and WORLD_SIZE describe another world; refuse to leave one of several ranks."""
     described = process_env.own_identity()
     if described.items() <= {"RANK": joined.rank, "WORLD_SIZE": joined.world_size}.items():
         return False

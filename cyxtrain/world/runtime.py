@@ -211,7 +211,7 @@ def join_for_all(*, works_alone: bool = False) -> World:
 
 
 def rejoin_after_failure() -> None:
-    """Begin a new world after an error that this rank's program has seen, as every rank does in its next call.
+    """Begin a new world, as every rank does in its next call, after an error that the program has seen.
 
     Raises the error of a rank that was lost or silent again: all ranks must be started again.
     """
@@ -386,7 +386,7 @@ def cpu_group() -> Any:
 
 
 def group_for(device: torch.device) -> Any:
-    """Return the group of all ranks that carries a device's tensors: for the CPU perhaps a ring next to NCCL."""
+    """Return the group of all ranks that carries a device's tensors: for the CPU a ring next to NCCL."""
     if _side_ring is None or device.type != "cpu" or not _side_ring.carries_cpu:
         return dist.group.WORLD
     return cpu_group()
@@ -444,9 +444,9 @@ def require_world(function: str) -> None:
 
 
 def require_rank(function: str) -> None:
-    """Refuse a call before this process has joined, and in a forked child of a world of one, which is not a rank.
+    """Refuse a call before this process has joined, and in a forked child of a world of one.
 
-    A child of several ranks gets the same error from its group, however it calls it.
+    A child is not a rank. In a world of several ranks its group refuses every call.
     """
     require_world(function)
     if _inherited is not None and _inherited is dist.group.WORLD and dist.get_world_size() == 1:
@@ -510,7 +510,7 @@ def _current_side_ring() -> SideRing | None:
 
 
 def cause_of(error: BaseException) -> CyxtrainError | None:
-    """Return the error of another rank that has ended the default group, if it explains an error of a collective.
+    """Return the error of another rank that ended the default group, if it explains a collective's error.
 
     NCCL names neither the rank nor its error; the ring next to it does.
     """
@@ -560,7 +560,7 @@ if sys.platform != "win32":
 
 
 def _shorten_traceback() -> None:
-    """Let Python print a user's mistake in short; what all ranks raise, on the first rank of each machine only."""
+    """Let Python print a mistake in short, and only on a machine's first rank if all ranks raise it."""
     # Not get_local_rank(), which raises an error of this package for a wrong variable: that would call this again.
     rank = 0
     joined = _own_join()

@@ -25,7 +25,7 @@ _CAUSE_SECONDS = 1.0
 
 
 class SideRing:
-    """Carries small agreements and the tensors of the CPU; aborts all other groups as soon as a rank fails."""
+    """The ring that carries small agreements and CPU tensors; if a rank fails, it aborts all other groups."""
 
     def __init__(self, group: Any, ring: Any) -> None:
         self.group = group
@@ -35,7 +35,7 @@ class SideRing:
         ring.group.call_on_failure(self._abort_others)
 
     def _abort_others(self) -> None:
-        """Abort each group in its own thread: to abort one communicator of NCCL may wait for another one's abort."""
+        """Abort each group in its own thread: NCCL may abort a communicator only after another one."""
         for group in torch_compat.process_groups():
             if is_ring(group):
                 continue

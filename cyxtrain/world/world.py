@@ -20,9 +20,9 @@ _LEAVES = "leaves the world (its program, or the with block of init, has ended; 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class World:
-    """The ranks that take part in a call, as one of them sees them. All of them make the same calls, in one order.
+    """The ranks that take part in a call, as one of them sees them.
 
-    A rank by itself is a world of one: its methods send nothing.
+    All of them make the same calls, in one order. A rank by itself is a world of one: its methods send nothing.
 
     Attributes:
         rank: This process's number, from 0.
@@ -73,7 +73,7 @@ class World:
         return self.cpu_tensors if device.type == "cpu" else self.group
 
     def device_of_sums(self, device: torch.device) -> torch.device:
-        """Return where sums over ranks are computed: on an accelerator, unless the ring carries them. Ask once."""
+        """Return where sums over ranks are computed: an accelerator, unless the ring carries them. Ask once."""
         if is_accelerator(device) and (self.size == 1 or dist.get_backend(self.group) != "ring"):
             return device
         return torch.device("cpu")
