@@ -37,7 +37,7 @@ def agree_on(
         planned, facts = plan()
     except Exception as error:
         problem = error
-    gathered = agree(world, facts, problem)
+    gathered = agree(world, facts, problem)  # raises the problem, if there is one
     return planned, gathered
 
 
