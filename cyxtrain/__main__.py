@@ -9,7 +9,7 @@ from cyxtrain.launch import command_line
 
 
 def main() -> int:
-    """Runs this process's command line; returns its exit code."""
+    """Run this process's command line and return its exit code."""
     return command_line.main(sys.argv[1:], dict(os.environ))
 
 

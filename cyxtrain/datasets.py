@@ -13,12 +13,12 @@ Labels: TypeAlias = npt.NDArray[np.int64]
 
 
 def load_digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
-    """Returns 1,797 handwritten digits as `(x_train, y_train), (x_test, y_test)`, always split alike.
+    """Return 1,797 handwritten digits as `(x_train, y_train), (x_test, y_test)`, in a fixed split.
 
-    Each picture is a row of its 64 pixels, so that a linear layer takes it as it is; `nn.Unflatten(1, (1, 8, 8))`
-    makes an image of it. The split is stored with the data and never changes: 360 pictures, 36 of each digit, are
-    for the test. They are spread evenly over the source's order, so the same 13 people wrote both parts. Each call
-    reads the file anew (46 KB), and the arrays are the caller's own.
+    Each picture is a vector of 64 pixels, ready for a linear layer; `nn.Unflatten(1, (1, 8, 8))` makes an image of it.
+    The split is stored with the data and never changes: 360 pictures, 36 of each digit, are for the test. They are
+    spread evenly over the source's order, so the same 13 people wrote both parts. Each call reads the file (46 KB)
+    again, and the arrays are the caller's own.
 
     Returns:
         - `x_train`: float32 (1437, 64), from 0 (paper) to 1 (ink), in steps of 1/16.
@@ -35,5 +35,5 @@ def load_digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
 
 
 def _part(pixels: npt.NDArray[np.uint8], digits: npt.NDArray[np.uint8]) -> tuple[Images, Labels]:
-    """Returns pixels 0 ... 16 as 0 ... 1 (exact in float32), and digits in the type of PyTorch's class targets."""
+    """Scale pixels from 0 ... 16 to 0 ... 1, exact in float32, and convert digits to class targets."""
     return pixels.astype(np.float32) / np.float32(16), digits.astype(np.int64)

@@ -30,12 +30,14 @@ import traceback
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 # Together they fit into one message between ranks.
-_MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
-_SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 200
+_MESSAGE_CHARACTERS = 300
+_TRACEBACK_CHARACTERS = 1500
+_SHOWN_NAMES = 5
+_SHOWN_CHARACTERS = 200
 _REMEDIES: dict[Any, str] = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     getattr(errno, "WSAEMFILE", errno.EMFILE): "raise the limit of open files (ulimit -n)",
@@ -119,7 +121,7 @@ class Failure:
     Attributes:
         rank: The rank that failed.
         type: Name of the error's class.
-        message: Text of the error.
+        message: The error's message.
         traceback: Its last lines.
     """
 
@@ -169,7 +171,7 @@ class DistributedTrainingError(CyxtrainError):
 
 
 class NonFiniteError(DistributedTrainingError):
-    """A loss or a gradient is NaN or infinite; every rank raises it at the same step, before anything has changed."""
+    """A loss or a gradient is NaN or infinite; all ranks raise it at the same step, before any change."""
 
 
 class ReplicasDifferError(DistributedTrainingError):
@@ -194,15 +196,17 @@ _BY_NAME: dict[str, type[CyxtrainError]] = {
 
 
 def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
-    """Return the error with those facts; unknown types become `CyxtrainError`."""
+    """Return the error that `to_facts` described; unknown types become `CyxtrainError`."""
     kind = _BY_NAME.get(str(facts.get("type")), CyxtrainError)
+    message = printable(str(facts.get("message", "an error without a message")))
+    # The sender is not trusted: a value of another type counts as missing.
     rank = facts.get("rank")
+    if not isinstance(rank, int):
+        rank = None
     during = facts.get("during")
-    error = kind(
-        printable(str(facts.get("message", "an error without a message"))),
-        rank=rank if isinstance(rank, int) else None,
-        during=during if isinstance(during, str) else None,
-    )
+    if not isinstance(during, str):
+        during = None
+    error = kind(message, rank=rank, during=during)
     if isinstance(error, DistributedTrainingError):
         error.failures = tuple(_failures(facts.get("failures")))
     return error
@@ -210,19 +214,26 @@ def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
 
 def _failures(values: object) -> Iterator[Failure]:
     """Yield the valid failures; the sender is not trusted."""
-    kinds = {field.name: int if field.name == "rank" else str for field in fields(Failure)}
-    for value in values if isinstance(values, list) else ():
-        if isinstance(value, dict) and {name: type(value.get(name)) for name in kinds} == kinds:
-            yield Failure(value["rank"], *(printable(value[name]) for name in ("type", "message", "traceback")))
+    kinds = {"rank": int, "type": str, "message": str, "traceback": str}
+    if not isinstance(values, list):
+        return
+    for value in values:
+        if isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in kinds.items()):
+            yield Failure(
+                rank=value["rank"],
+                type=printable(value["type"]),
+                message=printable(value["message"]),
+                traceback=printable(value["traceback"]),
+            )
 
 
 def printable(text: str) -> str:
-    """Return a text from outside with "?" for control and format characters, which a terminal would obey."""
+    """Replace control and format characters, which a terminal would obey, by "?"."""
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "?" for c in text)
 
 
 def reported(message: object, rank: int) -> str:
-    """Return the text of an error with the rank that reported it first."""
+    """Return an error's message with the rank that reported it first."""
     text = str(message)
     if "(reported by rank " in text:
         return text
@@ -242,36 +253,39 @@ def is_on_all_ranks(error: BaseException) -> bool:
     return _ON_ALL_RANKS in error.__dict__
 
 
-_speaks: list[Callable[[], bool]] = []
+_warns_together: list[Callable[[], bool]] = []
 
 
 def before_raising(function: Callable[[], None]) -> None:
-    """Let a function be called for each error of this package, and each on all ranks, before it is raised."""
+    """Set the function to call before an error of this package, or one on all ranks, is raised."""
     _before_raising[:] = [function]
 
 
 def prepare_to_raise() -> None:
-    """Call what `before_raising` was given."""
+    """Call the function that `before_raising` has set, which shortens what Python prints of an error."""
     for function in _before_raising:
         function()
 
 
-def speaks_if(function: Callable[[], bool]) -> None:
-    """Let a function say whether this process shows what all ranks would."""
-    _speaks[:] = [function]
+def warn_together_if(function: Callable[[], bool]) -> None:
+    """Set the function that returns whether this process is the one that warns for all ranks."""
+    _warns_together[:] = [function]
 
 
 def warn_together(message: str) -> None:
-    """Warn of what all ranks see alike, on the first of them."""
-    if all(function() for function in _speaks):
+    """Warn about what every rank sees, on rank 0 only."""
+    if all(function() for function in _warns_together):
         warn(message)
 
 
 def warn(message: str) -> None:
     """Warn, attributed to the line of the program that called this package."""
-    frame, depth, level = inspect.currentframe(), 0, 1
+    frame = inspect.currentframe()
+    depth = 0
+    level = 1
     while frame is not None:
         depth += 1
+        # The line to name is the one that called the outermost function of this package.
         if str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
             level = depth + 1
         frame = frame.f_back
@@ -281,23 +295,35 @@ def warn(message: str) -> None:
 def shortened(names: Iterable[str]) -> str:
     """Return the first few of many names, and how many more there are, for a message."""
     found = [*names]
-    more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
-    return ", ".join(found[:_SHOWN_NAMES]) + more
+    shown = ", ".join(found[:_SHOWN_NAMES])
+    if len(found) > _SHOWN_NAMES:
+        shown += f" and {len(found) - _SHOWN_NAMES} more"
+    return shown
 
 
 def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
-    """Return a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable.
+    """Describe a value in one line of a message, within a limit and without unprintable characters.
 
-    A function is its name and arguments; of other objects the address is left out.
+    A string is shown without quotes, a function by its name and arguments, and other objects without their address.
     """
     try:
-        text = value if isinstance(value, str) else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-        if inspect.isfunction(value):
-            text = f"{value.__name__}({', '.join(inspect.signature(value).parameters)})"
+        text = _described(value)
     except Exception:  # a number of 5,000 digits, a list that is too deep
         text = f"<{type(value).__name__}>"
-    shown = " ".join("".join(each if each.isprintable() else " " for each in text[: 2 * limit]).split())
-    return shown if max(len(shown), len(text) // 2) <= limit else f"{shown[:limit]}..."
+    # Twice the limit is enough to look at; a string that is longer still ends in "..." below.
+    one_line = "".join(c if c.isprintable() else " " for c in text[: 2 * limit])
+    shown = " ".join(one_line.split())
+    if len(shown) > limit or len(text) // 2 > limit:
+        return f"{shown[:limit]}..."
+    return shown
+
+
+def _described(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if inspect.isfunction(value):
+        return f"{value.__name__}({', '.join(inspect.signature(value).parameters)})"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def counted(number: int, noun: str) -> str:
@@ -306,7 +332,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def exhausted(error: BaseException) -> str:
-    """Return what this process has run out of and what to do about it; empty if the error is another one."""
+    """Return which resource has run out and the remedy; "" for other errors."""
     remedy = _REMEDIES.get(getattr(error, "errno", None))
     if remedy is None:
         return ""
@@ -314,5 +340,9 @@ def exhausted(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line: the operating system's reason, if it has one."""
-    return str(getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0])
+    """Return an error's reason in one line: the operating system's if it has one."""
+    reason = getattr(error, "strerror", None)
+    if reason:
+        return str(reason)
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

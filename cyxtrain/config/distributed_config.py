@@ -31,9 +31,11 @@ class BackendType(str, enum.Enum):
         """Return the backend called `value`, in upper or lower case; "ring" is another name of CPU.
 
         Raises:
-            ConfigError: There is no such backend; with the nearest name.
+            ConfigError: Unknown backend; the message has the nearest name.
         """
-        name = str(value.value if isinstance(value, BackendType) else value).lower()
+        if isinstance(value, BackendType):
+            return value
+        name = str(value).lower()
         if name == "ring":
             return cls.CPU
         known = [backend.value for backend in cls]
@@ -51,7 +53,7 @@ class DistributedConfig:
     world_size: int | None = None
     """How many processes there are."""
     local_rank: int | None = None
-    """This process among those of its machine, from 0; the index of its GPU. Default: the rank."""
+    """This process among the processes of its machine, from 0; the index of its GPU. Default: the rank."""
     master_addr: str = "127.0.0.1"
     """Host name or address of rank 0; IPv6 with or without brackets."""
     master_port: int = 29500
@@ -68,10 +70,10 @@ class DistributedConfig:
 
     @classmethod
     def from_environment(cls) -> DistributedConfig:
-        """Return what the environment says (see `cyxtrain.environment.process_env`); alone, a world of one.
+        """Return the environment's config (see `cyxtrain.environment.process_env`); alone, a world of one.
 
         Raises:
-            ConfigError: The environment is half set, has a number that is none, or a rank outside the world.
+            ConfigError: The environment is half set, or has an invalid number or a rank outside the world.
         """
         return complete_config(cls())
 
@@ -79,14 +81,14 @@ class DistributedConfig:
         """Refuse invalid settings, before any socket is opened.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         owner = "DistributedConfig"
-        if (self.rank is None) != (self.world_size is None):
-            missing, given = ("rank", "world_size") if self.rank is None else ("world_size", "rank")
-            raise ConfigError(
-                f"{owner}.{given} is set and {missing} is not. Set both, or neither: what is None comes from "
-                "RANK and WORLD_SIZE in the environment, and is not there."
+        for given, missing in (("rank", "world_size"), ("world_size", "rank")):
+            require(
+                getattr(self, given) is None or getattr(self, missing) is not None,
+                f"{owner}.{given} is set and {missing} is not. Set both, or neither: a field that is None is read from "
+                f"{missing.upper()} in the environment, which is not set.",
             )
         address = ("the host name or address of rank 0", lambda value: isinstance(value, str) and bool(value.strip()))
         positive = ("world_size", "master_port", "timeout_ms", "collective_timeout_ms")
@@ -105,24 +107,24 @@ class DistributedConfig:
 
 
 def without_brackets(address: str) -> str:
-    """Return an IPv6 address without the brackets that URLs put around it; any other text unchanged."""
+    """Return an IPv6 address without the brackets that URLs put around it; anything else unchanged."""
     return address[1:-1] if re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", address) else address
 
 
 def problem_of_address(address: str) -> str:
-    """Return why a text is not the host name or address of one machine, and what to do; "": it is."""
+    """Return why a string is not one machine's host name or address, and the remedy; "": it is."""
     address = without_brackets(address)
     with_port = re.fullmatch(r"(?:\w+://)?(?:\[(.+)\]|([^:\s]+)):(\d+)/?", address.strip())
     if with_port is not None:
-        host, port = with_port[1] or with_port[2], with_port[3]
-        return f"it has a port in it; set MASTER_ADDR={host} and MASTER_PORT={port}"
+        host = with_port[1] or with_port[2]
+        return f"it has a port in it; set MASTER_ADDR={host} and MASTER_PORT={with_port[3]}"
     if "://" in address:
         return "it is a URL; give the host name alone, and the port as MASTER_PORT"
     if address != address.strip():
         return f"it has a space before or after the name; set it to {address.strip()!r}"
     if re.search(r"[\s,;]", address):
         first = re.split(r"[\s,;]+", address)[0]
-        return f"it has a space or a comma in it; give one machine, that of rank 0, such as the first: {first!r}"
+        return f"it has a space or a comma in it; give rank 0's machine alone, such as the first: {first!r}"
     if "[" in address[1:]:
         return "it is a list of Slurm's; give its first name, which `scontrol show hostnames` prints first"
     if "[" in address or "]" in address:
@@ -158,20 +160,22 @@ class RingOptions:
 
     @property
     def secret_bytes(self) -> bytes | None:
-        """The secret as bytes, which need not be text; None: there is none."""
+        """The secret as bytes, whether or not they are UTF-8; None: no secret is set."""
         return None if self.secret is None else self.secret.encode("utf-8", "surrogateescape")
 
     @classmethod
     def from_environment(cls, variables: Variables = ENVIRON) -> RingOptions:
         """Return the settings in the environment."""
         milliseconds = process_env.number("CYXTRAIN_HEARTBEAT_TIMEOUT_MS", variables)
-        if milliseconds is not None and milliseconds < 100:
+        if milliseconds is None:
+            milliseconds = 30_000
+        if milliseconds < 100:
             raise ConfigError(
                 f"CYXTRAIN_HEARTBEAT_TIMEOUT_MS in the environment must be at least 100, got {milliseconds}."
             )
         return cls(
             secret=variables.get(process_env.SECRET) or None,
-            heartbeat_timeout_seconds=(30_000 if milliseconds is None else milliseconds) / 1000,
+            heartbeat_timeout_seconds=milliseconds / 1000,
             checksums=process_env.one_of("CYXTRAIN_CHECKSUMS", ("0", "1"), variables) == "1",
             transport=process_env.one_of("CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma"), variables),
             is_restarted=process_env.launched_run(variables)[1] > 0,
@@ -180,31 +184,23 @@ class RingOptions:
 
 
 def complete_config(config: DistributedConfig, variables: Variables = ENVIRON) -> DistributedConfig:
-    """Return a copy in which the environment fills in what is None or has its default.
+    """Return a copy in which the environment fills in the fields that are None or have their default.
 
-    A program that sets only a timeout still meets the others where its launcher says.
+    So a program that sets only a timeout still joins the others at its launcher's address.
     """
     if "NCCL_TIMEOUT" in variables:
         warn("NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.")
     config = dataclasses.replace(config)
-    leaves_address = config.master_addr == DistributedConfig.master_addr
     if config.rank is None and config.world_size is None:
-        variables = process_env.with_scheduler(variables, needs_address=leaves_address)
+        needs_address = config.master_addr == DistributedConfig.master_addr
+        variables = process_env.with_scheduler(variables, needs_address=needs_address)
         config.rank, config.world_size = process_env.identity_of(variables)
-    if config.rank is None:
-        config.rank = process_env.number("RANK", variables)
-    if config.world_size is None:
-        config.world_size = process_env.number("WORLD_SIZE", variables)
-    if config.local_rank is None and config.rank is not None:
-        local_rank = process_env.number("LOCAL_RANK", variables)
-        config.local_rank = config.rank if local_rank is None else local_rank
-    if leaves_address:
-        config.master_addr = variables.get("MASTER_ADDR") or config.master_addr
-    for name, variable in (("master_port", "MASTER_PORT"), ("timeout_ms", "DISTRIBUTED_TIMEOUT_MS")):
-        if getattr(config, name) == getattr(DistributedConfig, name):
-            found = process_env.number(variable, variables)
-            setattr(config, name, getattr(config, name) if found is None else found)
-    config.backend = requested_backend(variables) if config.backend is None else BackendType.parse(config.backend)
+    _complete_identity(config, variables)
+    _complete_address(config, variables)
+    if config.backend is None:
+        config.backend = requested_backend(variables)
+    else:
+        config.backend = BackendType.parse(config.backend)
     try:
         config.validate()
     except ConfigError as error:
@@ -215,33 +211,60 @@ def complete_config(config: DistributedConfig, variables: Variables = ENVIRON) -
     return config
 
 
+def _complete_identity(config: DistributedConfig, variables: Variables) -> None:
+    """Fill in rank, world size and local rank where the program has not set them."""
+    if config.rank is None:
+        config.rank = process_env.number("RANK", variables)
+    if config.world_size is None:
+        config.world_size = process_env.number("WORLD_SIZE", variables)
+    if config.local_rank is None and config.rank is not None:
+        config.local_rank = process_env.number("LOCAL_RANK", variables)
+        if config.local_rank is None:
+            config.local_rank = config.rank
+
+
+def _complete_address(config: DistributedConfig, variables: Variables) -> None:
+    """Fill in where and how long to join, where the program has left the defaults."""
+    if config.master_addr == DistributedConfig.master_addr:
+        config.master_addr = variables.get("MASTER_ADDR") or config.master_addr
+    for name, variable in (("master_port", "MASTER_PORT"), ("timeout_ms", "DISTRIBUTED_TIMEOUT_MS")):
+        if getattr(config, name) == getattr(DistributedConfig, name):
+            found = process_env.number(variable, variables)
+            if found is not None:
+                setattr(config, name, found)
+
+
 def requested_backend(variables: Variables = ENVIRON) -> BackendType | None:
     """Return the value of DISTRIBUTED_BACKEND; None: it is not set."""
     value = variables.get("DISTRIBUTED_BACKEND")
+    if not value:
+        return None
     try:
-        return BackendType.parse(value) if value else None
+        return BackendType.parse(value)
     except ConfigError as error:
         raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
 
 
 def _check_secret(config: DistributedConfig, variables: Variables) -> None:
     """Refuse to join if strangers could join too."""
-    if config.backend not in (None, BackendType.CPU):
+    if config.backend is not None and config.backend != BackendType.CPU:
         raise ConfigError(
-            f"require_secret=True: the {BackendType.parse(config.backend or '').value} backend lets in every process "
-            "that reaches its port. Use backend='cpu', cyxtrain's own ring."
+            f"require_secret=True: the {BackendType.parse(config.backend).value} backend lets in every process that "
+            "reaches its port. Use backend='cpu', cyxtrain's own ring."
         )
     if not variables.get(process_env.SECRET) and config.world_size != 1:
         raise ConfigError(
-            "require_secret=True, and CYXTRAIN_SECRET is not set: put the same long random text into the environment "
+            "require_secret=True, and CYXTRAIN_SECRET is not set: put the same long random string into the environment "
             "of every rank (python -c 'import secrets; print(secrets.token_hex(32))'). On one machine the launcher "
             "does so."
         )
 
 
 def with_disagreement(error: _Error, config: DistributedConfig, variables: Variables = ENVIRON) -> _Error:
-    """Return an error about who this process is, with how a scheduler contradicts RANK and WORLD_SIZE, if it does."""
+    """Add to an error about this rank how the scheduler contradicts RANK and WORLD_SIZE, if it does."""
     if config.rank is None or config.world_size is None:
         return error
     contradiction = schedulers.disagreement(variables, config.rank, config.world_size)
-    return type(error)(f"{error} {contradiction}", rank=error.rank, during=error.during) if contradiction else error
+    if not contradiction:
+        return error
+    return type(error)(f"{error} {contradiction}", rank=error.rank, during=error.during)

@@ -186,14 +186,14 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "A DataLoader has it, as in fit(DataLoader(dataset, num_workers=4))": (
             "num_workers workers dataloader_num_workers collate_fn persistent_workers prefetch_factor sampler"
         ),
-        "A DataLoader has it, and rows go to a GPU from pinned memory by themselves": "pin_memory",
+        "A DataLoader has it, and samples go to a GPU from pinned memory by themselves": "pin_memory",
         "Call trainer.enable_gradient_checkpointing() before fit": "gradient_checkpointing",
         "PyTorch runs each step by itself: leave it out": "steps_per_execution run_eagerly",
         "A launcher sets it, as in cyxtrain launch --nnodes 2": "num_nodes num_machines",
         "Gradients are averaged over all ranks as in DDP; each rank holds the whole model": "strategy deepspeed fsdp",
         "Pass optimizer= and scheduler= to the trainer": "configure_optimizers",
         "reduce": "reduce_fx",
-        "weight: None is the number of rows of the running batch.": "batch_size",
+        "weight: None is the number of samples of the running batch.": "batch_size",
         "The history has one number per epoch, over all ranks: leave it out": (
             "on_step on_epoch prog_bar sync_dist sync_dist_group rank_zero_only add_dataloader_idx enable_graph"
         ),
@@ -243,12 +243,12 @@ _MEANINGS: dict[str, dict[str, str]] = {
             "get_weights set_weights weights trainable_variables parameters named_parameters state_dict "
             "load_state_dict to cuda cpu module unwrap_model layers get_layer"
         ),
-        "The device is that of the model, next(trainer.model.parameters()).device": "device",
+        "The device is the model's, next(trainer.model.parameters()).device": "device",
         "Set fit(clip_norm=1.0)": "clip_gradients clip_grad_norm clip_grad_value",
         "Set fit(accumulation_steps=4)": "accumulate no_sync",
         'Set fit(precision="bf16")': "autocast",
         "Call cx.barrier()": "wait_for_everyone",
-        "Call cx.all_gather(...); metrics are of all ranks as they are": "gather gather_for_metrics all_gather reduce",
+        "Call cx.all_gather(...); metrics cover all ranks already": "gather gather_for_metrics all_gather reduce",
         "Write if trainer.is_master(): print(...)": "print",
     },
     "option": {
@@ -262,7 +262,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "--logs": "--log-dir",
     },
 }
-"""By kind: what is meant (a name of ours, perhaps with a remark after ": "; or a sentence), and the names for it."""
+"""By kind: an answer (a name of ours, perhaps with a remark after ": "; or a sentence), and the names that get it."""
 
 _PREFIX = re.compile(r"(?:(val|valid|validation|eval|test)|train|training)_(?=.)")
 
@@ -283,14 +283,20 @@ for _kind, _meant in _MEANINGS.items():
 def meanings(name: str, what: str, known: list[str]) -> Iterator[tuple[str, str]]:
     """Yield what a name may mean, as (a name of ours, a remark), or as ("", a sentence).
 
-    `what` is its kind, such as "loss" or "hook named"; of any other kind, it is a setting, and only names are yielded.
+    `what` is its kind, such as "loss" or "hook named"; an unknown kind counts as a setting, and yields only names.
     """
     kind = what.partition(" ")[0]
-    prefix = _PREFIX.match(name) if kind == "metric" else None
-    base = plain(name if prefix is None else name[prefix.end() :])
+    base = name
+    is_of_validation = False
+    prefix = _PREFIX.match(name)
+    if kind == "metric" and prefix is not None:
+        base = name[prefix.end() :]
+        is_of_validation = prefix[1] is not None
+    base = plain(base)
     found = [each for each in known if plain(each) == base]
-    found += _ANSWERS.get((kind if kind in _MEANINGS else "argument", base), [])
-    if prefix is not None and prefix[1]:
+    table = kind if kind in _MEANINGS else "argument"
+    found += _ANSWERS.get((table, base), [])
+    if is_of_validation:
         found = [*(f"val_{each}" for each in found), *found]
     for answer in found:
         meant, _, remark = answer.partition(": ")

@@ -1,6 +1,6 @@
 """Settings as dataclasses with documented fields, and checks of their values.
 
-A name that does not exist is refused at once, with the one that was meant (`other_names.py`), or the nearest.
+A name that does not exist is refused at once, with the name that was meant (`other_names.py`), or the nearest one.
 """
 
 from __future__ import annotations
@@ -53,14 +53,24 @@ _PLACES = {
 
 def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
     """Return the error for a name that does not exist, with what was meant."""
-    others = [cls for cls in _PLACES if cls != owner]
-    places = {field: _PLACES[cls].format(field) for cls in reversed(others) for field in _FIELDS[cls]}
+    places = _other_places(owner)
     kind = "argument" if owner in _FIELDS else what
     is_meant = any(meant in known for meant, _ in meanings(name, kind, known))
     if name in places and name not in known and not is_meant:
         return ConfigError(f"{owner} has no {what} '{name}': it belongs to {places[name]}.")
-    meant = nearest(name, known, kind, places if kind == "argument" else {})
-    return ConfigError(f"{owner} has no {what} '{name}'. {meant}")
+    if kind != "argument":
+        places = {}
+    return ConfigError(f"{owner} has no {what} '{name}'. {nearest(name, known, kind, places)}")
+
+
+def _other_places(owner: str) -> dict[str, str]:
+    """Return how a user sets each argument of the other calls; the first of `_PLACES` takes precedence."""
+    places: dict[str, str] = {}
+    for other, form in _PLACES.items():
+        if other != owner:
+            for field in _FIELDS[other]:
+                places.setdefault(field, form.format(field))
+    return places
 
 
 def check_attribute(name: str, has: list[str]) -> None:
@@ -72,7 +82,7 @@ def check_attribute(name: str, has: list[str]) -> None:
 
 
 def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[str, str] = {}) -> str:
-    """Return a sentence with what a name means, with the known name that is spelled alike, or with all of them.
+    """Return a sentence with the meaning of a name, the known name of similar spelling, or all names.
 
     `what` is their kind, as for `meanings`; `places` tells how to set arguments of other calls.
     """
@@ -92,7 +102,7 @@ def nearest(name: str, known: list[str], what: str = "setting", places: Mapping[
 
 
 class _DocumentedFields:
-    """A docstring that includes those of the fields, for `help`; assembled when it is read."""
+    """A docstring with the docstrings of the fields, for `help`; assembled when it is read."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -116,15 +126,18 @@ class _DocumentedFields:
 def settings(cls: type[_Settings]) -> type[_Settings]:
     """Make a dataclass that refuses unknown names with the nearest one."""
     made: Any = dataclass(cls)
-    known = _FIELDS[cls.__name__] = [field.name for field in dataclasses.fields(made)]
+    known = [field.name for field in dataclasses.fields(made)]
+    _FIELDS[cls.__name__] = known
 
     def assign(self: Any, name: str, value: Any) -> None:
         if name not in known:
             raise unknown_name(cls.__name__, name, known)
-        # Numbers from an array become Python's, which JSON knows.
-        object.__setattr__(self, name, value.item() if isinstance(value, np.generic) else value)
+        if isinstance(value, np.generic):  # JSON knows only Python's numbers
+            value = value.item()
+        object.__setattr__(self, name, value)
 
-    made.__init__, made.__setattr__ = names_checked(made.__init__, "field"), assign
+    made.__init__ = names_checked(made.__init__, "field")
+    made.__setattr__ = assign
     made.__doc__ = _DocumentedFields(made.__doc__)
     return cls
 
@@ -136,7 +149,7 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
     except ValueError:  # some functions of C have no signature
         return
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return
+        return  # it takes any name
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     for name in given:
         if name not in named:
@@ -160,13 +173,14 @@ def make(owner: str, maker: Callable[..., Any], given: Mapping[str, Any], *first
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, OSError) as error:
         for name, value in given.items():
-            is_text = isinstance(value, str) and is_number(_default(maker, name))
-            require(not is_text, f"{owner}: {name} must be a number, got the text {value!r}.")
-        raise ConfigError(f"{owner} cannot be created{f' with {dict(given)}' if given else ''}: {error}") from error
+            is_wrong = isinstance(value, str) and is_number(_default(maker, name))
+            require(not is_wrong, f"{owner}: {name} must be a number, got {value!r} (a string).")
+        with_settings = f" with {dict(given)}" if given else ""
+        raise ConfigError(f"{owner} cannot be created{with_settings}: {error}") from error
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function takes this many positional arguments; True if it is written in C and does not tell."""
+    """Return whether a function takes so many positional arguments; True for C without a signature."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -177,39 +191,54 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def names_checked(target: _Function, what: str = "argument") -> _Function:
-    """Make a function, or a class's public methods, refuse unknown arguments with what was meant, and too many."""
+    """Let a function, or a class's public methods, refuse unknown arguments and too many, with a hint."""
     if isinstance(target, type):
-        for name, method in [*vars(target).items()]:
-            function = getattr(method, "__func__", method) if isinstance(method, classmethod) else method
-            if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
-                checked = names_checked(function)
-                setattr(target, name, checked if function is method else classmethod(checked))
+        _check_names_in_methods(target)
         return target
     parameters = [*inspect.signature(target).parameters.values()]
     kinds = {each.kind for each in parameters}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return target
-    own = 1 if parameters and parameters[0].name in ("self", "cls") else 0
-    known = [each.name for each in parameters[own:]]
-    by_position = [each.name for each in parameters[own:] if each.kind is each.POSITIONAL_OR_KEYWORD]
+    num_bound = 1 if parameters and parameters[0].name in ("self", "cls") else 0
+    parameters = parameters[num_bound:]
+    known = [each.name for each in parameters]
+    by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(by_position)
     owner = target.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(target)
     def call(*arguments: Any, **named: Any) -> Any:
-        __tracebackhide__ = True
-        if len(arguments) - own > most:
-            hint = f" y: {nearest('y', known, 'argument')}" if by_position == ["X"] else ""
-            raise ConfigError(
-                f"{owner} takes {', '.join(by_position) or 'nothing'} by position, and got {len(arguments) - own} "
-                f"arguments: name the others.{hint}"
-            )
+        __tracebackhide__ = True  # pytest does not show this frame
+        count = len(arguments) - num_bound
+        if count > most:
+            raise _too_many(owner, count, by_position, known)
         for name in named:
             if name not in known:
                 raise unknown_name(owner, name, known, what)
         return target(*arguments, **named)
 
     return call  # type: ignore[return-value]
+
+
+def _check_names_in_methods(cls: type) -> None:
+    for name, method in [*vars(cls).items()]:
+        if name.startswith("_") and name != "__init__":
+            continue
+        if isinstance(method, classmethod):
+            setattr(cls, name, classmethod(names_checked(method.__func__)))
+        elif inspect.isfunction(method):
+            setattr(cls, name, names_checked(method))
+
+
+def _too_many(owner: str, count: int, by_position: list[str], known: list[str]) -> ConfigError:
+    """Return the error for more arguments by position than a function takes."""
+    hint = ""
+    if by_position == ["X"]:  # predict, given targets as for fit
+        hint = f" y: {nearest('y', known, 'argument')}"
+    return ConfigError(
+        f"{owner} takes {', '.join(by_position) or 'nothing'} by position, and got {count} arguments: name the others."
+        f"{hint}"
+    )
 
 
 def require(condition: bool, message: str) -> None:
@@ -219,7 +248,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_constructed(is_constructed: bool, instance: object, base: str) -> None:
-    """Refuse an object of a user's class whose __init__ has not called that of our class `base`."""
+    """Refuse an object of a user's class whose __init__ has not called the __init__ of our class `base`."""
     name = type(instance).__name__
     require(
         is_constructed,
@@ -229,13 +258,13 @@ def require_constructed(is_constructed: bool, instance: object, base: str) -> No
 
 
 def require_integer(owner: str, name: str, value: object, minimum: int) -> None:
-    """Refuse a value that is no whole number of at least `minimum`; True and 2.0 are none."""
+    """Refuse a value that is not a whole number of at least `minimum`, such as True and 2.0."""
     right = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     require(right, f"{owner}.{name} must be a whole number of at least {minimum}, got {value!r}.")
 
 
 def is_number(value: object) -> TypeIs[int | float]:
-    """Return whether a value is a number; True is none."""
+    """Return whether a value is a number; True is not one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -247,17 +276,19 @@ def require_boolean(owner: str, name: str, value: object) -> None:
 def check_fields(
     given: Any, rules: Rules, *, positive: Collection[str] = (), theirs: Mapping[str, Mapping[str, str]] = {}
 ) -> None:
-    """Refuse invalid values of settings, whose annotations are strings; None is allowed where the type allows it.
+    """Refuse invalid values of settings, whose annotations are strings; None only if the type has it.
 
     Args:
         given: The settings.
-        rules: What fields must be, in words, and as a condition; others are checked by type: bool, int and Literal.
+        rules: By field, what it must be: for the error, and as a condition. Others are checked by type: bool, int and
+            Literal.
         positive: The whole numbers that must be at least 1; others may be 0.
         theirs: By field, what other libraries call its values.
     """
     owner = type(given).__name__
     for field in dataclasses.fields(given):
-        name, value = field.name, getattr(given, field.name)
+        name = field.name
+        value = getattr(given, name)
         kind = field.type.removesuffix(" | None")
         is_optional = kind != field.type
         if value is None and is_optional:
@@ -268,16 +299,19 @@ def check_fields(
         elif kind == "bool":
             require_boolean(owner, name, value)
         elif kind == "int":
-            require_integer(owner, name, value, 1 if name in positive else 0)
+            minimum = 1 if name in positive else 0
+            require_integer(owner, name, value, minimum)
         elif kind.startswith("Literal"):
-            choices = ast.literal_eval(kind.removeprefix("Literal"))
-            require_choice(owner, name, value, (None, *choices) if is_optional else (*choices,), theirs.get(name))
+            choices = (*ast.literal_eval(kind.removeprefix("Literal")),)
+            if is_optional:
+                choices = (None, *choices)
+            require_choice(owner, name, value, choices, theirs.get(name))
 
 
 def require_choice(
     owner: str, name: str, value: object, choices: tuple[object, ...], theirs: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse a value that is none of the choices, with the one that another library calls so."""
+    """Refuse a value that is none of the choices, with the choice that another library's name means."""
     meant = (theirs or {}).get(str(value).lower().removeprefix("torch."))
     hint = f" Did you mean {meant!r}?" if meant else ""
     require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.{hint}")

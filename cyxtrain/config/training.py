@@ -16,7 +16,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 
 class _Unset(int):
-    """A default that differs from the same number if that is set."""
+    """A default that can be told apart from the same number if the user has set that."""
 
 
 _THEIRS = {
@@ -60,7 +60,7 @@ class AMPConfig:
         """Refuse invalid settings.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         check_fields(self, _AMP_RULES, positive=("dynamic_history_size",))
 
@@ -90,8 +90,16 @@ def _is_warmup(value: object) -> bool:
 
 
 def _is_frequency(value: object) -> bool:
+    if isinstance(value, float):
+        return 0 < value < 1
     epochs = value if isinstance(value, list) else [value]
-    return all(type(epoch) is int and epoch >= 1 for epoch in epochs) or (isinstance(value, float) and 0 < value < 1)
+    return all(type(epoch) is int and epoch >= 1 for epoch in epochs)
+
+
+def _is_profile(value: object) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, bool)
 
 
 _POSITIVE = (
@@ -120,10 +128,7 @@ _FIT_RULES: Rules = {
         f"True, False or a mode of torch.compile ({_MODES})",
         lambda value: isinstance(value, bool) or value in COMPILE_MODES,
     ),
-    "profile": (
-        "True, False or a folder",
-        lambda value: bool(value.strip()) if isinstance(value, str) else isinstance(value, bool),
-    ),
+    "profile": ("True, False or a folder", _is_profile),
     "fast_dev_run": ("True, False or a number of steps", lambda value: isinstance(value, int) and value >= 0),
     "num_processes": (
         'at least 1, "auto" or None',
@@ -189,8 +194,8 @@ class DistributedTrainingConfig:
     clip_value: float | Mapping[str, float] | None = None
     """Largest absolute value of an element of a gradient; or a dictionary by names of optimizers."""
     clip_adaptive: float | Mapping[str, float] | None = None
-    """Largest norm of a unit's gradient as a multiple of that of the unit's weights, 0.01 is usual; or a dictionary by
-    names of optimizers."""
+    """Largest norm of a unit's gradient as a multiple of the norm of the unit's weights, 0.01 is usual; or a dictionary
+    by names of optimizers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What the model computes in: "fp32", as its parameters; "bf16" or "fp16", by autocast."""
     amp: AMPConfig | None = None
@@ -228,7 +233,7 @@ class DistributedTrainingConfig:
     validation_steps: int | None = None
     """Batches of a validation, over all ranks: the first ones. None: all of the validation data, each sample once."""
     validation_batch_size: int | None = None
-    """Samples per batch of a validation; None: `batch_size`, or that of a DataLoader."""
+    """Samples per batch of a validation; None: `batch_size`, or the DataLoader's."""
     num_processes: int | str | None = None
     """Processes that train together, started from a notebook or a program without a launcher; they stay for the next
     call, and `evaluate` and `predict` use them too. "auto": one per GPU if the model is on one, otherwise one per core,
@@ -279,11 +284,14 @@ class DistributedTrainingConfig:
         freq = self.validation_freq
         if self._validates_by_itself:
             return is_last
-        return epoch in freq if isinstance(freq, list) else isinstance(freq, float) or epoch % freq == 0
+        if isinstance(freq, list):
+            return epoch in freq
+        return isinstance(freq, float) or epoch % freq == 0
 
     def validates_at(self, step: int, epoch_step: int, steps_per_epoch: int | None) -> bool:
-        """Return whether a validation follows `step`, which is `epoch_step` of `steps_per_epoch`, counted from 1."""
+        """Return whether a validation follows `step`, from 1: number `epoch_step` of `steps_per_epoch`."""
         if isinstance(self.validation_freq, float):
+            # The decimal number that the user wrote: as a float, 0.1 is slightly more.
             share = Fraction(str(self.validation_freq)) * (steps_per_epoch or 1)
             return epoch_step // share > (epoch_step - 1) // share
         return self.validate_every_n_steps > 0 and step % self.validate_every_n_steps == 0
@@ -298,32 +306,39 @@ class DistributedTrainingConfig:
         """Refuse invalid settings, before training starts.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         owner = "DistributedTrainingConfig"
         if isinstance(self.validation_freq, tuple):
             self.validation_freq = list(self.validation_freq)  # the config travels as JSON
         check_fields(self, _FIT_RULES, positive=_POSITIVE, theirs=_THEIRS)
+        # PyTorch's generators take seeds of 64 bits.
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
         require(len(clips) < 2, f"{owner}: {' and '.join(clips)} are set. Gradients are clipped in one way: set one.")
         if self.amp is not None:
             self.amp.validate()
-            right = self.precision == "fp16"
-            require(right, f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.")
-        idle = self.validation_stratify and not self.validation_split
-        require(not idle, f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.")
+            require(
+                self.precision == "fp16",
+                f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.",
+            )
+        require(
+            bool(self.validation_split) or not self.validation_stratify,
+            f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.",
+        )
         require(
             not self._validates_by_itself or self.validation_freq == 1,
             f"{owner}: validation_freq={self.validation_freq!r} and validate_every_n_steps or validate_every_n_minutes "
             "are set. The latter replace validations after epochs: set one.",
         )
-        idle = self.keep_last > 0 and not self.makes_checkpoints
         require(
-            not idle, f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too."
+            self.makes_checkpoints or self.keep_last == 0,
+            f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too.",
         )
-        idle = self.load_best and self.keep_best is None
-        require(not idle, f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.')
+        require(
+            self.keep_best is not None or not self.load_best,
+            f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.',
+        )
         local_path(f"{owner}.profile", str(self.profile))
         local_path(f"{owner}.checkpoint_dir", self.checkpoint_dir)
         self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
@@ -359,7 +374,7 @@ class DDPConfig:
         """Refuse invalid settings.
 
         Raises:
-            ConfigError: With the field, what it must be and what it is.
+            ConfigError: Names the field, its value and what it must be.
         """
         check_fields(self, _DDP_RULES, positive=("matrix_approximation_rank",))
         require(

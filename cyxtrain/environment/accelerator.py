@@ -24,11 +24,11 @@ _NOT_DEFAULT = ("mps",)
 _HAS_RUN_ON = ("cpu", "cuda", "meta")
 """Kinds of device on which this package has been run."""
 _OTHER_DEVICE = ("on the same device", "on the expected device", "and weight type")
-"""PyTorch's words in the errors of operations whose tensors are on several devices."""
+"""Fragments of PyTorch's errors for an operation on tensors of several devices."""
 
 
 def visible() -> torch.device | None:
-    """Return the kind of accelerator that training uses by default, without an index; None: there is none."""
+    """Return the kind of accelerator that training uses by default, without an index; None: it uses CPUs."""
     found = torch.accelerator.current_accelerator()
     if found is None or found.type in _NOT_DEFAULT or not torch.accelerator.device_count():
         return None  # counting leaves a forked child able to use CUDA, unlike is_available()
@@ -41,7 +41,7 @@ def count() -> int:
 
 
 def in_use() -> torch.device | None:
-    """Return the accelerator that this thread uses, with its index; None: this process has used none so far."""
+    """Return this thread's accelerator, with its index; None: this process has not used one so far."""
     found = torch.accelerator.current_accelerator()
     if found is None or found.type in _NOT_DEFAULT or not torch.get_device_module(found).is_initialized():
         return None
@@ -63,12 +63,16 @@ def is_there(kind: str) -> bool:
 def all_with_memory() -> list[tuple[str, str, int]]:
     """Return (device, product name, bytes of memory or 0) of each accelerator."""
     kind = visible()
-    devices = [] if kind is None else [torch.device(kind.type, index) for index in range(count())]
+    if kind is None:
+        return []
     found = []
-    for device in devices:
+    for index in range(count()):
+        device = torch.device(kind.type, index)
         properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-        memory = 0 if properties is None else getattr(properties(device), "total_memory", 0)
-        found.append((str(device), name_of(device), int(memory)))
+        memory = 0
+        if properties is not None:
+            memory = int(getattr(properties(device), "total_memory", 0))
+        found.append((str(device), name_of(device), memory))
     return found
 
 
@@ -76,7 +80,7 @@ def all_with_memory() -> list[tuple[str, str, int]]:
 def warn_if_untested(kind: str) -> None:
     """Warn, once in a process, that this package has never run on this kind of device."""
     if kind not in _HAS_RUN_ON:
-        warn(f"Cyxtrain has never been tested on {kind}: compare the first losses with those of device='cpu'.")
+        warn(f"Cyxtrain has never been tested on {kind}: compare the first losses with a run on device='cpu'.")
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -90,7 +94,7 @@ def has_side_streams(device: torch.device) -> bool:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Return a device with its index: for an accelerator without one, that of this thread."""
+    """Return a device with its index; an accelerator without one gets the index that this thread uses."""
     if device.index is not None or not is_accelerator(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -103,7 +107,7 @@ def side_stream(device: torch.device, purpose: str) -> torch.Stream:
 
 
 def done_on(device: torch.device) -> torch.Event:
-    """Return an event that marks the end of what an accelerator's current stream has been given so far."""
+    """Record an event after all work that is queued on an accelerator's current stream."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -147,8 +151,8 @@ class HostCopy:
 
 def peak_memory(device: torch.device, kind: Literal["allocated", "reserved"] = "allocated") -> int | None:
     """Return the peak of bytes in tensors, or held for them, since `reset_peak_memory`; None: unknown."""
-    count = getattr(_module_of(device), f"max_memory_{kind}", None)
-    return None if count is None else int(count(device))
+    peak = getattr(_module_of(device), f"max_memory_{kind}", None)
+    return None if peak is None else int(peak(device))
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -163,7 +167,7 @@ def _module_of(device: torch.device) -> Any:
 
 
 class Stopwatch:
-    """Measures how long an accelerator's current stream spends in a context, without stopping the host."""
+    """A stopwatch for an accelerator's current stream, used as a context, that does not stop the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -180,7 +184,8 @@ class Stopwatch:
     def take(self, *, waits: bool) -> float:
         """Return the seconds since the last call, of contexts that the device has completed."""
         self._add_up(waits=waits)
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def _event(self) -> torch.Event:
@@ -206,11 +211,12 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 
 def remedy_for_devices(error: Exception) -> str:
-    """Return what to do about an error of the user's code whose tensors are on several devices; "" for others."""
+    """Return the remedy if an error of the user's code is about tensors on several devices; otherwise ""."""
     text = str(error)
     if not any(words in text for words in _OTHER_DEVICE):
         return ""
-    return ("" if text.endswith(("!", ".")) else ".") + (
-        " A tensor was left on the device where it was created: register what a model or a loss keeps as a buffer "
-        "(self.register_buffer), and create other tensors on the input's device (device=x.device)."
+    full_stop = "" if text.endswith(("!", ".")) else "."
+    return (
+        f"{full_stop} A tensor was left on the device where it was created: register what a model or a loss keeps as a "
+        "buffer (self.register_buffer), and create other tensors on the input's device (device=x.device)."
     )

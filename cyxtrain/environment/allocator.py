@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _NEVER = -1
 _MOST_BYTES = 1 << 30
 """Larger blocks go back to the kernel at once."""
@@ -39,9 +40,12 @@ _libc = _find_libc()
 
 def keep_freed_memory() -> None:
     """Keep freed memory in this process from now on; only glibc has an effect."""
-    if _libc is not None:
-        _ = _libc.mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES) or _libc.mallopt(_M_MMAP_THRESHOLD, _USUAL_MOST_BYTES)
-        _libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    if _libc is None:
+        return
+    is_set = _libc.mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES)
+    if not is_set:
+        _libc.mallopt(_M_MMAP_THRESHOLD, _USUAL_MOST_BYTES)
+    _libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
 @contextlib.contextmanager

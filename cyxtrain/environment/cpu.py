@@ -12,12 +12,15 @@ from pathlib import Path, PurePosixPath
 
 def count_usable_cores() -> int:
     """Return how many cores affinity (taskset, cpusets) and cgroup quotas (containers) leave; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return max(1, int(min(cores, cgroup_quota())))
 
 
 def cgroup_quota(root: Path = Path("/")) -> float:
-    """Return the CPU limit of this process's control groups in cores, such as 1.5; infinity: none."""
+    """Return the CPU limit of this process's control groups in cores, such as 1.5; infinity: no limit."""
     if sys.platform != "linux":
         return math.inf
     return min((_limit(folder) for folder in _cpu_groups(root)), default=math.inf)
@@ -36,7 +39,7 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
             mounts = [f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu"]
         else:
             continue
-        # In a container the path may be that of the host, of which only the mount's root exists.
+        # In a container the path may be the host's: only the mount's root exists there.
         own = PurePosixPath(path.lstrip("/"))
         for mount in mounts:
             for folder in (own, *own.parents):
@@ -44,13 +47,16 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
 
 
 def _limit(folder: Path) -> float:
-    """Return the CPU limit of a control group in cores; infinity: none."""
+    """Return the CPU limit of a control group in cores; infinity: no limit."""
     try:
-        if (folder / "cpu.max").exists():
+        if (folder / "cpu.max").exists():  # version 2
             quota, period = (folder / "cpu.max").read_text().split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
         cores = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # "max"
+    except (OSError, ValueError, ZeroDivisionError):  # version 2 writes "max"
         return math.inf
-    return cores if cores > 0 else math.inf  # version 1 writes -1 for no limit
+    if cores <= 0:  # version 1 writes -1 for no limit
+        return math.inf
+    return cores

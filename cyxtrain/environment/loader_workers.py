@@ -1,7 +1,7 @@
 """Workers of DataLoaders while signals stop a fit: they ignore these signals, and end with their rank.
 
-A scheduler, a container or a terminal sends a signal to all processes at once. A worker that died of it would take the
-rank along before its checkpoint is written. One may still die: a spawned worker that is only starting, or one that was
+A scheduler, a container or a terminal sends a signal to all processes at once. A worker that died of it would end the
+rank before its checkpoint is written. Some workers still die: a spawned one that is only starting, or one that was
 started before the fit. If the fit is stopping, that is not an error: the rank continues without it.
 """
 
@@ -25,13 +25,15 @@ DEATHS = (RuntimeError, EOFError, OSError)
 """What PyTorch raises if a worker has died, also while a batch comes from it."""
 _run_loop = torch_compat.find(torch_compat.WORKER_LOOP)
 _wait_for_stop: Callable[[float], bool] | None = None
-_is_ending = False  # the program, after a stop
+_is_ending = False
+"""Whether the program is ending after a stop."""
 _kept = contextlib.ExitStack()
+"""Never closed: PyTorch's check stays replaced until the process ends."""
 
 
 @contextlib.contextmanager
 def ignoring_signals(numbers: Collection[int]) -> Iterator[None]:
-    """Let workers of any DataLoader that start within ignore signals; their deaths in a stop raise no error."""
+    """Let DataLoader workers that start within ignore signals; their deaths in a stop raise no error."""
     global _wait_for_stop, _is_ending
     _replace_check()
     _is_ending = False
@@ -49,7 +51,7 @@ def ignoring_signals(numbers: Collection[int]) -> Iterator[None]:
 
 
 def ask(wait_for_stop: Callable[[float], bool]) -> None:
-    """Set what waits at most so many seconds and returns whether this rank is asked to stop."""
+    """Set the function that waits at most so many seconds and returns whether this rank is asked to stop."""
     global _wait_for_stop
     _wait_for_stop = wait_for_stop
 
@@ -61,6 +63,7 @@ def may_end() -> bool:
 
 def _run_worker(numbers: Collection[int], *arguments: Any) -> None:
     threading.Thread(target=_end_with_rank, name="end of the rank", daemon=True).start()
+    # PyTorch's loop would install its handlers over ours.
     with torch_compat.replaced(torch_compat.SET_WORKER_HANDLERS, _called_already):
         for number in numbers:
             signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that it starts
@@ -68,12 +71,14 @@ def _run_worker(numbers: Collection[int], *arguments: Any) -> None:
 
 
 def _called_already(set_handlers: Callable[[], None]) -> Callable[[], None]:
+    """Call PyTorch's function now, and return one that does nothing when the loop calls it."""
     set_handlers()
     return lambda: None
 
 
 def _end_with_rank() -> None:
-    rank, parent = multiprocessing.parent_process(), os.getppid()
+    rank = multiprocessing.parent_process()
+    parent = os.getppid()
     assert rank is not None
     # A fork server is the parent of its workers; other children of the rank may hold the sentinel open.
     while not wait([rank.sentinel], timeout=1.0) and os.getppid() == parent:
@@ -82,7 +87,7 @@ def _end_with_rank() -> None:
 
 
 def _ended_by_kill(set_pids: Callable[[int, Sequence[int]], None]) -> Callable[[int, Sequence[int]], None]:
-    """Let the loader end its workers by SIGKILL where it sends SIGTERM to those that do not end by themselves."""
+    """Let the loader end hanging workers by SIGKILL instead of SIGTERM, which they ignore."""
 
     def set_own_pids(key: int, pids: Sequence[int]) -> None:
         set_pids(key, pids)
@@ -110,7 +115,14 @@ def _checked_later(check: Callable[[], None]) -> Callable[[], None]:
         try:
             check()
         except RuntimeError:
-            if not _is_ending and (_wait_for_stop is None or not _wait_for_stop(_SIGNALS_FOLLOW_SECONDS)):
+            if not _is_stopping():
                 raise
 
     return check_unless_stopping
+
+
+def _is_stopping() -> bool:
+    """Return whether the program is ending, or this rank is asked to stop within a second."""
+    if _is_ending:
+        return True
+    return _wait_for_stop is not None and _wait_for_stop(_SIGNALS_FOLLOW_SECONDS)

@@ -1,7 +1,7 @@
 """The only reader of `os.environ`: what a launcher, a scheduler or a shell tells this process, as plain values.
 
     RANK, WORLD_SIZE              who this process is, and of how many
-    LOCAL_RANK                    among those of its machine; default: RANK
+    LOCAL_RANK                    its number among the processes of its machine; default: RANK
     MASTER_ADDR, MASTER_PORT      where rank 0 waits; default 127.0.0.1 and 29500
     DISTRIBUTED_BACKEND           cpu, nccl or gloo; unset, the ranks decide: see DistributedConfig.backend
     DISTRIBUTED_TIMEOUT_MS        milliseconds until joining gives up
@@ -21,7 +21,7 @@
                                   rank 0 in its place: only a process of the same user can listen there
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
 
-torchrun sets these very names, and they take precedence over those of a scheduler (`schedulers.py`).
+torchrun sets these very names, and they take precedence over a scheduler's (`schedulers.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cyxtrain.errors import ConfigError
 
 Variables = Mapping[str, str]
 ENVIRON: Variables = os.environ
-"""The default of every function here that takes variables: those of this process."""
+"""This process's variables: the default of every function here that takes variables."""
 WORKER_CHANNEL = "CYXTRAIN_WORKER"
 """How a worker of a notebook reaches the notebook."""
 SECRET = "CYXTRAIN_SECRET"
@@ -60,14 +60,16 @@ _COMMUNICATION_VARIABLES = (
 def number(name: str, variables: Variables = ENVIRON) -> int | None:
     """Return a variable as a whole number; None if it is not set, or empty."""
     value = variables.get(name)
+    if not value:
+        return None
     try:
-        return int(value) if value else None
+        return int(value)
     except ValueError:
         raise ConfigError(f"{name}={value!r} in the environment is not a whole number.") from None
 
 
 def grace_seconds(variables: Variables = ENVIRON) -> float:
-    """Return how many seconds after a request to stop nothing is left."""
+    """Return the seconds between a request to stop and the end of all processes."""
     value = variables.get(GRACE)
     try:
         seconds = float(value or GRACE_SECONDS)
@@ -82,7 +84,7 @@ def grace_seconds(variables: Variables = ENVIRON) -> float:
 
 
 def one_of(name: str, choices: tuple[str, ...], variables: Variables = ENVIRON) -> str:
-    """Return a variable that must be one of a few values, the first of which is the default."""
+    """Return a variable that must be one of a few values; the first one is the default."""
     value = (variables.get(name) or choices[0]).lower()
     if value not in choices:
         raise ConfigError(f"{name} in the environment must be {' or '.join(choices)}, got {value!r}.")
@@ -90,7 +92,7 @@ def one_of(name: str, choices: tuple[str, ...], variables: Variables = ENVIRON) 
 
 
 def own_identity(variables: Variables = ENVIRON) -> dict[str, int]:
-    """Return RANK and WORLD_SIZE, as far as they are set."""
+    """Return RANK and WORLD_SIZE, or the one of them that is set."""
     found = {name: number(name, variables) for name in _IDENTITY}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -104,23 +106,34 @@ def identity_of(variables: Variables) -> tuple[int | None, int | None]:
             f"the environment is half set: {', '.join(present)} is there and {' and '.join(missing)} is missing. "
             "Start with ./launch_distributed.sh or torchrun, set RANK and WORLD_SIZE by hand, or unset them all."
         )
-    return (0, 1) if missing else (number("RANK", variables), number("WORLD_SIZE", variables))
+    if missing:
+        return 0, 1
+    return number("RANK", variables), number("WORLD_SIZE", variables)
 
 
 def with_scheduler(variables: Variables, *, needs_address: bool) -> Variables:
-    """Return the variables with those that a scheduler implies, if they do not say who this process is."""
+    """Complete the variables from a scheduler if they do not have this process's rank."""
     if any(name in variables for name in _IDENTITY):
         schedulers.check_pod(variables)
         return variables
     identity = schedulers.detect(variables)
     if identity is None:
         return variables
-    if needs_address and identity.world_size > 1 and not (variables.get("MASTER_ADDR") or identity.master_addr):
+    has_address = variables.get("MASTER_ADDR") or identity.master_addr
+    if needs_address and identity.world_size > 1 and not has_address:
         raise ConfigError(
             f"{identity.by} has started {identity.world_size} ranks and does not say where rank 0 is: set MASTER_ADDR "
             "to the name or address of its machine on every rank, such as 'mpirun -x MASTER_ADDR=node1' or 'mpiexec "
             "-genv MASTER_ADDR node1'; 127.0.0.1 if all are on one."
         )
+    implied = _variables_of(identity)
+    # An empty variable counts as not set.
+    given = {name: value for name, value in variables.items() if value or name not in implied}
+    return {**implied, **given}
+
+
+def _variables_of(identity: schedulers.Identity) -> dict[str, str]:
+    """Return what a scheduler knows about this process, under torchrun's names."""
     known = {
         "RANK": identity.rank,
         "WORLD_SIZE": identity.world_size,
@@ -128,15 +141,15 @@ def with_scheduler(variables: Variables, *, needs_address: bool) -> Variables:
         "MASTER_ADDR": identity.master_addr,
         "MASTER_PORT": identity.master_port,
     }
-    implied = {name: str(value) for name, value in known.items() if value is not None}
-    return {**implied, **{name: value for name, value in variables.items() if value or name not in implied}}
+    return {name: str(value) for name, value in known.items() if value is not None}
 
 
 def agent_store_prefix(address: str, port: int, variables: Variables = ENVIRON) -> str | None:
-    """Return the prefix of our keys if torchrun's agent keeps the store at this address; None if rank 0 does."""
+    """Return the prefix of our keys if torchrun's agent keeps the store at this address; otherwise None."""
     agent = (variables.get("MASTER_ADDR", "").strip("[]"), variables.get("MASTER_PORT"))
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or agent != (address, str(port)):
         return None
+    # The prefix that PyTorch uses: after each restart of all ranks another one.
     return f"/worker/attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -149,17 +162,21 @@ def is_launched(variables: Variables = ENVIRON) -> bool:
 
 
 def ranks_that_share_cores(variables: Variables = ENVIRON) -> int:
-    """Return how many ranks a scheduler has started on this machine without setting threads; 1: it has not."""
+    """Return how many ranks a scheduler started on this machine without OMP_NUM_THREADS; 1: this alone."""
     if variables.get("OMP_NUM_THREADS") or any(name in variables for name in _IDENTITY):
         return 1
     identity = schedulers.detect(variables)
-    return 1 if identity is None else identity.local_world_size or 1
+    if identity is None:
+        return 1
+    return identity.local_world_size or 1
 
 
 def settings_found(variables: Variables = ENVIRON) -> dict[str, str]:
-    """Return, for display, the variables that decide how ranks meet and communicate; a secret is shown as "set"."""
+    """Return the variables that decide how ranks communicate, for display; a secret is shown as "set"."""
     found = {name: variables[name] for name in _COMMUNICATION_VARIABLES if variables.get(name)}
-    return found | {SECRET: "set"} if SECRET in found else found
+    if SECRET in found:
+        found[SECRET] = "set"
+    return found
 
 
 def to_pass_on() -> dict[str, str]:
@@ -181,18 +198,20 @@ def wants_full_traceback(variables: Variables = ENVIRON) -> bool:
 
 
 def launched_run(variables: Variables = ENVIRON) -> tuple[str, int]:
-    """Return (name of the launcher's run, how often it has restarted all ranks); ("", 0) without a launcher."""
+    """Return (name of the launcher's run, number of restarts of all ranks); ("", 0) without a launcher."""
     run = variables.get("CYXTRAIN_RUN", "")
-    return run, (number("CYXTRAIN_ATTEMPT", variables) or 0) if run else 0
+    if not run:
+        return "", 0
+    return run, number("CYXTRAIN_ATTEMPT", variables) or 0
 
 
 def passes_signals_on(variables: Variables = ENVIRON) -> bool:
-    """Return whether a launcher started this process that sends it the signals that it has received."""
+    """Return whether this process's launcher forwards the signals that it receives."""
     return bool(variables.get("CYXTRAIN_RUN") or variables.get("TORCHELASTIC_RUN_ID"))
 
 
 def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:
-    """Return ranks that the launcher has seen exit with code 0, if they are of a world of this size."""
+    """Return the ranks that the launcher has seen exit with code 0; [] if its world has another size."""
     path = variables.get("CYXTRAIN_EXITED")
     if not path or variables.get("WORLD_SIZE") != str(world_size):
         return []
@@ -203,11 +222,13 @@ def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:
 
 
 def held_port(port: int, variables: Variables = ENVIRON) -> int | None:
-    """Return the port that the launcher holds for rank 0 in the place of its MASTER_PORT; None: it is another one."""
+    """Return the port that the launcher holds for rank 0 in place of MASTER_PORT `port`, or None."""
     master, _, held = variables.get("CYXTRAIN_PORT", "").partition(" ")
-    return int(held) if master == str(port) and sys.platform == "linux" else None
+    if master != str(port) or sys.platform != "linux":
+        return None
+    return int(held)
 
 
 def bar_columns(variables: Variables = ENVIRON) -> int:
-    """Return how long a progress bar the launcher shows for this rank; 0: it shows none."""
+    """Return the columns of the progress bar that the launcher shows for this rank; 0: it shows no bar."""
     return number("CYXTRAIN_BAR_COLUMNS", variables) or 0

@@ -26,7 +26,7 @@ class Process:
     """The identity of a process."""
 
     machine: str
-    """The same for processes that one operating system can see; empty if it cannot be asked."""
+    """The same for processes that one operating system can see; "" if it cannot be asked."""
     pid: int
     started: int
     """psutil's hash of the pid and the start time, which tells a later process with the same pid apart."""
@@ -37,11 +37,13 @@ def this_process(address: str) -> Process:
     import psutil  # takes 20 ms to import, which a single process saves
 
     machine = _machine()
-    return Process(machine and f"{machine} {address}", os.getpid(), hash(psutil.Process()) if machine else 0)
+    if not machine:
+        return Process("", os.getpid(), 0)
+    return Process(f"{machine} {address}", os.getpid(), hash(psutil.Process()))
 
 
 def _machine() -> str:
-    """Return a name that only processes share whose pids and states one operating system can tell us."""
+    """Return a name that processes share if one operating system knows their states; "": unknown."""
     if sys.platform != "linux":
         return f"{sys.platform} {uuid.getnode()}"
     try:
@@ -77,7 +79,7 @@ def state_of(process: Process, asking: Process) -> State | None:
 
 
 def has_native_handler(number: int) -> bool:
-    """Return whether this process handles a signal, perhaps outside of Python, such as `faulthandler.register`."""
+    """Return whether this process handles a signal, also outside of Python, as `faulthandler` does."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux
@@ -87,7 +89,7 @@ def has_native_handler(number: int) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether a process exists that /proc does not show: some systems hide those of other users."""
+    """Return whether a process exists that /proc does not show: some systems hide other users' processes."""
     if sys.platform != "linux":
         return False
     try:

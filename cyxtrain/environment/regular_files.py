@@ -39,7 +39,7 @@ def local_path(argument: str, path: Any) -> str:
     """Return a path that a user gives: "~" is the home folder, and "file:///x" is "/x".
 
     All paths of the public interface pass through here. Raises ConfigError, with the name of the argument, for other
-    URLs and for what is not a path.
+    URLs and for values that are not paths.
     """
     is_path = isinstance(path, (str, os.PathLike)) and bool(str(path).strip())
     if not is_path or "\0" in str(path):
@@ -57,7 +57,7 @@ def local_path(argument: str, path: Any) -> str:
 
 
 def regular_opener(path: str, flags: int) -> int:
-    """Open a regular file; an `opener` for Python's `open`, whose OSError says what else the file is."""
+    """Open a regular file; an `opener` for Python's `open`, whose OSError names another kind of file."""
     refuse_others(path)  # before opening, which can have effects on a device
     descriptor = os.open(path, flags | _FLAGS, 0o666)
     try:
@@ -79,10 +79,12 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
     """Return the rest of an open file; refuse more than a limit (None: the memory of this machine)."""
     size_bytes = os.fstat(file.fileno()).st_size
-    limit = memory_bytes() if limit_bytes is None else limit_bytes
-    if size_bytes > limit:
-        what = "may have" if limit_bytes is not None else "this machine's memory has"
-        raise OSError(errno.EFBIG, f"it has {size_bytes:,} bytes, and {what} {limit:,}", file.name)
+    allowed = "may have"
+    if limit_bytes is None:
+        allowed = "this machine's memory has"
+        limit_bytes = memory_bytes()
+    if size_bytes > limit_bytes:
+        raise OSError(errno.EFBIG, f"it has {size_bytes:,} bytes, and {allowed} {limit_bytes:,}", file.name)
     try:
         return file.read(max(size_bytes - file.tell(), 0))
     except MemoryError:
@@ -90,7 +92,7 @@ def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
-    """Return the text of a regular file, UTF-8."""
+    """Return the content of a regular file as a string, from UTF-8."""
     with open_regular(path) as file:
         return read_rest(file, limit_bytes).decode("utf-8")
 
@@ -108,15 +110,17 @@ def at_a_glance(file: BinaryIO, limit_bytes: int) -> Any:
 
 
 def refuse_others(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if anything else than a regular file is at a path."""
+    """Raise OSError if a path is anything other than a regular file; a missing one is allowed."""
     with contextlib.suppress(FileNotFoundError):
         _require_regular(os.stat(path).st_mode, os.fspath(path))
 
 
 def _require_regular(mode: int, path: str) -> None:
-    if not stat.S_ISREG(mode):
-        what = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {what}, not a file", path)
+    if stat.S_ISREG(mode):
+        return
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(code, f"it is {kind}, not a file", path)
 
 
 def memory_bytes() -> int:

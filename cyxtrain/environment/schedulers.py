@@ -21,8 +21,9 @@ from cyxtrain.errors import ConfigError
 
 Variables = Mapping[str, str]
 
-_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-"""Below the ephemeral ports of kernels."""
+_FIRST_PORT = 20_000
+_NUM_PORTS = 10_000
+"""Ports of jobs: below the ephemeral ports of kernels."""
 _SPECIAL_STEPS = 0xFFFF_FFF0
 """Slurm numbers steps that srun did not create, such as batch scripts, from here on."""
 _FIRST_HOSTS = re.compile(r"(?:[^,\[]|\[[^\]]*\])*")
@@ -60,23 +61,33 @@ class _Scheduler:
     host: Callable[[Variables], str | None] = lambda variables: None
     """Returns where rank 0 is, on several machines."""
     applies: Callable[[Variables], bool] = lambda variables: True
-    """Whether the variables are really those of this scheduler."""
+    """Whether this scheduler has set the variables, and not another one."""
 
     def identify(self, variables: Variables) -> Identity | None:
         """Return the identity of this process; None: this scheduler has not started it."""
         if self.rank not in variables or not self.applies(variables):
             return None
-        rank, world_size = self._number(variables, self.rank), self._number(variables, self.world_size)
-        local_rank = self._number(variables, self.local_rank) if self.local_rank in variables else None
+        rank = self._number(variables, self.rank)
+        world_size = self._number(variables, self.world_size)
+        local_rank = None
+        if self.local_rank in variables:
+            local_rank = self._number(variables, self.local_rank)
         local_size = _local_size(variables, self.local_size)
         if rank >= world_size:
             raise self._disagreement(variables, self.rank, self.world_size)
         if local_rank is not None and local_size is not None and local_rank >= local_size:
             raise self._disagreement(variables, self.local_rank, self.local_size)
-        host = "127.0.0.1" if world_size in (1, local_size) else self.host(variables)
-        named = [variables[name] for name in self.job if name in variables]
-        port = _FIRST_PORT + zlib.crc32(".".join(named).encode()) % _NUM_PORTS if named else None
-        return Identity(self.by, rank, world_size, local_rank, host, port, local_size)
+        host = self.host(variables)
+        if world_size in (1, local_size):
+            host = "127.0.0.1"
+        return Identity(self.by, rank, world_size, local_rank, host, self._port(variables), local_size)
+
+    def _port(self, variables: Variables) -> int | None:
+        """Return a port that all ranks of a job derive from its name; None: the scheduler gives no name."""
+        job = [variables[name] for name in self.job if name in variables]
+        if not job:
+            return None
+        return _FIRST_PORT + zlib.crc32(".".join(job).encode()) % _NUM_PORTS
 
     def _disagreement(self, variables: Variables, number: str, count: str) -> ConfigError:
         """Return the error for a rank outside of its world."""
@@ -84,7 +95,7 @@ class _Scheduler:
         if self.rank == "SLURM_PROCID":
             why = (
                 " In a heterogeneous step SLURM_PROCID counts the tasks of all components, and SLURM_STEP_NUM_TASKS "
-                "those of one."
+                "the tasks of one."
             )
         return ConfigError(
             f"{self.by} has started this process, and its variables disagree: {number}={variables[number]} is outside "
@@ -94,13 +105,17 @@ class _Scheduler:
 
     def _number(self, variables: Variables, name: str) -> int:
         value = variables.get(name, "")
-        if not (value.isascii() and value.isdecimal()):
-            raise ConfigError(
-                f"{self.by} has started this process ({self.rank} is set), and {name} is "
-                f"{'not a whole number: ' + repr(value) if value else 'not set'}. RANK and WORLD_SIZE override what "
-                f"it says: set both; or unset {self.rank} for a process that is alone."
-            )
-        return int(value)
+        if _is_whole_number(value):
+            return int(value)
+        problem = f"not a whole number: {value!r}" if value else "not set"
+        raise ConfigError(
+            f"{self.by} has started this process ({self.rank} is set), and {name} is {problem}. RANK and WORLD_SIZE "
+            f"override what it says: set both; or unset {self.rank} for a process that is alone."
+        )
+
+
+def _is_whole_number(value: str) -> bool:
+    return value.isascii() and value.isdecimal()
 
 
 def _local_size(variables: Variables, name: str) -> int | None:
@@ -112,7 +127,9 @@ def _local_size(variables: Variables, name: str) -> int | None:
             return None
         sizes += [int(found[1])] * int(found[2] or 1)
     node = variables.get("SLURM_NODEID", "0")
-    return sizes[int(node)] if node.isdecimal() and int(node) < len(sizes) else sizes[0]
+    if node.isdecimal() and int(node) < len(sizes):
+        return sizes[int(node)]
+    return sizes[0]
 
 
 def _is_in_srun(variables: Variables) -> bool:
@@ -126,11 +143,15 @@ def _is_mpich(variables: Variables) -> bool:
 
     Within a Slurm job mpiexec has srun start one process per machine, whose variables its own processes inherit.
     """
-    same = (("SLURM_PROCID", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"))
-    return not (_is_in_srun(variables) and all(variables.get(one) == variables.get(other) for one, other in same))
+    if not _is_in_srun(variables):
+        return True
+    has_rank_of_srun = variables.get("SLURM_PROCID") == variables.get("PMI_RANK")
+    has_size_of_srun = variables.get("SLURM_STEP_NUM_TASKS") == variables.get("PMI_SIZE")
+    return not (has_rank_of_srun and has_size_of_srun)
 
 
 def _slurm_host(variables: Variables) -> str | None:
+    """Return the first host of a list, such as "gpu07" of "gpu[07-09,12],login1"."""
     hosts = _FIRST_HOSTS.match(variables.get("SLURM_STEP_NODELIST", ""))
     assert hosts is not None  # it matches everything
     return _NUMBERS.sub(r"\1", hosts[0]) or None
@@ -138,7 +159,7 @@ def _slurm_host(variables: Variables) -> str | None:
 
 def _lsf_host(variables: Variables) -> str | None:
     """Return the first host with processes, which follows the one from which jsrun was called."""
-    hosts = variables.get("LSB_MCPU_HOSTS", "").split()[::2]
+    hosts = variables.get("LSB_MCPU_HOSTS", "").split()[::2]  # each is followed by its number of cores
     return hosts[1] if len(hosts) > 1 else None
 
 
@@ -196,13 +217,12 @@ def detect(variables: Variables) -> Identity | None:
 def disagreement(variables: Variables, rank: int, world_size: int) -> str:
     """Return how a scheduler contradicts RANK and WORLD_SIZE, and what to do; "": it does not."""
     if "RANK" not in variables or "TORCHELASTIC_RUN_ID" in variables or "CYXTRAIN_RUN" in variables:
-        return ""  # a launcher has started several processes, of which the scheduler knows one
+        return ""  # a launcher has started several processes, and the scheduler knows one
     for scheduler in _SCHEDULERS:
-        names = (scheduler.rank, scheduler.world_size)
-        if names[0] not in variables or not scheduler.applies(variables):
+        if scheduler.rank not in variables or not scheduler.applies(variables):
             continue
-        reported = [f"{name}={variables.get(name)}" for name in names]
-        if reported == [f"{names[0]}={rank}", f"{names[1]}={world_size}"]:
+        reported = [f"{name}={variables.get(name)}" for name in (scheduler.rank, scheduler.world_size)]
+        if reported == [f"{scheduler.rank}={rank}", f"{scheduler.world_size}={world_size}"]:
             return ""
         return (
             f"RANK={rank} and WORLD_SIZE={world_size} are set, and {scheduler.by} says {' and '.join(reported)}: unset "
@@ -213,18 +233,28 @@ def disagreement(variables: Variables, rank: int, world_size: int) -> str:
 
 def cores_left(variables: Variables) -> int | None:
     """Return how many cores of this machine a scheduler has given to this process; None: unknown."""
-    reported = None
+    reported = _reported_cores(variables)
+    if not _is_whole_number(reported):
+        return None
+    return int(reported) or None
+
+
+def _reported_cores(variables: Variables) -> str:
+    """Return the number of cores as a scheduler's variable has it; "": unknown."""
     if "SLURM_JOB_ID" in variables:
-        own = variables.get("SLURM_CPUS_PER_TASK") if _is_in_srun(variables) else None
-        reported = own or variables.get("SLURM_CPUS_ON_NODE")
-    elif "PBS_JOBID" in variables:
-        reported = variables.get("NCPUS")
-    elif "LSB_JOBID" in variables:
+        per_task = variables.get("SLURM_CPUS_PER_TASK")
+        if per_task and _is_in_srun(variables):
+            return per_task
+        return variables.get("SLURM_CPUS_ON_NODE", "")
+    if "PBS_JOBID" in variables:
+        return variables.get("NCPUS", "")
+    if "LSB_JOBID" in variables:
         hosts = variables.get("LSB_MCPU_HOSTS", "").split()
-        reported = hosts[1] if len(hosts) == 2 else None
-    elif variables.get("NHOSTS") == "1":  # Grid Engine
-        reported = variables.get("NSLOTS")
-    return int(reported) if reported and reported.isascii() and reported.isdecimal() and int(reported) > 0 else None
+        is_one_host = len(hosts) == 2
+        return hosts[1] if is_one_host else ""
+    if variables.get("NHOSTS") == "1":  # Grid Engine
+        return variables.get("NSLOTS", "")
+    return ""
 
 
 def _in_kubernetes(variables: Variables) -> Identity | None:
@@ -232,15 +262,17 @@ def _in_kubernetes(variables: Variables) -> Identity | None:
     if not {"PET_NODE_RANK", "PET_NNODES"} <= variables.keys():
         return None
     check_pod(variables)
-    values = variables["PET_NODE_RANK"], variables["PET_NNODES"], variables.get("PET_MASTER_PORT") or "29500"
-    if not all(value.isascii() and value.isdecimal() for value in values):
+    pod = variables["PET_NODE_RANK"]
+    pods = variables["PET_NNODES"]
+    port = variables.get("PET_MASTER_PORT") or "29500"
+    if not all(map(_is_whole_number, (pod, pods, port))):
         raise ConfigError(
-            f"Kubernetes says that this is pod {values[0]} of {values[1]}, with port {values[2]} (PET_NODE_RANK, "
-            "PET_NNODES, PET_MASTER_PORT), which are not three whole numbers. Begin the command with 'cyxtrain launch "
-            "--', or set RANK and WORLD_SIZE, which take precedence."
+            f"Kubernetes says that this is pod {pod} of {pods}, with port {port} (PET_NODE_RANK, PET_NNODES, "
+            "PET_MASTER_PORT), which are not three whole numbers. Begin the command with 'cyxtrain launch --', or set "
+            "RANK and WORLD_SIZE, which take precedence."
         )
-    rank, world_size, port = map(int, values)
-    return Identity("Kubernetes", rank, world_size, 0, variables.get("PET_MASTER_ADDR") or None, port)
+    host = variables.get("PET_MASTER_ADDR") or None
+    return Identity("Kubernetes", int(pod), int(pods), 0, host, int(port))
 
 
 def check_pod(variables: Variables) -> None:
@@ -254,7 +286,7 @@ def check_pod(variables: Variables) -> None:
 
 
 def started_by(variables: Variables, rank: int, world_size: int) -> str:
-    """Return what has started this process as one of several, and how to override it; "" if that is obvious."""
+    """Return who started this process as one of several, and how to override it; "" if that is obvious."""
     if "RANK" in variables:
         return "started by torchrun" if "TORCHELASTIC_RUN_ID" in variables else ""
     identity = detect(variables)

@@ -29,12 +29,13 @@ def open_absent() -> None:
             # The system gives the lowest number that is free: this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             if getattr(sys, name) is None:
-                stream = open(number, "w" if number else "r", errors="replace", closefd=False)  # noqa: SIM115
+                mode = "r" if name == "stdin" else "w"
+                stream = open(number, mode, errors="replace", closefd=False)  # noqa: SIM115
                 setattr(sys, name, stream)
 
 
 class _Output:
-    """`sys.stdout` or `sys.stderr` for this package to write to: a failure is one warning, and no error.
+    """`sys.stdout` or `sys.stderr` for this package to write to: a failure is one warning, not an error.
 
     A letter that the stream lacks becomes "?". If its file descriptor cannot be written, the null device takes its
     place: the program's own `print` would fail as well.
@@ -54,23 +55,30 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text at once."""
+        """Write a string at once; warn the first time that a stream cannot take it."""
         stream = self._stream
-        cause = "nobody reads it"
-        place = place_of(self._number)
-        try:
-            if not _is_unread(stream, UNREAD_SECONDS * (stream is not self._failed)):
-                _write(stream, text)
-                cause = ""
-        except BlockingIOError:  # a program has made it so: the text was longer than what fits
-            pass
-        except (OSError, ValueError) as error:  # ValueError: the program has closed it
-            cause = reason_of(error)
-            self._become_null(stream)
-        if cause and stream is not self._failed:
+        place = place_of(self._number)  # before the null device takes it
+        problem = self._try_to_write(stream, text)
+        if problem and stream is not self._failed:
             self._failed = stream
-            warn(f"{self._name}{place} takes no output: {cause}. Training continues.")
+            warn(f"{self._name}{place} takes no output: {problem}. Training continues.")
         return len(text)
+
+    def _try_to_write(self, stream: Any, text: str) -> str:
+        """Write a string, and return why that was not possible; "" if it was."""
+        seconds = UNREAD_SECONDS
+        if stream is self._failed:  # it has been waited for once
+            seconds = 0.0
+        try:
+            if _is_unread(stream, seconds):
+                return "nobody reads it"
+            _write(stream, text)
+        except BlockingIOError:  # the program has made the stream non-blocking, and there was no room for all of it
+            return "nobody reads it"
+        except (OSError, ValueError) as error:  # ValueError: the program has closed it
+            self._become_null(stream)
+            return reason_of(error)
+        return ""
 
     def flush(self) -> None:
         """Do nothing: every write is flushed."""
@@ -94,19 +102,20 @@ def show(text: str, end: str = "\n") -> None:
 
 
 def place_of(number: int) -> str:
-    """Return where a file descriptor leads, such as " (/dev/pts/0)"; empty if only the kernel knows."""
+    """Return where a file descriptor leads, such as " (/dev/pts/0)"; "": unknown."""
     with contextlib.suppress(OSError):
         return f" ({os.readlink(f'/proc/self/fd/{number}')})"
     return ""
 
 
 def _write(stream: Any, text: str) -> None:
-    if stream is not None:
-        try:
-            stream.write(text)
-        except UnicodeEncodeError:
-            stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
-        stream.flush()
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
+    stream.flush()
 
 
 def _is_unread(stream: Any, seconds: float) -> bool:

@@ -43,7 +43,7 @@ REMOVE_WORKER_PIDS = f"{_SIGNALLING}._remove_worker_pids"
 CHECK_WORKERS = f"{_SIGNALLING}._error_if_any_worker_fails"
 _WORKERS = "a signal to all processes ends the workers of DataLoaders, and the rank with them"
 _HOOKS = "on accelerators the host waits for each step's gradients to be checked"
-_LOOP = "the tensors are gone through one by one"
+_LOOP = "tensors are processed one by one"
 PRIVATE_NAMES = (
     PrivateName("torch.optim.Optimizer:_optimizer_step_pre_hooks", _HOOKS),
     PrivateName("torch.optim.Optimizer:_optimizer_step_post_hooks", _HOOKS),
@@ -61,7 +61,7 @@ PRIVATE_NAMES = (
     PrivateName("torch._C._nn.flatten_dense_tensors", "torch.cat makes one tensor of them"),
     PrivateName("torch._C._current_autograd_node", "a backward inside another one is found at its next gradient"),
     PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),
-    PrivateName("torch.Tensor._version", "what is finite is looked through again; a step in backward is not noticed"),
+    PrivateName("torch.Tensor._version", "finite tensors are checked again; a step in backward is not noticed"),
     PrivateName("torch.Tensor._backward_hooks", "refused: sending a tensor to the workers of a notebook"),
     PrivateName("torch.Tensor._cdata", "parameters whose tensors were swapped after wrapping are not averaged"),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "refused: sending a tensor to the workers of a notebook"),
@@ -103,12 +103,12 @@ def is_tested() -> bool:
 
 
 def tested_range() -> str:
-    """Return which versions of PyTorch cyxtrain is tested with, in words."""
+    """Return the range of tested versions of PyTorch, such as "2.11 to 2.15"."""
     return f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"
 
 
 def find(name: str) -> Any:
-    """Return what PyTorch has under a name; None: this version has none."""
+    """Return PyTorch's object of this name; None: this version does not have it."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -117,7 +117,7 @@ def find(name: str) -> Any:
 
 @contextlib.contextmanager
 def replaced(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function of a module within by what `make` makes of it; without effect if PyTorch has none."""
+    """Replace a function of PyTorch within by `make(function)`; no effect if this version lacks it."""
     module, _, attribute = name.rpartition(".")
     place = find(module)
     original = find(name)
@@ -132,7 +132,7 @@ def replaced(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def require(name: str, what: str) -> Any:
-    """Return what PyTorch has under a name."""
+    """Return PyTorch's object of this name; `what` needs it."""
     found = find(name)
     if found is None:
         raise _refusal(name, what)
@@ -161,8 +161,9 @@ _UNKNOWN = True
 
 def has_fused_kernels(device_type: str) -> bool:
     """Return whether PyTorch's fused optimizers can step on devices of a type."""
-    types = ("cpu", "cuda") if _devices_of_fused_kernels is None else _devices_of_fused_kernels()
-    return device_type in types
+    if _devices_of_fused_kernels is None:
+        return device_type in ("cpu", "cuda")
+    return device_type in _devices_of_fused_kernels()
 
 
 def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
@@ -196,7 +197,8 @@ def milestones_of(scheduler: Any) -> Sequence[int]:
 
 # Tensors.
 
-_foreach_norm, _foreach_mul = find("torch._foreach_norm"), find("torch._foreach_mul_")
+_foreach_norm = find("torch._foreach_norm")
+_foreach_mul = find("torch._foreach_mul_")
 current_autograd_node: Callable[[], Any] = find("torch._C._current_autograd_node") or (lambda: None)
 
 
@@ -218,8 +220,10 @@ def _on_each(name: str) -> Callable[..., None]:
     return find(f"torch._foreach_{name}") or one_by_one
 
 
-copy_all, lerp_all = _on_each("copy_"), _on_each("lerp_")
-"""Copy each source into its target; move each target towards its source, by a weight: that part of the way."""
+copy_all = _on_each("copy_")
+"""Copy each source into its target."""
+lerp_all = _on_each("lerp_")
+"""Move each target towards its source, by a weight: 1 is the whole way."""
 
 
 def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -263,9 +267,9 @@ def attach_hooks(parameter: Tensor) -> None:
 def hooks_of(tensor: Tensor) -> tuple[list[Any], list[Any]]:
     """Return a tensor's gradient hooks and its post-accumulate-grad hooks."""
     what = "sending a tensor to another process"
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    before, after = (list((_attribute(tensor, name, what) or {}).values()) for name in names)
-    return before, after
+    on_gradient = _attribute(tensor, "_backward_hooks", what) or {}
+    after_accumulation = _attribute(tensor, "_post_accumulate_grad_hooks", what) or {}
+    return [*on_gradient.values()], [*after_accumulation.values()]
 
 
 _queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback")
@@ -289,7 +293,7 @@ LossModule: Any = nn.MSELoss.__base__
 BatchNormModule: Any = nn.BatchNorm1d.__base__
 """The base class of PyTorch's batch norms."""
 NormModule: Any = BatchNormModule.__base__
-"""The base class of those with running statistics."""
+"""The base class of PyTorch's norms with running statistics."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -318,10 +322,11 @@ def has_own_loading(module: nn.Module) -> bool:
 
 
 def with_versions(state: dict[str, Any], own: Any) -> Any:
-    """Return a state of modules as new as those of `own`, a `state_dict`; incomplete ones are of unknown versions."""
+    """Return a state with the versions of modules in `own`, a `state_dict`, except for incomplete ones."""
     found: Any = OrderedDict(state)
-    old = {name.rpartition(".")[0] for name in own if name not in state}
-    found._metadata = {path: each for path, each in getattr(own, "_metadata", {}).items() if path not in old}
+    incomplete = {name.rpartition(".")[0] for name in own if name not in state}
+    metadata = getattr(own, "_metadata", {})
+    found._metadata = {path: each for path, each in metadata.items() if path not in incomplete}
     return found
 
 
@@ -416,18 +421,18 @@ def put_back_excepthook() -> None:
 
 def set_timeout(timeout: timedelta) -> None:
     """Set the timeout of the default process group."""
-    public = find("torch.distributed.set_timeout")
-    if public is not None:
-        public(timeout)
-    else:
-        require("torch.distributed.distributed_c10d._set_pg_timeout", "a backend but the ring")(timeout)
+    set_pg_timeout = find("torch.distributed.set_timeout")
+    if set_pg_timeout is None:
+        set_pg_timeout = require("torch.distributed.distributed_c10d._set_pg_timeout", "a backend but the ring")
+    set_pg_timeout(timeout)
 
 
 def identity_of_gpu(index: int) -> tuple[str, str]:
-    """Return (UUID, PCI address) of a visible CUDA device; "" for what this version of PyTorch lacks."""
+    """Return (UUID, PCI address) of a visible CUDA device; "" for one that this version of PyTorch lacks."""
     properties = torch.cuda.get_device_properties(index)
-    address = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
-    return str(getattr(properties, "uuid", "")), ":".join(map(str, address)).strip(":")
+    uuid = str(getattr(properties, "uuid", ""))
+    address = [str(getattr(properties, f"pci_{part}_id", "")) for part in ("domain", "bus", "device")]
+    return uuid, ":".join(address).strip(":")
 
 
 _abort_process_group = find("torch.distributed.distributed_c10d._abort_process_group")
@@ -441,7 +446,7 @@ def process_groups() -> list[Any]:
 
 
 def renumber_ranks(group: dist.ProcessGroup, world_size: int) -> None:
-    """Let PyTorch know that the ranks of a group, if it is the default one, are 0 to `world_size` - 1 from now on."""
+    """Renumber a group's ranks in PyTorch's table, from 0; it has only the default group."""
     ranks = getattr(find("torch.distributed.distributed_c10d._world"), "pg_group_ranks", {})
     if group in ranks:
         ranks[group] = {rank: rank for rank in range(world_size)}

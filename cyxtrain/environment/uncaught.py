@@ -1,4 +1,4 @@
-"""Print an error that ends the program: a user's mistake in short, and once if all ranks raise it.
+"""Print an error that ends the program: in short if it is the user's mistake, and once if all ranks raise it.
 
     Traceback (your code only; CYXTRAIN_TRACEBACK=full shows all of it):
       File "train.py", line 12, in <module>
@@ -33,8 +33,12 @@ from cyxtrain.errors import (
     reason_of,
 )
 
-SHORT, ONE_LINE, FULL = "short", "one line", "full"
-"""How errors are printed."""
+SHORT = "short"
+"""Print a mistake with the frames of the user's code only."""
+ONE_LINE = "one line"
+"""Print every error of this package as one line: for the command line."""
+FULL = "full"
+"""Print all frames, as Python does."""
 HEADER = "Traceback (your code only; CYXTRAIN_TRACEBACK=full shows all of it):"
 """The first line of a mistake that is printed in short."""
 _LIBRARIES = ("cyxtrain", "torch", "contextlib")
@@ -43,17 +47,18 @@ _REPLACED = ("sys", "torch", "apport_python_hook")
 """Modules whose hooks are replaced: Ubuntu sets one in every process."""
 _OF_ANOTHER_RANK = (PeerLostError, PeerSilentError, RendezvousError, DistributedTrainingError)
 """Errors whose cause is not in this rank's program, unless all ranks raise them."""
-_MAX_LINES, _MAX_FRAMES = 15, 4
+_MAX_LINES = 15
+_MAX_FRAMES = 4
+_MAX_WORKER_FRAMES = 2
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    [^\n]*[\w"\'][^\n]*\n)?', re.MULTILINE)
-"""A frame in the text of a traceback, without the line of carets."""
+"""A frame of a printed traceback, without the line of carets."""
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class _Hook:
-    """Replaces `sys.excepthook`; `previous` prints all other errors."""
+    """A replacement of `sys.excepthook`; `previous` prints all other errors."""
 
     style = SHORT
-    """`ONE_LINE` applies to every error of this package."""
     is_printing = True
     """Whether this rank prints what all ranks raise."""
 
@@ -63,46 +68,61 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self.style == FULL or process_env.wants_full_traceback() or not self._is_shortened(error):
             self._previous(kind, error, trace)
-        elif isinstance(error, CyxtrainError) and (self.is_printing or not is_on_all_ranks(error)):
-            in_short = _in_two_lines if _is_of_another_rank(error) else _in_short
-            is_one_line = self.style == ONE_LINE
-            print(f"{kind.__name__}: {_message(error)}" if is_one_line else in_short(error, trace), file=sys.stderr)
+            return
+        is_printed = self.is_printing or not is_on_all_ranks(error)
+        if isinstance(error, CyxtrainError) and is_printed:  # Ctrl-C in a fit prints nothing
+            print(self._text_of(error, trace), file=sys.stderr)
 
     def _is_shortened(self, error: BaseException) -> bool:
         if isinstance(error, ConfigError) or _is_of_another_rank(error):
             return True
-        return isinstance(error, (CyxtrainError, KeyboardInterrupt)) and (
-            self.style == ONE_LINE or is_on_all_ranks(error)
-        )
+        if not isinstance(error, (CyxtrainError, KeyboardInterrupt)):
+            return False
+        return self.style == ONE_LINE or is_on_all_ranks(error)
+
+    def _text_of(self, error: CyxtrainError, trace: TracebackType | None) -> str:
+        if self.style == ONE_LINE:
+            return f"{type(error).__name__}: {_message(error)}"
+        if _is_of_another_rank(error):
+            return _in_two_lines(error, trace)
+        return _in_short(error, trace)
 
 
 _hook: _Hook | None = None
 
 
 def install(style: str | None = None, *, is_printing: bool = True) -> None:
-    """Replace `sys.excepthook` where that has not happened, or PyTorch has replaced it since.
+    """Replace `sys.excepthook`, unless that has happened already and PyTorch has not replaced it since.
 
-    Without a `style` errors are printed in short, and a hook of the program itself stays. This rank prints what all
-    ranks raise only if it `is_printing`.
+    Without a `style` the previous one stays, at first `SHORT`, and a hook of the program itself is not replaced. This
+    rank prints what all ranks raise only if it `is_printing`.
     """
     global _hook
     module = str(getattr(sys.excepthook, "__module__", None)).partition(".")[0]
     if sys.excepthook is not _hook and (style is not None or module in _REPLACED):
-        style = style or (SHORT if _hook is None else _hook.style)
-        sys.excepthook = _hook = _Hook(sys.excepthook)
-    if _hook is not None:
-        _hook.style = style or _hook.style
-        _hook.is_printing = is_printing
+        # PyTorch wraps the hook whenever it makes the default group: the new one keeps the style.
+        hook = _Hook(sys.excepthook)
+        if _hook is not None:
+            hook.style = _hook.style
+        _hook = hook
+        sys.excepthook = hook
+    if _hook is None:
+        return
+    if style is not None:
+        _hook.style = style
+    _hook.is_printing = is_printing
 
 
 def _in_short(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the frames of the user's code, also those that led to the error's cause, and the message."""
-    places = _users_places(trace, None if error.__cause__ is None else error.__cause__.__traceback__)
+    """Return the frames of the user's code, with those that led to the error's cause, and the message."""
+    places = _users_places(trace)
+    if error.__cause__ is not None:
+        places += _users_places(error.__cause__.__traceback__)
     if len(places) > _MAX_FRAMES:
         del places[1 : 1 - _MAX_FRAMES]
     frames = "".join(traceback.StackSummary.extract(places).format()) + _worker_frames(error.__cause__)
     notes = getattr(error, "__notes__", [])
-    message = "\n".join([f"{type(error).__module__}.{type(error).__qualname__}: {error}", *notes]).splitlines()
+    message = "\n".join([f"{_type_of(error)}: {error}", *notes]).splitlines()
     free = _MAX_LINES - 1 - frames.count("\n")
     if len(message) > free:
         message[free - 2 : -1] = ["..."]
@@ -110,9 +130,15 @@ def _in_short(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _worker_frames(cause: BaseException | None) -> str:
-    """Return the frames of the user's code in a worker process, whose traceback is the text of a cause; at most two."""
-    text = "" if cause is None or cause.__traceback__ is not None else str(cause)
-    return "".join([each[0] for each in _FRAME.finditer(text) if not each[1].startswith(_PACKAGE)][:2])
+    """Return frames of the user's code in a worker process, whose traceback is the message of a cause."""
+    if cause is None or cause.__traceback__ is not None:
+        return ""
+    frames = [frame[0] for frame in _FRAME.finditer(str(cause)) if not frame[1].startswith(_PACKAGE)]
+    return "".join(frames[:_MAX_WORKER_FRAMES])
+
+
+def _type_of(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}"
 
 
 def _is_of_another_rank(error: BaseException) -> bool:
@@ -121,9 +147,9 @@ def _is_of_another_rank(error: BaseException) -> bool:
 
 def _in_two_lines(error: CyxtrainError, trace: TracebackType | None) -> str:
     """Return the message, and where the user's code was."""
-    message = "\n  ".join(f"{type(error).__module__}.{type(error).__qualname__}: {_message(error)}".splitlines())
-    places = [f'File "{each.f_code.co_filename}", line {line}' for each, line in _users_places(trace)]
-    return "\n  ".join([message, *places[-1:]])
+    lines = f"{_type_of(error)}: {_message(error)}".splitlines()
+    places = [f'File "{frame.f_code.co_filename}", line {line}' for frame, line in _users_places(trace)]
+    return "\n  ".join([*lines, *places[-1:]])
 
 
 def _message(error: CyxtrainError) -> str:
@@ -132,13 +158,15 @@ def _message(error: CyxtrainError) -> str:
         return str(error)
     first = error.failures[0]
     cause = reason_of(Exception(f"{first.type}: {first.message}"))
-    here = f"; this rank was in {error.during}" if error.during else ""
-    return f"rank {first.rank} has failed: {cause} (its output has the traceback){here}"
+    message = f"rank {first.rank} has failed: {cause} (its output has the traceback)"
+    if error.during:
+        message += f"; this rank was in {error.during}"
+    return message
 
 
-def _users_places(*traces: TracebackType | None) -> list[tuple[FrameType, int]]:
-    places = [place for each in traces for place in traceback.walk_tb(each)]
-    return [place for place in places if _is_users(place[0])]
+def _users_places(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Return (frame, line) of the user's code in a traceback, the outermost one first."""
+    return [(frame, line) for frame, line in traceback.walk_tb(trace) if _is_users(frame)]
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -48,23 +48,29 @@ def is_path(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def section_of(values: Mapping[str, Any], section: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
+def split_section(values: Mapping[str, Any], section: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
     """Return (name, settings) of a section; raise a ConfigError if it has no name and there is no default."""
-    return named(values.get(section), f"the section '{section}'", f"{section}: {{name: ...}}", default)
+    return split_name(values.get(section), f"the section '{section}'", f"{section}: {{name: ...}}", default)
 
 
-def named(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Return (name, settings) of a name, or of settings with a name; raise ConfigError if there is none."""
-    settings = {"name": found} if isinstance(found, str) else {} if found is None and default else found
-    name = settings.get("name", default) if isinstance(settings, Mapping) else None
+def split_name(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return (name, settings) of a name, or of settings with a name; raise ConfigError for anything else."""
+    settings = found
+    if isinstance(found, str):
+        settings = {"name": found}
+    elif found is None and default:
+        settings = {}
+    name = None
+    if isinstance(settings, Mapping):
+        name = settings.get("name", default)
     if not isinstance(name, str):
         raise ConfigError(f"{owner} needs a name, such as '{form}', got {found!r}.")
     return name, {key: value for key, value in settings.items() if key != "name"}
 
 
 @dataclass(frozen=True)
-class Names:
-    """Finds classes and functions by name."""
+class Resolver:
+    """A lookup of classes and functions by name."""
 
     own_code: bool
     """Whether names may be "module:name", which runs that module."""
@@ -77,22 +83,18 @@ class Names:
         module: types.ModuleType | None = None,
         kind: type = object,
     ) -> Maker:
-        """Return the class or function: one of `known`, in any case; a `kind` in `module`; or "module:name"."""
+        """Return a class or function: one of `known`, in any case; a `kind` in `module`; or "module:name"."""
         if name.lower() in known:
             return known[name.lower()]
         if is_path(name):
             return self.imported(what, name)
-        classes = {
-            key: each
-            for key, each in ({} if module is None else vars(module)).items()
-            if inspect.isclass(each) and issubclass(each, kind) and each is not kind and not key.startswith("_")
-        }
+        classes = _classes_in(module, kind)
         if name in classes:
             return classes[name]
         raise unknown_name("cyxtrain", name, [*known, *classes], what)
 
     def imported(self, what: str, path: str) -> Maker:
-        """Return the class or function "module:name"; raise a ConfigError if there is none or code is not allowed."""
+        """Return the class or function "module:name"; refuse a missing one, and code that is not allowed."""
         module, _, name = path.partition(":")
         if not module or not name:
             raise ConfigError(f"the {what} '{path}': write it as \"module:name\".")
@@ -105,7 +107,7 @@ class Names:
         return made
 
     def module(self, owner: str, name: str) -> types.ModuleType:
-        """Import a module; raise a ConfigError if there is none, or if code is not allowed."""
+        """Import a module; raise a ConfigError if it is missing, or if code is not allowed."""
         if not self.own_code:
             raise ConfigError(
                 f"{owner} is code from outside cyxtrain, which a checkpoint may not run: pass the experiment's file "
@@ -120,7 +122,19 @@ class Names:
             ) from error
 
 
-def words_of(overrides: Overrides) -> list[str]:
+def _classes_in(module: types.ModuleType | None, kind: type) -> dict[str, Maker]:
+    """Return the public subclasses of a kind that a module has, by name."""
+    classes: dict[str, Maker] = {}
+    if module is None:
+        return classes
+    for name, each in vars(module).items():
+        is_subclass = inspect.isclass(each) and issubclass(each, kind) and each is not kind
+        if is_subclass and not name.startswith("_"):
+            classes[name] = each
+    return classes
+
+
+def override_strings(overrides: Overrides) -> list[str]:
     """Return overrides as a list of "name=value"; raise a ConfigError for a single string."""
     if isinstance(overrides, Mapping):
         return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
@@ -131,9 +145,11 @@ def words_of(overrides: Overrides) -> list[str]:
 
 def with_names(values: Values) -> Values:
     """Return settings in which sections that are only a name become {"name": ...}."""
-    return {
-        name: {"name": value} if name in NAMED and isinstance(value, str) else value for name, value in values.items()
-    }
+    found = dict(values)
+    for section in NAMED:
+        if isinstance(found.get(section), str):
+            found[section] = {"name": found[section]}
+    return found
 
 
 def check_section(owner: str, section: str, *more: str) -> None:

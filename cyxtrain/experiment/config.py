@@ -23,7 +23,7 @@ class Config(Mapping[str, Any]):
         values: A dictionary of settings, possibly nested; it is copied unchanged.
 
     Raises:
-        ConfigError: It is not a dictionary.
+        ConfigError: `values` is not a dictionary.
     """
 
     _values: dict[str, Any]
@@ -31,6 +31,7 @@ class Config(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"Config takes settings by name, such as a dictionary, got {values!r}.")
+        # Our own __setattr__ sets a setting.
         object.__setattr__(self, "_values", _copied(values or {}))
 
     @classmethod
@@ -125,4 +126,6 @@ def _copied(value: Any) -> Any:
     """Return a deep copy of dictionaries and lists."""
     if isinstance(value, Mapping):
         return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_copied(each) for each in value]
+    return value

@@ -24,14 +24,14 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.by_name import (
     SECTIONS,
-    Names,
     Overrides,
+    Resolver,
     check_section,
     is_path,
-    named,
-    section_of,
+    override_strings,
+    split_name,
+    split_section,
     with_names,
-    words_of,
 )
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
@@ -75,32 +75,25 @@ class Experiment:
     def __init__(self, config: Mapping[str, Any], source: str = "the config", *, own_code: bool = True) -> None:
         self.config = Config(with_names(Config(config).to_dict()))
         values = self.config.to_dict()
-        names = Names(own_code)
+        resolver = Resolver(own_code)
         with _naming(source):
             for section in values:
                 check_section("the config", section)
             self._training = _training(values)
             self._distributed, ddp_config = _distributed(values)
-            _import(values, names)
-            model = _model(values, names, self._training.seed)
-            optimizers = _optimizers(values, names, model)
-            schedulers = {
-                own: _scheduler(each, f"schedulers.{own}", names, optimizers[own])
-                for own, each in _by_optimizer(values, "schedulers", optimizers).items()
-            }
-            only = optimizers.get(ONLY)
+            _import(values, resolver)
+            model = _model(values, resolver, self._training.seed)
             self.trainer = DistributedTrainer(
                 model,
-                _loss(values, names),
+                **_optimizers_and_schedulers(values, resolver, model),
+                loss_fn=_loss(values, resolver),
                 loss_weights=values.get("loss_weights"),
-                **({"optimizers": optimizers, "schedulers": schedulers} if only is None else {"optimizer": only}),
-                metrics=_metrics(values, names),
-                scheduler=None if only is None else _scheduler(values.get("scheduler"), "scheduler", names, only),
-                callbacks=_callbacks(values, names),
+                metrics=_metrics(values, resolver),
+                callbacks=_callbacks(values, resolver),
                 ddp_config=ddp_config,
-                **_steps(values, names),
+                **_steps(values, resolver),
             )
-            self.data: Data = open_data(values, names)
+            self.data: Data = open_data(values, resolver)
         self.trainer.metadata[_KEY] = values
 
     @classmethod
@@ -114,8 +107,10 @@ class Experiment:
         Raises:
             ConfigError: As in `Config.from_file` and `Experiment`.
         """
-        with_overrides = f" with {' '.join(words_of(overrides))}" if overrides else ""
-        return cls(Config.from_file(path, overrides), f"{os.fspath(path)}{with_overrides}")
+        source = str(path)
+        if overrides:
+            source += f" with {' '.join(override_strings(overrides))}"
+        return cls(Config.from_file(path, overrides), source)
 
     @classmethod
     def from_checkpoint(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Experiment:
@@ -125,12 +120,12 @@ class Experiment:
         and the sections `callbacks` and `distributed` are ignored.
 
         Args:
-            path: Of the checkpoint.
+            path: The checkpoint.
             overrides: As in `Config.from_file`.
 
         Raises:
-            CheckpointError: It does not exist or is corrupt.
-            ConfigError: It has no settings, or they name code of other modules.
+            CheckpointError: The checkpoint does not exist or is corrupt.
+            ConfigError: The checkpoint has no settings, or they name code of other modules.
         """
         values = read_checkpoint(path).metadata.get(_KEY)
         if not isinstance(values, Mapping):
@@ -157,13 +152,14 @@ class Experiment:
             CyxtrainError: As in `DistributedTrainer.fit`.
         """
         self.join()
-        validation = self.data.validation
-        inputs, targets = (*self.data.train, None)[:2]
-        given = as_validation(validation) if validation else None
-        return self.trainer.fit(inputs, targets, config=self._training, resume=resume, validation_data=given)
+        inputs, targets = (*self.data.train, None)[:2]  # None: the data has its own targets
+        validation = None
+        if self.data.validation:
+            validation = as_validation(self.data.validation)
+        return self.trainer.fit(inputs, targets, config=self._training, resume=resume, validation_data=validation)
 
     def evaluate(self) -> Evaluation | None:
-        """Return the metrics of the test data, or None if there is none. All ranks call it.
+        """Return the metrics of the test data; None without test data. All ranks call it.
 
         Raises:
             CyxtrainError: As in `DistributedTrainer.evaluate`.
@@ -189,21 +185,24 @@ def _settings_of(
     if not isinstance(found, Mapping):
         raise ConfigError(f"the section '{section}' must have settings by {by}, got {found!r}.")
     for name in found:
-        if known is not None and name not in known:
-            home = _section_of(str(name)) if what == "setting" else ""
+        if known is None or name in known:
+            continue
+        if what == "setting":
+            home = _section_of(str(name))
             require(not home, f"the section '{section}' has no setting '{name}': it belongs to the section {home}.")
-            raise unknown_name(f"the section '{section}'", str(name), [*known], what)
+        raise unknown_name(f"the section '{section}'", str(name), [*known], what)
     return dict(found)
 
 
 def _section_of(name: str) -> str:
-    """Return the section to which a setting belongs, if it is not in its own; "": none has it."""
+    """Return the section to which a misplaced setting belongs; "": unknown."""
     if any(remark.startswith("The optimizer has it") for _, remark in meanings(name, "argument", [])):
         return "'optimizer', as in optimizer: {name: adam, lr: 0.01}"
-    fields = {"training": _fields(DistributedTrainingConfig), "distributed": _fields(DistributedConfig)}
-    fields["distributed"] += _fields(DDPConfig)
-    fields |= {each: [each] for each in SECTIONS if each not in fields}
-    return next((repr(each) for each, own in fields.items() if name in own), "")
+    if name in _fields(DistributedTrainingConfig):
+        return "'training'"
+    if name in _fields(DistributedConfig) or name in _fields(DDPConfig):
+        return "'distributed'"
+    return repr(name) if name in SECTIONS and name not in ("training", "distributed") else ""
 
 
 def _by_optimizer(values: Mapping[str, Any], section: str, known: Collection[str] | None) -> dict[str, Any]:
@@ -227,129 +226,163 @@ def _training(values: Mapping[str, Any]) -> DistributedTrainingConfig:
 
 
 def _distributed(values: Mapping[str, Any]) -> tuple[DistributedConfig | None, DDPConfig | None]:
-    """Return the settings of joining and of gradient averaging; None for those that are not set."""
+    """Return the settings of joining and of gradient averaging; None for a config without settings."""
     found = _settings_of(values, "distributed", [*_fields(DistributedConfig), *_fields(DDPConfig)])
-    made: list[Any] = []
-    for kind in (DistributedConfig, DDPConfig):
-        own = {name: found[name] for name in found if name in _fields(kind)}
-        made.append(kind(**own) if own else None)
-        if own:
-            made[-1].validate()
-    return made[0], made[1]
+    return _config_of(DistributedConfig, found), _config_of(DDPConfig, found)
 
 
-def _import(values: Mapping[str, Any], names: Names) -> None:
+def _config_of(kind: type[Any], settings: Mapping[str, Any]) -> Any:
+    """Return a validated config from the settings that are its fields; None without such settings."""
+    own = {name: value for name, value in settings.items() if name in _fields(kind)}
+    if not own:
+        return None
+    config = kind(**own)
+    config.validate()
+    return config
+
+
+def _import(values: Mapping[str, Any], resolver: Resolver) -> None:
     """Import the modules that register an experiment's models."""
     modules = values.get("imports") or []
     if not isinstance(modules, list) or not all(isinstance(each, str) and each for each in modules):
         raise ConfigError(f"the section 'imports' must be a list of modules, such as [my_models], got {modules!r}.")
     for module in modules:
-        names.module(f"the module '{module}'", module)
+        resolver.module(f"the module '{module}'", module)
 
 
-def _model(values: Mapping[str, Any], names: Names, seed: int) -> nn.Module:
-    name, _ = section_of(values, "model")
-    maker = ModelMaker(name, names.imported("model", name)) if is_path(name) else get_model(name)
+def _model(values: Mapping[str, Any], resolver: Resolver, seed: int) -> nn.Module:
+    name, _ = split_section(values, "model")
+    maker = ModelMaker(name, resolver.imported("model", name)) if is_path(name) else get_model(name)
+    # The program's own random numbers stay the same; models are created on the CPU, so GPUs need no seed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return maker(Config(values))
 
 
-def _loss(values: Mapping[str, Any], names: Names) -> Any:
+def _loss(values: Mapping[str, Any], resolver: Resolver) -> Any:
     """Return the loss function, or several by output name; None: the model computes its own."""
     found = values.get("loss_fn")
     if found is None:
         return None
     if isinstance(found, Mapping) and "name" not in found:
-        return {output: _loss({"loss_fn": each}, names) for output, each in found.items()}
-    name, settings = section_of(values, "loss_fn")
-    found = names.find("loss", name, LOSSES, nn, torch_compat.LossModule)
-    if is_path(name) and not settings and not isinstance(found, type):
-        return found  # a function of (output, target)
-    if not is_path(name):  # PyTorch takes class weights as tensors
-        for key, value in settings.items():
-            if isinstance(value, list) and all(map(is_number, value)):
-                settings[key] = torch.tensor([float(each) for each in value], device="cpu")
-    return make(f"the loss '{name}'", found, settings)
+        return {output: _loss({"loss_fn": each}, resolver) for output, each in found.items()}
+    name, settings = split_section(values, "loss_fn")
+    maker = resolver.find("loss", name, LOSSES, nn, torch_compat.LossModule)
+    if not is_path(name):
+        return make(f"the loss '{name}'", maker, _with_tensors(settings))
+    if not settings and not isinstance(maker, type):
+        return maker  # a function of (output, target)
+    return make(f"the loss '{name}'", maker, settings)
 
 
-def _optimizers(values: Mapping[str, Any], names: Names, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers by name; that of the section 'optimizer' is the only one."""
+def _with_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with tensors for lists of numbers, such as the class weights of PyTorch's losses."""
+    found = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, list) and all(map(is_number, value)):
+            found[name] = torch.tensor([float(each) for each in value], device="cpu")
+    return found
+
+
+def _optimizers_and_schedulers(values: Mapping[str, Any], resolver: Resolver, model: nn.Module) -> dict[str, Any]:
+    """Return the trainer's arguments for one optimizer with its schedule, or for several by name."""
+    optimizers = _optimizers(values, resolver, model)
+    schedulers = {}
+    for own, section in _by_optimizer(values, "schedulers", optimizers).items():
+        schedulers[own] = _scheduler(section, f"schedulers.{own}", resolver, optimizers[own])
+    if ONLY not in optimizers:
+        return {"optimizers": optimizers, "schedulers": schedulers}
+    only = optimizers[ONLY]
+    return {"optimizer": only, "scheduler": _scheduler(values.get("scheduler"), "scheduler", resolver, only)}
+
+
+def _optimizers(values: Mapping[str, Any], resolver: Resolver, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers by name; the section 'optimizer' makes the only one."""
     if values.get("optimizers") is None:
-        return {ONLY: _optimizer(*section_of(values, "optimizer", default="adam"), names, model)}
+        return {ONLY: _optimizer(*split_section(values, "optimizer", default="adam"), resolver, model)}
     for section in ("optimizer", "scheduler"):
         if values.get(section) is not None:
             raise ConfigError(f"the sections '{section}' and 'optimizers' are given: leave one out, or set it to null.")
     made = {}
     for own, each in _by_optimizer(values, "optimizers", None).items():
-        name, settings = named(each, f"optimizers.{own}", f"{own}: {{name: adam, modules: ...}}")
-        modules = settings.pop("modules", None)
-        paths = [modules] if isinstance(modules, str) else modules
-        try:
-            parts = nn.ModuleList([model.get_submodule(path) for path in paths])
-        except (AttributeError, TypeError) as error:
-            has = ", ".join(part for part, _ in model.named_children())
-            raise ConfigError(
-                f"optimizers.{own}.modules must name modules of the model, such as one of {has}, got {modules!r}."
-            ) from error
-        made[own] = _optimizer(name, settings, names, parts)
+        name, settings = split_name(each, f"optimizers.{own}", f"{own}: {{name: adam, modules: ...}}")
+        modules = _submodules(model, settings.pop("modules", None), own)
+        made[own] = _optimizer(name, settings, resolver, modules)
     return made
 
 
-def _optimizer(name: str, settings: Mapping[str, Any], names: Names, model: nn.Module) -> torch.optim.Optimizer:
-    maker = names.find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
+def _submodules(model: nn.Module, given: Any, own: str) -> nn.ModuleList:
+    """Return the modules whose parameters the optimizer `own` updates."""
+    paths = [given] if isinstance(given, str) else given
+    try:
+        return nn.ModuleList([model.get_submodule(path) for path in paths])
+    except (AttributeError, TypeError) as error:
+        has = ", ".join(name for name, _ in model.named_children())
+        raise ConfigError(
+            f"optimizers.{own}.modules must name modules of the model, such as one of {has}, got {given!r}."
+        ) from error
+
+
+def _optimizer(name: str, settings: Mapping[str, Any], resolver: Resolver, model: nn.Module) -> torch.optim.Optimizer:
+    maker = resolver.find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
     parameters = parameters_for(name, model)
     optimizer: torch.optim.Optimizer = make(f"the optimizer '{name}'", maker, settings, parameters)
     return optimizer
 
 
-def _scheduler(section: Any, owner: str, names: Names, optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(section: Any, owner: str, resolver: Resolver, optimizer: torch.optim.Optimizer) -> Any:
     if section is None:
         return None
-    name, settings = named(section, f"the section '{owner}'", f"{owner}: {{name: ...}}")
-    maker = names.find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
+    name, settings = split_name(section, f"the section '{owner}'", f"{owner}: {{name: ...}}")
+    maker = resolver.find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
     owner = f"the scheduler '{name}'"
     if not wants_total_steps(partial(maker, **settings)):
         return make(owner, maker, settings, optimizer)
-    by_name = "total_steps" in inspect.signature(maker).parameters
-    check_arguments(owner, maker, {**settings, **({"total_steps": 0} if by_name else {})}, 1 if by_name else 2)
+    # `fit` passes the number of steps: by name, or after the optimizer.
+    if "total_steps" in inspect.signature(maker).parameters:
+        check_arguments(owner, maker, {**settings, "total_steps": 0}, taken=1)
+    else:
+        check_arguments(owner, maker, settings, taken=2)
     return partial(maker, **settings)
 
 
-def _metrics(values: Mapping[str, Any], names: Names) -> Any:
-    """Return metrics for the trainer: names, and functions or classes of "module:name"; or such by output name."""
+def _metrics(values: Mapping[str, Any], resolver: Resolver) -> Any:
+    """Return the trainer's metrics: names, and functions or classes of "module:name"; or these by output."""
     found = values.get("metrics") or []
     if isinstance(found, Mapping) and "name" not in found:
-        return {output: _metrics({"metrics": each}, names) for output, each in found.items()}
-    found = [found] if isinstance(found, (str, Mapping)) else found
+        return {output: _metrics({"metrics": each}, resolver) for output, each in found.items()}
+    if isinstance(found, (str, Mapping)):
+        found = [found]
     if not isinstance(found, list):
         raise ConfigError(f"the section 'metrics' must be a list, such as [f1, mae], got {found!r}.")
-    return [_metric(each, names) for each in found]
+    return [_metric(each, resolver) for each in found]
 
 
-def _metric(each: Any, names: Names) -> Any:
-    name, settings = named(each, "each of 'metrics'", "f1")
+def _metric(each: Any, resolver: Resolver) -> Any:
+    name, settings = split_name(each, "each of 'metrics'", "f1")
     if not is_path(name):
         return each
-    maker = names.imported("metric", name)
-    return make(f"the metric '{name}'", maker, settings) if settings or isinstance(maker, type) else maker
+    maker = resolver.imported("metric", name)
+    if not settings and not isinstance(maker, type):
+        return maker  # a function of (output, target)
+    return make(f"the metric '{name}'", maker, settings)
 
 
-def _steps(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def _steps(values: Mapping[str, Any], resolver: Resolver) -> dict[str, Any]:
     """Return the steps of the user's own, functions of (trainer, batch)."""
     given = {name: values[name] for name in ("train_step", "test_step", "predict_step") if values.get(name)}
     for name, path in given.items():
         if not isinstance(path, str):
             raise ConfigError(f"the section '{name}' must be the name of a function, module:name, got {path!r}.")
-    return {name: names.imported(name, path) for name, path in given.items()}
+    return {name: resolver.imported(name, path) for name, path in given.items()}
 
 
-def _callbacks(values: Mapping[str, Any], names: Names) -> list[Callback]:
+def _callbacks(values: Mapping[str, Any], resolver: Resolver) -> list[Callback]:
     sections = values.get("callbacks") or []
     if not isinstance(sections, list):
         raise ConfigError(f"the section 'callbacks' must be a list, such as '- name: EarlyStopping', got {sections!r}.")
     made = []
     for each in sections:
-        name, settings = named(each, "each of 'callbacks'", "- {name: EarlyStopping, patience: 3}")
-        made.append(make(f"the callback '{name}'", names.find("callback", name, {}, callbacks, Callback), settings))
+        name, settings = split_name(each, "each of 'callbacks'", "- {name: EarlyStopping, patience: 3}")
+        made.append(make(f"the callback '{name}'", resolver.find("callback", name, {}, callbacks, Callback), settings))
     return made

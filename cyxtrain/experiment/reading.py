@@ -6,17 +6,18 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cyxtrain.config.settings import is_number
 from cyxtrain.environment.regular_files import local_path, read_text
 from cyxtrain.errors import ConfigError, brief, shortened
-from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section, with_names, words_of
+from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section, override_strings, with_names
 
 _BASE = "_base_"
 _LONGEST_BYTES = 1 << 24
@@ -32,55 +33,61 @@ _REFERENCE = re.compile(r"(?<!\\)(\\\\)*\$\{(([^{}$:]{1,200})\})?")
 _MOST_REFERENCES = 256
 """In one value; OmegaConf's parser is slow."""
 _COST_OF_VALUE = 256
-"""What a value counts besides its characters: memory, and the time to replace a reference to it."""
+"""Characters that each value counts in addition to its own: for memory, and the time to replace references."""
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
-
-_Answer = TypeVar("_Answer")
 
 
 def read_file(
     path: str | os.PathLike[str],
     readers: tuple[Path, ...] = (),
     known: dict[Path, Values] | None = None,
-    asked: str = "",
+    prefix: str = "",
 ) -> Values:
     """Return the merged settings of a YAML file and its bases, with unresolved variables.
 
-    `readers` are the files of which it is a base, the first one first; `known` holds the settings of files that have
-    been read, and gets this one's; `asked` names the file that refers to it, for errors.
+    `readers` are the files that inherit from it, the first one first; `known` holds the settings of files that have
+    been read, and receives this one's; `prefix` begins its error messages.
     """
-    file = Path(local_path(f"{asked}the path of a YAML file", path))
-    known = {} if known is None else known
-    values = _parsed(file, asked)
+    file = Path(local_path(f"{prefix}the path of a YAML file", path))
+    if known is None:
+        known = {}
+    values = _parsed(file, prefix)
     here = Path(os.path.realpath(file))
     chain = (*readers, here)
     if here in readers or len(chain) > _DEEPEST:
-        way = brief(" -> ".join(each.name for each in chain))
-        what = "is circular" if here in readers else f"is more than {_DEEPEST} files deep"
-        raise ConfigError(f"{file}: {_BASE} {what}: {way}.")
+        problem = "is circular" if here in readers else f"is more than {_DEEPEST} files deep"
+        names = brief(" -> ".join(each.name for each in chain))
+        raise ConfigError(f"{file}: {_BASE} {problem}: {names}.")
     if here in known:
         return known[here]
-    bases = values.pop(_BASE, [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{file}: {_BASE} must be a file, or a list of files, got {brief(bases)}.")
+    bases = _pop_bases(values, file)
     for section in values:
         check_section(str(file), section, _BASE)
-    found: Values = {}
+    inherited: Values = {}
     for base in bases:
         path = file.parent / local_path(f"{file}: {_BASE}", base)
-        found = _over(str(file), found, read_file(path, chain, known, f"{file}: {_BASE}: "))
-    known[here] = _over(str(file), found, with_names(values))
+        inherited = _over(str(file), inherited, read_file(path, chain, known, f"{file}: {_BASE}: "))
+    known[here] = _over(str(file), inherited, with_names(values))
     return known[here]
+
+
+def _pop_bases(values: Values, file: Path) -> list[str]:
+    """Remove the names of a file's bases from its settings, and return them."""
+    bases = values.pop(_BASE, [])
+    if isinstance(bases, str):
+        return [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{file}: {_BASE} must be a file, or a list of files, got {brief(bases)}.")
+    return bases
 
 
 def merged(values: Values, overrides: Overrides) -> Values:
     """Return settings with overrides such as "training.epochs=3"; later ones take precedence."""
     given: Values = {}
-    for override in words_of(overrides):
+    for override in override_strings(overrides):
         name, equals, _ = override.partition("=")
         if not equals or not all(name.split(".")) or name != name.strip():
-            raise ConfigError(f"an override is name=value, such as training.epochs=3; got {brief([override])[1:-1]}.")
+            raise ConfigError(f"an override is name=value, such as training.epochs=3; got {_quoted(override)}.")
         if re.search(r"\[|\.\d+(\.|$)", name):
             raise ConfigError(f"the override {brief(override)}: replace the whole list, such as model.hidden=[64, 64].")
         check_section("the config", name.split(".")[0])
@@ -94,9 +101,9 @@ def resolved(values: Values, variables: Mapping[str, str], source: str) -> Value
     if sum(len(variables.get(name, "")) for name, _ in _VARIABLE.findall(repr(values))) > _LONGEST_BYTES:
         raise ConfigError(f"{source}: the settings are too large: they repeat variables of the environment too often.")
     found = _replaced(values, variables, source, "")
-    _library(source, lambda: _check_references(found, source))
-    made = _library(source, lambda: OmegaConf.create(found))
-    return _library(source, lambda: _container(made, resolve=True))
+    with _short_errors(source):
+        _check_references(found, source)
+        return _container(OmegaConf.create(found), resolve=True)
 
 
 def _check_references(values: Values, source: str) -> None:
@@ -104,12 +111,14 @@ def _check_references(values: Values, source: str) -> None:
     sizes: dict[tuple[Any, ...], int] = {}
 
     def size(path: tuple[Any, ...]) -> int:
-        """Return the characters of a value after the references in it are replaced, and some for the value itself."""
+        """Return what a value costs after the references in it are replaced, in characters."""
         if path not in sizes:
             sizes[path] = 0  # for a reference to itself, which OmegaConf reports
             value = _value_at(values, path)
-            characters = isinstance(value, str) and len(value)
-            sizes[path] = _COST_OF_VALUE + characters + sum(map(size, _parts_of(value, path, source)))
+            total = _COST_OF_VALUE + sum(map(size, _parts_of(value, path, source)))
+            if isinstance(value, str):
+                total += len(value)
+            sizes[path] = total
         if sizes[path] > _LONGEST_BYTES:
             raise ConfigError(f"{source}: the settings are too large: references such as ${{a.b}} repeat too much.")
         return sizes[path]
@@ -118,7 +127,7 @@ def _check_references(values: Values, source: str) -> None:
 
 
 def _parts_of(value: Any, path: tuple[Any, ...], source: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the places of the values in a section or list, or of those to which a text refers."""
+    """Yield the paths of the values in a section or list, or of the settings to which a string refers."""
     if isinstance(value, Mapping):
         yield from ((*path, name) for name in value)
     if isinstance(value, list):
@@ -131,8 +140,10 @@ def _parts_of(value: Any, path: tuple[Any, ...], source: str) -> Iterator[tuple[
                 f"{source}: {brief('.'.join(map(str, path)))} is {brief(value)}. Environment variables are in "
                 "capitals, such as ${DATA_DIR:./data}; settings have dots, such as ${training.seed}."
             )
-        own = name.lstrip(".")
-        yield (*path[: len(own) - len(name)], *filter(None, re.split(r"[.\[\]]", own)))
+        # A reference with dots before its name is relative: one dot is the section of the setting.
+        num_dots = len(name) - len(name.lstrip("."))
+        section = path[:-num_dots] if num_dots else ()
+        yield (*section, *filter(None, re.split(r"[.\[\]]", name)))
 
 
 def _value_at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -152,8 +163,10 @@ def literal(value: Any) -> Any:
         return {name: literal(each) for name, each in value.items()}
     if isinstance(value, list):
         return [literal(each) for each in value]
-    # OmegaConf reads a backslash before "${" as an escape, and two as a backslash.
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        # OmegaConf reads a backslash before "${" as an escape, and two as a backslash.
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 def to_yaml(values: Values) -> str:
@@ -161,58 +174,97 @@ def to_yaml(values: Values) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(literal(values)))
 
 
-def _parsed(file: Path, asked: str) -> Values:
+def _parsed(file: Path, prefix: str) -> Values:
     try:
         text = read_text(file, _LONGEST_BYTES)
     except FileNotFoundError:
-        raise ConfigError(f"{asked}{_no_file(file)}") from None
+        raise ConfigError(f"{prefix}{_no_file(file)}") from None
     except OSError as error:
-        raise ConfigError(f"{asked}cannot read {brief(str(file))}: {error.strerror or error}.") from error
+        raise ConfigError(f"{prefix}cannot read {brief(str(file))}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{asked}cannot read {file}: {error}.") from error
+        raise ConfigError(f"{prefix}cannot read {file}: {error}.") from error
+    values: Any = OmegaConf.create()
     try:
-        _library(str(file), lambda: _check_text(str(file), text), text)
-        values: Any = _library(str(file), lambda: OmegaConf.create(text), text) if text.strip() else OmegaConf.create()
-    except AssertionError:  # a number, say
+        with _short_errors(str(file), text):
+            # Before OmegaConf, which has no limits, and repeats what aliases refer to.
+            _check_yaml(str(file), text)
+            if text.strip():
+                values = OmegaConf.create(text)
+    except AssertionError:  # such as a number
         values = text.strip()
     if not OmegaConf.is_dict(values):
         shown = OmegaConf.to_container(values) if OmegaConf.is_config(values) else str(values)[:_DEEPEST]
-        raise ConfigError(f"{file} must have sections, such as 'training:', got {brief([shown])[1:-1]}.")
+        raise ConfigError(f"{file} must have sections, such as 'training:', got {_quoted(shown)}.")
     return _container(values)
 
 
 def _parsed_override(source: str, override: str) -> Values:
-    _library(source, lambda: _check_text(source, override.partition("=")[2]), override)
-    return _library(source, lambda: _container(OmegaConf.from_dotlist([override])), override)
+    with _short_errors(source, override):
+        _check_yaml(source, override.partition("=")[2])
+        return _container(OmegaConf.from_dotlist([override]))
 
 
-def _check_text(source: str, text: str) -> None:
-    """Raise a ConfigError for YAML that is nested too deep for its parser, too large, and for very long integers."""
-    total = 0
-    sizes: dict[str | None, int] = {}
-    opened: list[tuple[str | None, int]] = []
-    for event in yaml.parse(text, _PARSER):
-        line = source if event.start_mark is None else f"{source}, line {event.start_mark.line + 1}"
+class _YamlSize:
+    """The depth and size of YAML while it is parsed; an alias (*) counts like the values that it repeats."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._open: list[tuple[str | None, int]] = []
+        """(anchor, total before it) of each collection that has not ended."""
+        self._anchored: dict[str | None, int] = {}
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    def add(self, event: yaml.Event) -> None:
+        """Count an event of the parser."""
         if isinstance(event, yaml.CollectionStartEvent):
-            opened.append((event.anchor, total))
+            self._open.append((event.anchor, self.total))
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            sizes[anchor] = total - before
+            anchor, before = self._open.pop()
+            self._anchored[anchor] = self.total - before
         elif isinstance(event, yaml.AliasEvent):
-            total += sizes.get(event.anchor, 0)
+            self.total += self._anchored.get(event.anchor, 0)
         elif isinstance(event, yaml.ScalarEvent):
-            sizes[event.anchor] = _COST_OF_VALUE * (1 + 4 * event.value.count("${")) + len(event.value)
-            if event.value.count("${") > _MOST_REFERENCES:
-                raise ConfigError(f"{line}: a value has more than {_MOST_REFERENCES} references such as ${{a.b}}.")
-            total += sizes[event.anchor]
-        if len(opened) > _DEEPEST:
-            raise ConfigError(f"{line}: settings are nested more than {_DEEPEST} deep.")
-        if total > _LONGEST_BYTES:
-            raise ConfigError(f"{line}: there are too many settings, or aliases (*) repeat them too often.")
-        if not isinstance(event, yaml.ScalarEvent) or len(event.value) <= _LONGEST_NUMBER:
-            continue
-        if event.tag == _INTEGER or (event.implicit[0] and _WHOLE_NUMBER.fullmatch(event.value)):
-            raise ConfigError(f"{line}: the number {brief(event.value, 20)} has {len(event.value):,} digits.")
+            # OmegaConf's parser is slow: a reference costs as much as several values.
+            size = _COST_OF_VALUE * (1 + 4 * event.value.count("${")) + len(event.value)
+            self._anchored[event.anchor] = size
+            self.total += size
+
+
+def _check_yaml(source: str, text: str) -> None:
+    """Refuse YAML that is nested too deep for its parser, too large, or has a very long integer."""
+    size = _YamlSize()
+    for event in yaml.parse(text, _PARSER):
+        size.add(event)
+        problem = _problem_of(event, size)
+        if problem:
+            line = "" if event.start_mark is None else f", line {event.start_mark.line + 1}"
+            raise ConfigError(f"{source}{line}: {problem}.")
+
+
+def _problem_of(event: yaml.Event, size: _YamlSize) -> str:
+    """Return why YAML is refused at an event of the parser; "": it is not."""
+    if isinstance(event, yaml.ScalarEvent) and event.value.count("${") > _MOST_REFERENCES:
+        return f"a value has more than {_MOST_REFERENCES} references such as ${{a.b}}"
+    if size.depth > _DEEPEST:
+        return f"settings are nested more than {_DEEPEST} deep"
+    if size.total > _LONGEST_BYTES:
+        return "there are too many settings, or aliases (*) repeat them too often"
+    if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_NUMBER and _is_integer(event):
+        return f"the number {brief(event.value, 20)} has {len(event.value):,} digits"
+    return ""
+
+
+def _is_integer(event: yaml.ScalarEvent) -> bool:
+    if event.tag == _INTEGER:
+        return True
+    return bool(event.implicit[0] and _WHOLE_NUMBER.fullmatch(event.value))
+
+
+def _quoted(value: Any) -> str:
+    return brief([value])[1:-1]  # `brief` leaves out the quotes of a string
 
 
 def _no_file(file: Path) -> str:
@@ -224,21 +276,28 @@ def _no_file(file: Path) -> str:
     close = difflib.get_close_matches(file.stem, names, n=1, cutoff=0.6)
     if close:
         return f"there is no file {file}. Did you mean {file.parent / names[close[0]]}?"
-    there = f" In {file.parent} there are: {shortened(names.values())}." if names else ""
-    return f"there is no file {brief(str(file))}.{there}"
+    message = f"there is no file {brief(str(file))}."
+    if names:
+        message += f" In {file.parent} there are: {shortened(names.values())}."
+    return message
 
 
 def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Values:
-    """Return `base` overridden by `own`; if `by_name`, a section with another name replaces the whole section."""
-    kept = {
-        name: value
-        for name, value in base.items()
-        if not by_name or name not in NAMED or _name_of(own.get(name)) in (None, _name_of(value))
-    }
+    """Return `base` overridden by `own`; if `by_name`, another name in a section replaces all of it."""
+    kept = base
+    if by_name:
+        kept = {name: value for name, value in base.items() if not _is_replaced(name, value, own)}
     try:
-        return _library(source, lambda: _container(OmegaConf.merge(kept, own)))
+        with _short_errors(source):
+            return _container(OmegaConf.merge(kept, own))
     except TypeError as error:
         raise ConfigError(f"{source}: settings do not match the type of what they override: {error}.") from error
+
+
+def _is_replaced(section: str, value: Any, own: Values) -> bool:
+    """Return whether `own` has another name in this section, so that `value` does not belong to it."""
+    name = _name_of(own.get(section))
+    return section in NAMED and name is not None and name != _name_of(value)
 
 
 def _name_of(section: Any) -> Any:
@@ -251,27 +310,29 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
         return {key: _replaced(each, variables, source, f"{name}.{key}".lstrip(".")) for key, each in value.items()}
     if isinstance(value, list):
         return [_replaced(each, variables, source, f"{name}[{index}]") for index, each in enumerate(value)]
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not _VARIABLE.search(value):
         return value
-
-    def replacement(match: re.Match[str]) -> str:
-        variable, default = match.groups()
-        if _SECRET.fullmatch(variable):
-            raise ConfigError(
-                f"{source}: {brief(name)} is {brief(value)}: settings are printed and kept in checkpoints, which must "
-                f"not have a secret. Read {brief(variable, 50)} in your own code, from os.environ."
-            )
-        text = variables.get(variable) or default
-        if text is None:
-            raise ConfigError(
-                f"{source}: {brief(name)} is {brief(value)}, but the environment has no {brief(variable, 50)}: set it, "
-                f"or write a default, as in ${{{brief(variable, 50)}:...}}."
-            )
-        return str(literal(text))
-
-    text = _VARIABLE.sub(replacement, value)
+    setting = f"{source}: {brief(name)} is {brief(value)}"
+    text = _VARIABLE.sub(lambda match: _value_of(match, variables, setting), value)
     # A variable that is the whole value is parsed as YAML, so that numbers are numbers.
     return _scalar(text) if _VARIABLE.fullmatch(value) else text
+
+
+def _value_of(match: re.Match[str], variables: Mapping[str, str], setting: str) -> str:
+    """Return the value of a variable, or its default; `setting`, which refers to it, begins the errors."""
+    variable, default = match.groups()
+    shown = brief(variable, 50)
+    if _SECRET.fullmatch(variable):
+        raise ConfigError(
+            f"{setting}: settings are printed and kept in checkpoints, which must not have a secret. Read {shown} in "
+            "your own code, from os.environ."
+        )
+    text = variables.get(variable) or default
+    if text is None:
+        raise ConfigError(
+            f"{setting}, but the environment has no {shown}: set it, or write a default, as in ${{{shown}:...}}."
+        )
+    return str(literal(text))
 
 
 def _scalar(text: str) -> Any:
@@ -280,8 +341,9 @@ def _scalar(text: str) -> Any:
     except ConfigError:
         return text
     # Not 0123, which YAML reads in base 8, and 1:30, in base 60.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return text if is_number and not _PLAIN_NUMBER.fullmatch(text.strip()) else value
+    if is_number(value) and not _PLAIN_NUMBER.fullmatch(text.strip()):
+        return text
+    return value
 
 
 def _container(values: Any, *, resolve: bool = False) -> Values:
@@ -290,21 +352,26 @@ def _container(values: Any, *, resolve: bool = False) -> Values:
     return {str(name): value for name, value in found.items()}
 
 
-def _library(source: str, call: Callable[[], _Answer], text: str = "") -> _Answer:
-    """Call a library, and raise a ConfigError of one line, naming `source`, for most of its errors."""
+@contextlib.contextmanager
+def _short_errors(source: str, text: str = "") -> Iterator[None]:
+    """Raise a ConfigError of one line, naming `source`, for most errors of the YAML libraries."""
     try:
-        return call()
+        yield
     except (AssertionError, ConfigError, TypeError):
         raise
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = "" if mark is None else f", line {mark.line + 1}"
         problem = brief(str(error.problem or error.context))
-        hint = _hint(problem, text, 0 if mark is None else mark.line)
-        raise ConfigError(f"{source}{line}: this is not valid YAML: {problem}{hint}.") from error
+        line = ""
+        number = 0
+        if error.problem_mark is not None:
+            number = error.problem_mark.line
+            line = f", line {number + 1}"
+        raise ConfigError(
+            f"{source}{line}: this is not valid YAML: {problem}{_hint(problem, text, number)}."
+        ) from error
     except OmegaConfBaseException as error:
-        where = f" (in {brief(error.full_key)})" if error.full_key else ""
-        raise ConfigError(f"{source}: {_first_line(error)}{where}.") from error
+        key = f" (in {brief(error.full_key)})" if error.full_key else ""
+        raise ConfigError(f"{source}: {_first_line(error)}{key}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: this is not valid YAML: {_first_line(error)}.") from error
     except Exception as error:  # Python's own errors for YAML's numbers and dates

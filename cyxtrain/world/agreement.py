@@ -26,9 +26,9 @@ _Planned = TypeVar("_Planned")
 def agree_on(
     world: World, plan: Callable[[], tuple[_Planned, dict[str, Any]]]
 ) -> tuple[_Planned, list[dict[str, Any]]]:
-    """Return what `plan` made of this rank's input, and every rank's facts about it, by rank.
+    """Return `plan`'s result for this rank's input, and every rank's facts about its input, by rank.
 
-    Every rank calls it, also one whose input is wrong: so all refuse, and none waits for another. Cost: two
+    Every rank calls it, also one whose input is wrong: so all refuse, and no rank waits for another. Cost: two
     all_gathers of some kilobytes.
     """
     facts: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def agree_on(
         planned, facts = plan()
     except Exception as error:
         problem = error
-    gathered = agree(world, facts, problem)
+    gathered = agree(world, facts, problem)  # raises the problem, if there is one
     return planned, gathered
 
 
@@ -48,13 +48,13 @@ def agree(world: World, facts: dict[str, Any], problem: Exception | None = None)
         if problem is not None:
             raise problem
         return [facts]
-    gathered = world.gather_json({"facts": facts, "problem": None if problem is None else _text(problem)})
-    refused = next((rank for rank, other in enumerate(gathered) if other["problem"] is not None), None)
+    own = {"facts": facts, "problem": None if problem is None else _message(problem)}
+    gathered = world.gather_json(own)
     if problem is not None:
         raise on_all_ranks(problem)
-    if refused is not None:
-        error = ConfigError(f"rank {refused} refuses to start: {gathered[refused]['problem']}", rank=refused)
-        raise on_all_ranks(error)
+    for rank, other in enumerate(gathered):
+        if other["problem"] is not None:
+            raise on_all_ranks(ConfigError(f"rank {rank} refuses to start: {other['problem']}", rank=rank))
     for rank, other in enumerate(gathered):
         _compare(gathered[0]["facts"], other["facts"], rank)
     return [other["facts"] for other in gathered]
@@ -81,28 +81,28 @@ def ending_group_on_error(world: World) -> Iterator[None]:
 def raise_together(world: World, problem: Exception | None) -> None:
     """Raise on every rank an error of any of them, so that no rank waits for one that has failed.
 
-    Every rank calls it. The rank itself raises its own error; the others one that names the rank, of the same type
-    where that is ours. Cost: two small all_gathers.
+    Every rank calls it. A rank that has failed raises its own error; the others raise one that names that rank, of the
+    same type if it is a type of this package. Cost: two small all_gathers.
     """
     if world.sends_nothing:
         if problem is not None:
             raise problem
         return
-    mine = ""
+    own = ""
     if problem is not None:
-        failed = DistributedTrainingError(_text(problem), failures=[Failure.of(problem, world.rank)])
-        mine = json.dumps((problem if isinstance(problem, CyxtrainError) else failed).to_facts())
-    gathered = world.gather(mine)
+        own = json.dumps(_as_ours(problem, world.rank).to_facts())
+    gathered = world.gather(own)
     if problem is not None:
         raise on_all_ranks(problem)
-    for rank, text in enumerate(gathered):
-        if text:
-            facts = json.loads(text)
-            raise on_all_ranks(error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank}))
+    for rank, sent in enumerate(gathered):
+        if sent:
+            facts = json.loads(sent)
+            named = {**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank}
+            raise on_all_ranks(error_from_facts(named))
 
 
 def on_first(world: World, action: Callable[[], object]) -> None:
-    """Run something on rank 0, and raise its error on every rank. All ranks call it."""
+    """Run an action on rank 0, and raise its error on every rank. All ranks call it."""
     problem: Exception | None = None
     if world.is_first:
         try:
@@ -112,27 +112,52 @@ def on_first(world: World, action: Callable[[], object]) -> None:
     raise_together(world, problem)
 
 
-def _text(problem: Exception) -> str:
+def _message(problem: Exception) -> str:
     return str(problem) if isinstance(problem, CyxtrainError) else f"{type(problem).__name__}: {problem}"
 
 
+def _as_ours(problem: Exception, rank: int) -> CyxtrainError:
+    """Return an error of this package that can be sent to other ranks."""
+    if isinstance(problem, CyxtrainError):
+        return problem
+    return DistributedTrainingError(_message(problem), failures=[Failure.of(problem, rank)])
+
+
 def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    """Refuse a rank with other facts than rank 0; those whose names begin with "_" may differ."""
     for name in {**first, **other}:
-        if not name.startswith("_") and first.get(name) != other.get(name):
-            own_rows = " Each rank's own rows go as a DataLoader, with sharded_data=True." * ("training" in name)
-            if "the batch's" in name:
-                own_rows = " For each rank's own rows, pass those of all ranks: cyxtrain.all_gather_with_grad(x)."
-            what, before = ("models", "the model is made") if "the model's" in name else ("data", "torch.randn")
-            seed = f" Random {what} need one seed: torch.manual_seed(0) before {before}."
-            if first["_cpu"][-8:] != other["_cpu"][-8:]:
-                seed = (
-                    f" Their CPUs ({other['_cpu']} and {first['_cpu']}) compute differently, so one seed gives "
-                    f"different random {what}: load them from a file, or set ATEN_CPU_CAPABILITY=default on every rank."
-                )
-            seed *= "hash of its values" in name
-            error = ConfigError(
-                f"rank {rank} differs from rank 0 in {name}: {brief(other.get(name))} on rank {rank}, "
-                f"{brief(first.get(name))} on rank 0. Every rank must be given the same.{seed}{own_rows}",
-                rank=rank,
-            )
-            raise on_all_ranks(error)
+        if name.startswith("_") or first.get(name) == other.get(name):
+            continue
+        hints = _hint_at_seeds(name, first["_cpu"], other["_cpu"]) + _hint_at_own_samples(name)
+        error = ConfigError(
+            f"rank {rank} differs from rank 0 in {name}: {brief(other.get(name))} on rank {rank}, "
+            f"{brief(first.get(name))} on rank 0. Every rank must be given the same.{hints}",
+            rank=rank,
+        )
+        raise on_all_ranks(error)
+
+
+def _hint_at_seeds(name: str, first_cpu: str, other_cpu: str) -> str:
+    """Return how ranks make the same random values; "" for a fact without values."""
+    if "hash of its values" not in name:
+        return ""
+    made = "data"
+    before = "torch.randn"
+    if "the model's" in name:
+        made = "models"
+        before = "the model is made"
+    if first_cpu[-8:] == other_cpu[-8:]:  # the hash of what they compute
+        return f" Random {made} need one seed: torch.manual_seed(0) before {before}."
+    return (
+        f" Their CPUs ({other_cpu} and {first_cpu}) compute differently, so one seed gives different random {made}: "
+        "load them from a file, or set ATEN_CPU_CAPABILITY=default on every rank."
+    )
+
+
+def _hint_at_own_samples(name: str) -> str:
+    """Return how each rank passes samples of its own; "" where all ranks pass the same."""
+    if "the batch's" in name:
+        return " If each rank has its own samples, gather them first: cyxtrain.all_gather_with_grad(x)."
+    if "training" in name:
+        return " If each rank has its own samples, pass a DataLoader and sharded_data=True."
+    return ""

@@ -35,18 +35,18 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 _ARGUMENTS = {
-    "tensor": "This rank's tensor; unless a list or `output` takes the result, it is overwritten with it.",
-    "tensor_list": "A tensor for each rank, which gets that of the rank.",
-    "output": "Gets this rank's result.",
+    "tensor": "This rank's tensor; overwritten with the result, unless a list or `output` takes it.",
+    "tensor_list": "A tensor for each rank, which receives that rank's tensor.",
+    "output": "Receives this rank's result.",
     "input_list": "A tensor for each rank.",
     "scatter_list": "On rank `src` a tensor for each rank; None elsewhere.",
-    "gather_list": "On rank `dst` a tensor for each rank, which gets that of the rank; None elsewhere.",
+    "gather_list": "On rank `dst` a tensor for each rank, which receives that rank's tensor; None elsewhere.",
     "op": "A `ReduceOp`.",
     "src": "The rank that sends.",
     "dst": "The rank that receives.",
     "group": "A group of `torch.distributed`; None: all ranks.",
     "async_op": "Return at once, with a work that has a `wait()`.",
-    "tag": "A `recv` takes the `send` with the same.",
+    "tag": "A `recv` takes the `send` with the same tag.",
     "group_src": "The same as `src`, as a rank of `group`.",
     "group_dst": "The same as `dst`, as a rank of `group`.",
 }
@@ -56,28 +56,19 @@ _ERRORS = """    NotInitializedError: Before `init`.
 
 
 def _collective(function: Callable[_P, _Result], doc: str, default: str = "") -> Callable[_P, _Result]:
-    """Return a collective of PyTorch that checks that this process is a rank, and chooses the group by the device.
+    """Wrap a collective of PyTorch: require a rank, and choose the group by the tensor's device.
 
-    `doc` tells what it does, and its cost over the ring of N ranks; `default` is the rank that is 0 if the caller names
-    none.
+    `doc` describes it, with its cost over the ring of N ranks; `default` is the argument, "src" or "dst", that is 0 if
+    the caller does not set it.
     """
     signature = inspect.signature(function)
     names = [*signature.parameters]
     tensor = "output" if "output" in names else "tensor"
-    place = names.index(default) if default else 0
-    place_of_group = names.index("group")
+    group_index = names.index("group")
+    default_index = names.index(default) if default else 0
 
-    @functools.wraps(function)
-    def call(*args: _P.args, **named: _P.kwargs) -> _Result:
-        runtime.require_rank(function.__name__)
-        if not (named.get("group") or any(args[place_of_group : place_of_group + 1])):
-            runtime.rejoin_after_failure()
-        is_absent = bool(default) and len(args) <= place and named.get(default) is None
-        if is_absent and named.get(f"group_{default}") is None:
-            named[default] = 0
-        is_none = bool(default) and len(args) > place and args[place] is None
-        if not is_none and not runtime.has_side_ring():  # a small call takes microseconds
-            return function(*args, **named)
+    def call_completed(*args: _P.args, **named: _P.kwargs) -> _Result:
+        """Call it after completing a rank that is None, and the group that carries the tensor's device."""
         bound = signature.bind(*args, **named)
         given = bound.arguments
         if default and given.get(default) is None and given.get(f"group_{default}") is None:
@@ -86,9 +77,23 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
             given["group"] = runtime.group_for(given[tensor].device)
         return function(*bound.args, **bound.kwargs)
 
+    @functools.wraps(function)
+    def call(*args: _P.args, **named: _P.kwargs) -> _Result:
+        runtime.require_rank(function.__name__)
+        if not (named.get("group") or any(args[group_index : group_index + 1])):
+            runtime.rejoin_after_failure()
+        is_absent = bool(default) and len(args) <= default_index and named.get(default) is None
+        if is_absent and named.get(f"group_{default}") is None:
+            named[default] = 0
+        is_none = bool(default) and len(args) > default_index and args[default_index] is None
+        # A small call takes microseconds: arguments are bound to their names only if that is needed.
+        if not is_none and not runtime.has_side_ring():
+            return function(*args, **named)
+        return call_completed(*args, **named)
+
     arguments = "\n".join(f"    {name}: {_ARGUMENTS.get(name, 'See PyTorch.')}" for name in names)
     see = f"See `torch.distributed.{function.__name__}`."
-    call.__module__ = __name__  # that of PyTorch would make pickle return its function
+    call.__module__ = __name__  # with PyTorch's module, pickle would return PyTorch's function
     call.__doc__ = f"{doc}\n\n{see}\n\nArgs:\n{arguments}\n\nRaises:\n{_ERRORS}\n"
     return call
 
@@ -142,7 +147,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     Args:
         group: One of `torch.distributed`; None: all ranks.
         async_op: Return at once, with a work that has a `wait()`.
-        device_ids: The GPU that NCCL uses; None: that of this rank.
+        device_ids: The GPU that NCCL uses; None: this rank's.
 
     Returns:
         The work to wait for, if `async_op`; otherwise None.
@@ -154,6 +159,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     runtime.require_rank("barrier")
     if group is None:
         runtime.rejoin_after_failure()
+    # Over other backends, ranks that make different calls would hang.
     checks_call = group is None and not async_op and dist.get_world_size() > 1
     if checks_call and is_ring(runtime.cpu_group()):
         runtime.current().check_same_call("barrier")

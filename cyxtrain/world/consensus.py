@@ -19,10 +19,10 @@ def backends_of(group: Any = None) -> dict[str, str]:
 
 @functools.cache
 def own_arithmetic() -> str:
-    """Return for which type of CPU PyTorch has chosen its kernels, and a hash of what they compute: its last 8 digits.
+    """Return PyTorch's CPU capability and a hash of what its kernels compute, which is the last 8 digits.
 
-    With equal hashes, optimizers and random numbers have the same bits, on an AVX512 beside an AVX2 too. Sums of
-    products are not compared: they may differ from rank to rank, since gradients are averaged. Cost: 1 ms, once.
+    With equal hashes, optimizers and random numbers have the same bits, also on AVX512 next to AVX2. Sums of products
+    are not compared: they may differ from rank to rank, since gradients are averaged. Cost: 1 ms, once.
     """
     with torch.no_grad():
         x = torch.arange(1, 1001, dtype=torch.float32, device="cpu") / 1001
@@ -35,6 +35,10 @@ def own_arithmetic() -> str:
 
 
 def differing_types(by_rank: Sequence[str]) -> str:
-    """Return which ranks have which CPUs, from what `own_arithmetic` has returned on each; "": all have the same."""
-    ranks = {text: [str(rank) for rank, other in enumerate(by_rank) if other == text] for text in by_rank}
-    return "; ".join(f"rank {', '.join(own)}: {text}" for text, own in ranks.items() if len(ranks) > 1)
+    """Return which ranks have which CPUs, from the `own_arithmetic` of each; "": all have the same."""
+    ranks: dict[str, list[str]] = {}
+    for rank, cpu in enumerate(by_rank):
+        ranks.setdefault(cpu, []).append(str(rank))
+    if len(ranks) < 2:
+        return ""
+    return "; ".join(f"rank {', '.join(own)}: {cpu}" for cpu, own in ranks.items())

@@ -16,35 +16,36 @@ from cyxtrain.errors import BackendUnavailableError, ConfigError
 
 
 @dataclass(frozen=True)
-class Seen:
+class DeviceReport:
     """The accelerators of one rank, as it reports them during rendezvous."""
 
     backend: str = ""
-    """The one that its user requested; "": none."""
+    """The backend that the user requested; "": none."""
     kind: str = ""
     """Such as "cuda"; "": no accelerator is visible."""
     count: int = 0
     local_rank: int = 0
     uuid: str = ""
-    """Of the one that this rank uses; "": unknown."""
+    """The UUID of the GPU that this rank uses; "": unknown."""
     slot: str = ""
-    """Its place in the machine, which parts of one GPU (MIG) share."""
+    """That GPU's PCI address, which parts of one GPU (MIG) share."""
     no_nccl: str = ""
     """Why this rank cannot use NCCL; "": it can."""
 
     def to_text(self) -> str:
-        """Return it as text; "" where there is nothing to tell."""
-        return "" if self == Seen(local_rank=self.local_rank) else json.dumps(dataclasses.asdict(self))
+        """Return the report as a string; "" for a rank without accelerators or a requested backend."""
+        return "" if self == DeviceReport(local_rank=self.local_rank) else json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Seen:
-        """Read what `to_text` wrote."""
+    def from_text(cls, text: str) -> DeviceReport:
+        """Read the result of `to_text`."""
         try:
-            facts = json.loads(text) if text else {}
-            seen = cls(**{name: type(value)(facts.get(name, value)) for name, value in _NOTHING.items()})
-            if seen.kind and seen.count < 1:
+            facts = json.loads(text or "{}")
+            # The sender is not trusted: each value is converted to the type of its field.
+            report = cls(**{name: type(value)(facts.get(name, value)) for name, value in _NOTHING.items()})
+            if report.kind and report.count < 1:
                 raise ValueError
-            return seen
+            return report
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
                 "another rank describes its devices in a way that this one cannot read. Install the same version of "
@@ -52,25 +53,29 @@ class Seen:
             ) from None
 
 
-_NOTHING = dataclasses.asdict(Seen())
+_NOTHING = dataclasses.asdict(DeviceReport())
 
 
-def look(config: DistributedConfig) -> Seen:
-    """Return what this rank sees. Cost: CUDA is started if several ranks may use NCCL."""
-    backend = "" if config.backend is None else BackendType.parse(config.backend).value
-    visible, local_rank = accelerator.visible(), config.local_rank or 0
+def report_devices(config: DistributedConfig) -> DeviceReport:
+    """Return the accelerators of this rank. Cost: starts CUDA if several ranks may use NCCL."""
+    backend = ""
+    if config.backend is not None:
+        backend = BackendType.parse(config.backend).value
+    report = DeviceReport(backend, local_rank=config.local_rank or 0)
+    visible = accelerator.visible()
     if visible is None:
-        return Seen(backend, local_rank=local_rank)
-    kind, count = visible.type, accelerator.count()
-    reason = uuid = slot = ""
-    if config.world_size != 1 and backend in ("", "nccl"):
-        reason = "require_secret=True" if config.require_secret else why_no_nccl()
-        if not reason:
-            try:
-                uuid, slot = torch_compat.identity_of_gpu(local_rank % count)
-            except RuntimeError as error:  # the others must not wait for a rank whose driver is broken
-                reason = str(error).splitlines()[0]
-    return Seen(backend, kind, count, local_rank, uuid, slot, reason)
+        return report
+    report = dataclasses.replace(report, kind=visible.type, count=accelerator.count())
+    if config.world_size == 1 or backend not in ("", "nccl"):
+        return report
+    reason = "require_secret=True" if config.require_secret else why_no_nccl()
+    if reason:
+        return dataclasses.replace(report, no_nccl=reason)
+    try:
+        uuid, slot = torch_compat.identity_of_gpu(report.local_rank % report.count)
+    except RuntimeError as error:  # the others must not wait for a rank whose driver is broken
+        return dataclasses.replace(report, no_nccl=str(error).splitlines()[0])
+    return dataclasses.replace(report, uuid=uuid, slot=slot)
 
 
 def why_no_nccl() -> str:
@@ -83,22 +88,24 @@ def why_no_nccl() -> str:
     return " and ".join(reasons)
 
 
-def common_backend(ranks: Sequence[Seen]) -> BackendType | None:
+def common_backend(reports: Sequence[DeviceReport]) -> BackendType | None:
     """Return the backend that any rank was told to use; None: the ranks decide."""
-    requested = {seen.backend: rank for rank, seen in enumerate(ranks) if seen.backend}
+    requested = {report.backend: rank for rank, report in enumerate(reports) if report.backend}
+    if not requested:
+        return None
     if len(requested) > 1:
-        (one, first), (other, second) = [*requested.items()][:2]
+        (one, first), (other, second), *_ = requested.items()
         raise ConfigError(
             f"rank {first} was started with the backend {one} and rank {second} with {other}. Set DISTRIBUTED_BACKEND, "
             "or DistributedConfig.backend, to the same value on every rank."
         )
-    return BackendType(next(iter(requested))) if requested else None
+    return BackendType(next(iter(requested)))
 
 
-def check_nccl(ranks: Sequence[Seen]) -> None:
+def check_nccl(reports: Sequence[DeviceReport]) -> None:
     """Refuse NCCL if a rank cannot use it."""
-    for rank, seen in enumerate(ranks):
-        missing = seen.no_nccl if seen.kind == "cuda" else "it sees no CUDA device"
+    for rank, report in enumerate(reports):
+        missing = report.no_nccl if report.kind == "cuda" else "it sees no CUDA device"
         if missing:
             raise BackendUnavailableError(
                 f"backend 'nccl' was requested, and rank {rank} cannot use it: {missing}. Leave the backend unset: "
@@ -106,33 +113,43 @@ def check_nccl(ranks: Sequence[Seen]) -> None:
             )
 
 
-def why_ring(ranks: Sequence[Seen], machines: Sequence[str]) -> str:
+def why_ring(reports: Sequence[DeviceReport], machines: Sequence[str]) -> str:
     """Return why ranks without a requested backend use the ring; "": they use NCCL, each on its own GPU."""
-    if len(ranks) == 1:
+    if len(reports) == 1:
         return "one rank needs no backend"
     holders: dict[tuple[str, ...], int] = {}
-    for rank, seen in enumerate(ranks):
-        if seen.kind != "cuda":
+    for rank, report in enumerate(reports):
+        if report.kind != "cuda":
             return f"rank {rank} sees no CUDA device"
-        if seen.no_nccl:
-            return f"rank {rank} cannot use NCCL: {seen.no_nccl}"
-        # By slot too: NCCL refuses two parts of one GPU (MIG), which have different names.
-        slot = seen.slot or ("" if seen.uuid else str(seen.local_rank % seen.count))
-        for key in filter(lambda key: key[-1], (("", seen.uuid), (machines[rank], slot))):
-            if key in holders:
-                return f"rank {holders[key]} and rank {rank} share a GPU"
-        holders |= {("", seen.uuid): rank, (machines[rank], slot): rank}
+        if report.no_nccl:
+            return f"rank {rank} cannot use NCCL: {report.no_nccl}"
+        for gpu in _names_of_gpu(report, machines[rank]):
+            if gpu in holders:
+                return f"rank {holders[gpu]} and rank {rank} share a GPU"
+            holders[gpu] = rank
     return ""
 
 
-def why_cpus(ranks: Sequence[Seen]) -> str:
-    """Return why ranks without a requested device train on CPUs; "": each uses its accelerator, or none has one.
+def _names_of_gpu(report: DeviceReport, machine: str) -> list[tuple[str, ...]]:
+    """Return the names of the GPU that a rank uses; ranks share a GPU if they share a name."""
+    names: list[tuple[str, ...]] = []
+    if report.uuid:
+        names.append(("UUID", report.uuid))
+    # By slot too: NCCL refuses two parts of one GPU (MIG), which have different UUIDs.
+    if report.slot:
+        names.append((machine, report.slot))
+    elif not report.uuid:
+        names.append((machine, str(report.local_rank % report.count)))
+    return names
 
-    All compute on the same kind of device: the parameters of two kinds would differ in their last bits.
+
+def why_cpus(reports: Sequence[DeviceReport]) -> str:
+    """Return why ranks without a requested device train on CPUs; "": all see the same kind of device.
+
+    All compute on the same kind of device: parameters on two kinds would differ in their last bits.
     """
-    kinds = [seen.kind for seen in ranks]
-    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is None:
-        return ""
-    one, another = (f"rank {rank} sees {kinds[rank] or 'no accelerator'}" for rank in (0, other))
-    return f"{one} and {another}"
+    kinds = [report.kind or "no accelerator" for report in reports]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            return f"rank 0 sees {kinds[0]} and rank {rank} sees {kind}"
+    return ""

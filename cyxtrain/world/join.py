@@ -34,26 +34,26 @@ from cyxtrain.ring import (
 )
 from cyxtrain.world import devices
 from cyxtrain.world.consensus import backends_of
-from cyxtrain.world.devices import Seen
+from cyxtrain.world.devices import DeviceReport
 
 _joins: Counter[tuple[str, int]] = Counter()
 """How often this process has joined at each address: each time has its own keys, in a store that may outlive the group.
 
-A world of one has no store, and does not count: other ranks may be new processes."""
+A world of one has no store and is not counted: other ranks may be new processes."""
 _store: KeyValueStore | None = None
 """The store that this process serves, as rank 0, or has reached. C++, which uses it, keeps no Python object alive."""
 
 
 @dataclass
 class Joined:
-    """How this process joined."""
+    """The groups that this process made when it joined, and how they were chosen."""
 
     group: Any
     config: DistributedConfig
     """Complete, except for the backend if the ranks chose it."""
     cpu_group: Any
     """The group for CPU tensors and small agreements."""
-    seen: list[Seen]
+    reports: list[DeviceReport]
     """By rank; over Gloo this rank alone."""
     backend: BackendType | None
     """The requested one; None: the ranks chose."""
@@ -63,7 +63,7 @@ class Joined:
 
 
 def join(config: DistributedConfig) -> Joined:
-    """Make the default torch process group; raise RendezvousError if this process cannot open more files, say."""
+    """Make the default process group; raise RendezvousError if the process runs out of files or memory."""
     try:
         return _join(config)
     except OSError as error:
@@ -77,38 +77,47 @@ def _join(config: DistributedConfig) -> Joined:
     _warn_of_untested_torch(config.rank or 0)
     if config.backend is not None:
         _require_backend(BackendType.parse(config.backend), config)
-    seen = devices.look(config)
+    report = devices.report_devices(config)
     # Refuse wrong settings before anything starts.
-    options = replace(RingOptions.from_environment(), devices=seen.to_text(), group_name=_key_prefix(config))
-    while True:
-        store = _store_for_joining(config, options, deadline)
-        try:
-            if config.backend is BackendType.GLOO:
-                store = _make_gloo(store, config, options, deadline)
-                joined = Joined(dist.group.WORLD, config, dist.group.WORLD, [seen], BackendType.GLOO, "", store)
-            else:
-                joined = _make_groups(store, config, options, deadline)
-        except StoreLostError:
-            # The previous process of rank 0 has just ended; the next one opens the store again.
-            if config.rank == 0 or deadline.passed():
-                raise
-            continue
-        break
-    if config.world_size != 1:  # not after a failure: a rank that retries must use the same keys as the others
+    options = replace(RingOptions.from_environment(), devices=report.to_text(), group_name=_key_prefix(config))
+    joined = _make_world(config, report, options, deadline)
+    # Not after a failure: a rank that retries must use the same keys as the others.
+    if config.world_size != 1:
         _joins[config.master_addr, config.master_port] += 1
     # Later groups use this store: with NCCL at their first collective, which a rank may reach late.
     is_nccl = joined.cpu_group is not joined.group
-    joined.store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
+    timeout_ms = config.collective_timeout_ms if is_nccl else config.timeout_ms
+    joined.store.set_timeout(timedelta(milliseconds=timeout_ms))
     if not process_env.ENVIRON.get("OMP_NUM_THREADS"):
         _share_cores(process_env.ranks_that_share_cores(), schedulers.cores_left(process_env.ENVIRON))
     return joined
 
 
+def _make_world(config: DistributedConfig, report: DeviceReport, options: RingOptions, deadline: Deadline) -> Joined:
+    """Make the default group; begin again where the process of rank 0 ended before all ranks had joined."""
+    while True:
+        store = _store_for_joining(config, options, deadline)
+        try:
+            if config.backend is BackendType.GLOO:
+                return _make_gloo(store, config, report, options, deadline)
+            return _make_groups(store, config, options, deadline)
+        except StoreLostError:
+            # The previous process of rank 0 has just ended; the next one opens the store again.
+            if config.rank == 0 or deadline.passed():
+                raise
+
+
+def _identity(config: DistributedConfig) -> tuple[int, int]:
+    """Return (rank, world size) of a complete config."""
+    return config.rank or 0, config.world_size or 1
+
+
 def open_world_store(config: DistributedConfig, secret: bytes | None, seconds: float) -> dist.Store:
     """Open the store as rank 0, or reach it; torchrun's agent keeps one for all."""
     global _store
-    rank, world_size = config.rank or 0, config.world_size or 1
-    address, port = config.master_addr, config.master_port
+    rank, world_size = _identity(config)
+    address = config.master_addr
+    port = config.master_port
     prefix = process_env.agent_store_prefix(address, port)
     if prefix is not None:
         return dist.PrefixStore(prefix, reach_tcp_store(rank, address, port, world_size, seconds))
@@ -139,7 +148,7 @@ def _key_prefix(config: DistributedConfig) -> str:
 
 
 def forget_store() -> None:
-    """Close the store that was used last: that of rank 0 frees its port, and its end tells the other ranks."""
+    """Close the store that was used last: on rank 0 this frees its port, and tells the other ranks."""
     global _store
     if _store is not None:
         _store.close()
@@ -147,7 +156,7 @@ def forget_store() -> None:
 
 
 def forget_parent() -> None:
-    """Let go, in a forked child, of what its parent has joined: the child joins as a new process does."""
+    """Release the parent's store in a forked child, which joins as a new process does."""
     if _store is not None:
         _store.source.abandon()
     forget_store()
@@ -155,11 +164,11 @@ def forget_parent() -> None:
 
 
 def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> Joined:
-    """Make a ring, over which the ranks exchange what they see; then a group of NCCL if each has its own GPU.
+    """Make a ring, over which ranks exchange their device reports; then an NCCL group if each has a GPU.
 
     Joining has one deadline, collectives another.
     """
-    rank, world_size = config.rank or 0, config.world_size or 1
+    rank, world_size = _identity(config)
     timeout = timedelta(milliseconds=config.collective_timeout_ms)
     # Made before PyTorch knows of it, which counts failed groups too: a rank that retries would use other keys.
     ring = RingProcessGroup(
@@ -167,38 +176,42 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
     )
     try:
         records = ring.group.directory.records
-        seen = [Seen.from_text(record.devices) for record in records]
-        backend = devices.common_backend(seen)
-        why_ring = "" if backend else devices.why_ring(seen, [record.machine for record in records])
-        group: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
+        reports = [DeviceReport.from_text(record.devices) for record in records]
+        backend = devices.common_backend(reports)
+        why_ring = ""
+        if backend is None:
+            why_ring = devices.why_ring(reports, [record.machine for record in records])
+        arguments: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
         if backend is BackendType.CPU or why_ring:
-            dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)
-            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, backend, why_ring, store)
-        devices.check_nccl(seen)
-        group["store"] = store = share_tcp_store(store, rank, world_size, deadline)
-        _make_nccl(group, config, deadline)
+            dist.init_process_group("ring", **arguments, timeout=timeout, pg_options=ring)
+            return Joined(dist.group.WORLD, config, dist.group.WORLD, reports, backend, why_ring, store)
+        devices.check_nccl(reports)
+        store = share_tcp_store(store, rank, world_size, deadline)
+        _make_nccl({**arguments, "store": store}, config, deadline)
         side_ring = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
-        return Joined(dist.group.WORLD, config, side_ring, seen, backend, "", store)
+        return Joined(dist.group.WORLD, config, side_ring, reports, backend, "", store)
     except BaseException as error:
         ring.fail(f"{type(error).__name__}: {error}")
         ring.shutdown()
         raise
 
 
-def _make_nccl(group: dict[str, Any], config: DistributedConfig, deadline: Deadline) -> None:
+def _make_nccl(arguments: dict[str, Any], config: DistributedConfig, deadline: Deadline) -> None:
     """Make NCCL's group the default one, connected, on the GPU of this rank."""
     device = torch.device("cuda", (config.local_rank or 0) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     try:
-        dist.init_process_group("nccl", **group, timeout=_left(deadline), device_id=device)
+        dist.init_process_group("nccl", **arguments, timeout=_left(deadline), device_id=device)
     except RuntimeError as error:
         raise _not_joined("nccl", config, error) from error
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
 
 
-def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
-    """Make Gloo's group the default one; return its store."""
-    rank, world_size = config.rank or 0, config.world_size or 1
+def _make_gloo(
+    store: dist.Store, config: DistributedConfig, report: DeviceReport, options: RingOptions, deadline: Deadline
+) -> Joined:
+    """Make Gloo's group the default one."""
+    rank, world_size = _identity(config)
     await_all_ranks(dist.PrefixStore("roll", store), rank, world_size, deadline, options)
     store = share_tcp_store(store, rank, world_size, deadline)
     try:
@@ -206,7 +219,7 @@ def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOption
     except RuntimeError as error:
         raise _not_joined("gloo", config, error) from error
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
-    return store
+    return Joined(dist.group.WORLD, config, dist.group.WORLD, [report], BackendType.GLOO, "", store)
 
 
 def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:
@@ -221,7 +234,7 @@ def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) ->
 
 
 def _left(deadline: Deadline) -> timedelta:
-    """Return the time left, above 0, which a process group would take for "not given"."""
+    """Return the time left, at least 1 ms: a process group takes 0 for "not set"."""
     return timedelta(seconds=max(deadline.left(), 0.001))
 
 
@@ -236,7 +249,8 @@ def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
             f"NCCL library not available: {missing}. "
             "Use backend='cpu' (DISTRIBUTED_BACKEND=cpu), cyxtrain's own ring, which carries CPU tensors."
         )
-    count, local_rank = torch.cuda.device_count(), config.local_rank or 0
+    count = torch.cuda.device_count()
+    local_rank = config.local_rank or 0
     if count > 1 and local_rank >= count:
         raise ConfigError(
             f"LOCAL_RANK {local_rank} has no GPU: {count} are visible. Start at most {count} ranks per machine."
@@ -246,14 +260,15 @@ def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
 def _share_cores(ranks: int, own_cores: int | None = None) -> None:
     """Limit PyTorch's threads to this rank's share of the cores, as our launcher does.
 
-    Where nobody binds ranks to cores, each would start as many threads as the machine has cores, also in a container
-    that gets the time of two: they wait for each other, and training takes tens of times as long.
+    If nothing binds ranks to cores, each would start as many threads as the machine has cores, also in a container
+    with the time of two cores: they wait for each other, and training takes tens of times as long.
     """
-    # All cores of the machine: whether the other ranks may use those of this rank is unknown.
+    # All cores of the machine: whether other ranks may use this rank's cores is unknown.
     cores = min(os.cpu_count() or 1, cgroup_quota())
-    most = min(cores // ranks, own_cores or cores)
-    if torch.get_num_threads() > max(most, 1):
-        torch.set_num_threads(max(int(most), 1))
+    share = min(cores // ranks, own_cores or cores)
+    threads = max(int(share), 1)
+    if torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
 
 
 def _warn_of_untested_torch(rank: int) -> None:
@@ -273,18 +288,19 @@ def _warn_once(message: str) -> None:
 def is_rank_of_another_world(
     config: DistributedConfig | None, parent: DistributedConfig | None, *, refuses: bool
 ) -> bool:
-    """Return whether a forked child is a rank of another world than its parent; refuse one that is no rank.
+    """Return whether a forked child is a rank of another world; refuse a child that is not a rank.
 
-    `parent` is the config with which the parent joined, if `init` made its group. A child that is no rank is refused if
-    `refuses`, and always one that cannot leave the group of its parent.
+    `parent` is the config with which the parent joined, if `init` made its group. A child that is not a rank is refused
+    if `refuses`; one that cannot leave its parent's group is always refused.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     own = complete_config(config or DistributedConfig())
     is_other = (own.rank, own.world_size) != (rank, world_size)
     if parent is not None and world_size > 1:
         is_other |= (own.master_addr, own.master_port) != (parent.master_addr, parent.master_port)
     is_alone = config is not None and config.rank is not None and config.world_size == 1
-    forked = f"this process was forked from rank {rank} of {world_size} and is no rank itself"
+    forked = f"this process was forked from rank {rank} of {world_size} and is not a rank"
     if not (is_other or is_alone):
         if not refuses:
             return False
@@ -301,7 +317,7 @@ def is_rank_of_another_world(
 
 
 def environment_has_changed(joined: DistributedConfig) -> bool:
-    """Return whether RANK and WORLD_SIZE describe another world than the one joined; refuse it if that has several."""
+    """Return whether RANK and WORLD_SIZE describe another world; refuse to leave one of several ranks."""
     described = process_env.own_identity()
     if described.items() <= {"RANK": joined.rank, "WORLD_SIZE": joined.world_size}.items():
         return False
@@ -316,21 +332,24 @@ def environment_has_changed(joined: DistributedConfig) -> bool:
 
 def check_same(config: DistributedConfig, joined: DistributedConfig | None) -> None:
     """Refuse to join again with other settings; `joined` is None if `init` did not make the group."""
-    if joined is not None:
-        if config != joined:
-            raise ConfigError(
-                f"the world was joined with another config: {joined} is not {config}. Call finalize() first."
-            )
-    elif (config.rank, config.world_size) != (dist.get_rank(), dist.get_world_size()):
-        raise ConfigError(
-            f"torch.distributed is initialized already, as rank {dist.get_rank()} of {dist.get_world_size()}, and "
-            f"the config says rank {config.rank} of {config.world_size}. Call init() without a config to adopt what "
-            "is there."
-        )
+    if joined is None:
+        _check_identity(config)
+    elif config != joined:
+        raise ConfigError(f"the world was joined with another config: {joined} is not {config}. Call finalize() first.")
     others = {*backends_of().values()} - {"ring"}
     if config.require_secret and config.world_size != 1 and others:
         raise ConfigError(
             f"require_secret=True, and the default group goes over {' and '.join(sorted(others))}, which lets in "
             "every process that reaches its port: make it with torch.distributed.init_process_group('ring'), or leave "
             "it to init()."
+        )
+
+
+def _check_identity(config: DistributedConfig) -> None:
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    if (config.rank, config.world_size) != (rank, world_size):
+        raise ConfigError(
+            f"torch.distributed is initialized already, as rank {rank} of {world_size}, and the config says rank "
+            f"{config.rank} of {config.world_size}. Call init() without a config to adopt what is there."
         )

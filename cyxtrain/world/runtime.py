@@ -1,7 +1,7 @@
 """From init to finalize, over the default process group of PyTorch.
 
-That group is the only state: whoever made it, all of these see it. One process is a world too: it has a group
-of one, binds no port and starts no thread.
+That group is the only state: all functions here see it, also if the program made it. One process is a world too: it
+has a group of one, binds no port and starts no thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cyxtrain.errors import (
     before_raising,
     counted,
     error_from_facts,
-    speaks_if,
+    warn_together_if,
 )
 from cyxtrain.ring import fail, failure_of, is_ring, members_of, raised_failure_of
 from cyxtrain.world import consensus, devices
@@ -53,7 +53,7 @@ from cyxtrain.world.world import SAME_CALL, World
 _joined: Joined | None = None
 """How this process joined; ignored once another group is the default one."""
 _side_ring: SideRing | None = None
-"""The ring beside the default group, if there is one."""
+"""The ring next to the default group of another backend."""
 _requested: DistributedConfig | None = None
 """The config of the last `init`, until `finalize`: joining again repeats it."""
 _inherited: Any = None
@@ -67,7 +67,7 @@ _generation = -1
 _OF_CPUS = {"ring", "gloo"}
 """Backends that carry CPU tensors best."""
 _before_leaving: list[Callable[[], None]] = []
-"""Called before the world ends, to end worker processes, say."""
+"""Called before the world ends, for example to end worker processes."""
 
 
 class JoinedWorld(World):
@@ -97,19 +97,24 @@ def current(function: str = "this call") -> JoinedWorld:
     """Return the world that this process has joined; `function` names the call in the error if it has not."""
     global _current
     require_world(function)
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    group: Any = dist.group.WORLD
     members = members_of(group)
-    side = _side_ring if _side_ring is not None and _side_ring.group is group else None
-    agreements = group if side is None else side.ring
-    latest = None if _current is None else (_current.group, _current.cpu_group, _current.members)
-    if _current is not None and latest == (group, agreements, members):
+    agreements = group
+    cpu_tensors = group
+    side_ring = _current_side_ring()
+    if side_ring is not None:
+        agreements = side_ring.ring
+        if side_ring.carries_cpu:
+            cpu_tensors = agreements
+    found = (group, agreements, members)
+    if _current is not None and (_current.group, _current.cpu_group, _current.members) == found:
         return _current
     _current = JoinedWorld(
-        rank=rank,
-        size=size,
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
         group=group,
         cpu_group=agreements,
-        cpu_tensors=agreements if side is not None and side.carries_cpu else group,
+        cpu_tensors=cpu_tensors,
         local_rank=get_local_rank(),
         members=members,
         generation=_generation,
@@ -122,7 +127,7 @@ def init(config: DistributedConfig | None = None) -> JoinedWorld:
     """Join the world: from `config`, otherwise from the environment, otherwise a world of one.
 
     Twice with the same config is harmless. A default `torch.distributed` group that is there already is adopted,
-    and left alone by `finalize`; if NCCL, say, is part of it, all ranks make a ring beside it.
+    and left alone by `finalize`; if it uses NCCL, for example, all ranks make a ring next to it.
 
     Args:
         config: Who this process is; None: the environment says.
@@ -132,9 +137,9 @@ def init(config: DistributedConfig | None = None) -> JoinedWorld:
 
     Raises:
         ConfigError: A setting is wrong, or the world has been joined with another config; the environment describes
-            another world than the one that was joined; or this is a forked child of a rank, and no rank itself.
+            another world than the one that was joined; or this is a forked child of a rank, and not a rank itself.
         RendezvousError: The ranks did not find each other within `timeout_ms`.
-        BackendUnavailableError: The backend that was asked for is not on this machine.
+        BackendUnavailableError: This machine does not have the requested backend.
     """
     global _requested
     right = config is None or isinstance(config, DistributedConfig)
@@ -143,8 +148,8 @@ def init(config: DistributedConfig | None = None) -> JoinedWorld:
         _leave_stale_world(config)
     if dist.is_initialized():
         if config is not None:
-            joined = _joined.config if _joined is not None and _is_default(_joined) else None
-            check_same(complete_config(config), joined)
+            joined = _own_join()
+            check_same(complete_config(config), None if joined is None else joined.config)
         _adopt(config)
         return current()
     _requested = dataclasses.replace(config or DistributedConfig())
@@ -166,24 +171,25 @@ def _join() -> None:
     if config.world_size == 1 or process_env.launched_run()[0]:
         torch_compat.put_back_excepthook()  # there is one rank, or the launcher prints it before each line
     _generation += 1
-    group, side_group = _joined.group, _joined.cpu_group
-    _side_ring = None if side_group is group else SideRing(group, side_group)
+    _side_ring = None
+    if _joined.cpu_group is not _joined.group:
+        _side_ring = SideRing(_joined.group, _joined.cpu_group)
+    # Registered again, so that it runs before functions that were registered earlier.
     atexit.unregister(_at_exit)
-    atexit.register(_at_exit)  # again, so that it runs before what was registered earlier
+    atexit.register(_at_exit)
 
 
 def _adopt(config: DistributedConfig | None) -> None:
-    """Make a ring beside a default group of PyTorch that uses accelerators. All ranks call it."""
+    """Make a ring next to a default group of PyTorch that uses accelerators. All ranks call it."""
     global _side_ring
     world = dist.group.WORLD
-    is_ours = _joined is not None and _joined.group is world
-    if is_ours or world is _inherited or cpu_group() is not world:
+    if _own_join() is not None or world is _inherited or cpu_group() is not world:
         return
     backends = consensus.backends_of()
     if "cpu" in backends and len({*backends.values()}) == 1:
-        return
-    milliseconds = (config or DistributedConfig()).collective_timeout_ms
-    _side_ring = SideRing(world, dist.new_group(backend="ring", timeout=timedelta(milliseconds=milliseconds)))
+        return  # it carries small agreements itself
+    timeout = timedelta(milliseconds=(config or DistributedConfig()).collective_timeout_ms)
+    _side_ring = SideRing(world, dist.new_group(backend="ring", timeout=timeout))
 
 
 def join_if_nobody_has() -> World:
@@ -196,7 +202,7 @@ def join_if_nobody_has() -> World:
 
 
 def join_for_all(*, works_alone: bool = False) -> World:
-    """Join before a call that all ranks make, also if the world is that of a parent process, or has failed."""
+    """Join before a call that all ranks make, also if the world has failed or is a parent process's."""
     if dist.is_initialized():
         _leave_stale_world(None, refuses=not works_alone)
     join_if_nobody_has()
@@ -205,7 +211,7 @@ def join_for_all(*, works_alone: bool = False) -> World:
 
 
 def rejoin_after_failure() -> None:
-    """Begin a new world after an error that this rank's program has seen, as every rank does in its next call.
+    """Begin a new world, as every rank does in its next call, after an error that the program has seen.
 
     Raises the error of a rank that was lost or silent again: all ranks must be started again.
     """
@@ -251,13 +257,16 @@ def finalize() -> None:
 
 def _leave(*, checks_call: bool) -> None:
     global _joined, _side_ring, _requested, _current
-    _requested = _current = None
+    _requested = None
+    _current = None
     torch_compat.put_back_excepthook()
     for function in _before_leaving:
         function()
-    joined, _joined = _joined, None
-    if joined is None or not _is_default(joined):
+    joined = _own_join()
+    _joined = None
+    if joined is None:
         return
+    is_host = joined.config.rank == 0
     try:
         # Over other backends, ranks that make different calls would hang.
         if checks_call and dist.get_world_size() > 1 and is_ring(joined.cpu_group):
@@ -271,7 +280,9 @@ def _leave(*, checks_call: bool) -> None:
             dist.destroy_process_group()
         else:
             _side_ring.destroy_groups()
-        is_host, joined, _side_ring = joined.config.rank == 0, None, None  # nothing holds the store any more
+        # Nothing may hold the store any more when rank 0 closes it.
+        joined = None
+        _side_ring = None
         if is_host:
             forget_store()  # tells the others that they may look for the next store
 
@@ -284,7 +295,7 @@ def init_process_group(
     world_size: int | None = None,
     rank: int | None = None,
 ) -> JoinedWorld:
-    """Do `init` under PyTorch's name; what is not set comes from the environment or the defaults.
+    """Do `init` under PyTorch's name; arguments that are None come from the environment or the defaults.
 
     Args:
         backend: "cpu" (or "ring"), "nccl", "gloo".
@@ -304,10 +315,14 @@ def init_process_group(
         config.backend = BackendType.parse(backend)
     if timeout is not None:
         require(isinstance(timeout, timedelta), f"timeout must be a datetime.timedelta, got {timeout!r}.")
-        config.timeout_ms = config.collective_timeout_ms = max(1, int(timeout.total_seconds() * 1000))
+        milliseconds = max(1, int(timeout.total_seconds() * 1000))
+        config.timeout_ms = milliseconds
+        config.collective_timeout_ms = milliseconds
     if init_method is not None and init_method != "env://":
         config.master_addr, config.master_port = _parse_tcp(init_method)
-    return init(None if config == DistributedConfig() else config)
+    if config == DistributedConfig():
+        return init()
+    return init(config)
 
 
 destroy_process_group = finalize
@@ -340,16 +355,17 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's rank among those of its machine.
+    """Return this process's rank among the processes of its machine.
 
     Raises:
         NotInitializedError: Before `init`.
     """
     require_world("get_local_rank")
-    if _joined is not None and _is_default(_joined) and _joined.config.local_rank is not None:
-        return _joined.config.local_rank
-    found = process_env.number("LOCAL_RANK")
-    return dist.get_rank() if found is None else found
+    joined = _own_join()
+    if joined is not None and joined.config.local_rank is not None:
+        return joined.config.local_rank
+    local_rank = process_env.number("LOCAL_RANK")
+    return dist.get_rank() if local_rank is None else local_rank
 
 
 def is_master() -> bool:
@@ -363,21 +379,21 @@ def is_master() -> bool:
 
 
 def cpu_group() -> Any:
-    """Return the group over which small agreements go: the default one, or a ring beside NCCL."""
+    """Return the group for small agreements: the default one, or a ring next to NCCL."""
     require_world("cpu_group")
-    world = dist.group.WORLD
-    return _side_ring.ring if _side_ring is not None and _side_ring.group is world else world
+    side_ring = _current_side_ring()
+    return dist.group.WORLD if side_ring is None else side_ring.ring
 
 
 def group_for(device: torch.device) -> Any:
-    """Return the group of all ranks that carries tensors of a device: a ring beside NCCL those of the CPU."""
+    """Return the group of all ranks that carries a device's tensors: for the CPU a ring next to NCCL."""
     if _side_ring is None or device.type != "cpu" or not _side_ring.carries_cpu:
         return dist.group.WORLD
     return cpu_group()
 
 
 def has_side_ring() -> bool:
-    """Return whether a ring beside the default group may carry the tensors of the CPU."""
+    """Return whether a ring next to the default group may carry the tensors of the CPU."""
     return _side_ring is not None
 
 
@@ -387,23 +403,27 @@ def why_cpus() -> str:
     Users who ask for a backend of CPUs want to train on them.
     """
     require_world("why_cpus")
-    if _joined is None or not _is_default(_joined):
-        found = consensus.backends_of()
-        of_cpus = "cpu" in found and set(found.values()) <= _OF_CPUS
-        return f"the process group is {found['cpu']}'s" if of_cpus else ""
-    if _joined.backend in (BackendType.CPU, BackendType.GLOO):
-        by_program = _requested is not None and _requested.backend is not None
-        return f"{'backend' if by_program else 'DISTRIBUTED_BACKEND'}={_joined.backend.value}"
-    return devices.why_cpus(_joined.seen)
+    joined = _own_join()
+    if joined is None:
+        backends = consensus.backends_of()
+        if "cpu" in backends and set(backends.values()) <= _OF_CPUS:
+            return f"the process group is {backends['cpu']}'s"
+        return ""
+    if joined.backend in (BackendType.CPU, BackendType.GLOO):
+        is_by_program = _requested is not None and _requested.backend is not None
+        setting = "backend" if is_by_program else "DISTRIBUTED_BACKEND"
+        return f"{setting}={joined.backend.value}"
+    return devices.why_cpus(joined.reports)
 
 
 def why_ring() -> str:
     """Return why the ranks decided against NCCL if the program chose no backend; "": they have not."""
-    return _joined.why_ring if _joined is not None and _is_default(_joined) else ""
+    joined = _own_join()
+    return "" if joined is None else joined.why_ring
 
 
 def following(world: World) -> World:
-    """Return a world, or the one of as many ranks that the program has joined since then."""
+    """Return a world, or the one of the same size that the program has joined since then."""
     if dist.group.WORLD is world.group:
         return world
     found = current()
@@ -424,20 +444,23 @@ def require_world(function: str) -> None:
 
 
 def require_rank(function: str) -> None:
-    """Refuse a call before this process has joined, and in a forked child of a world of one, which is no rank.
+    """Refuse a call before this process has joined, and in a forked child of a world of one.
 
-    A child of several ranks gets the same error from its group, however it calls it.
+    A child is not a rank. In a world of several ranks its group refuses every call.
     """
     require_world(function)
     if _inherited is not None and _inherited is dist.group.WORLD and dist.get_world_size() == 1:
         raise NotInitializedError(
-            f"{function}() needs the world, and this process was forked from rank 0 of 1 and is no rank itself: call "
+            f"{function}() needs the world, and this process was forked from rank 0 of 1 and is not a rank: call "
             "cyxtrain.init() in it, once RANK and WORLD_SIZE say who it is."
         )
 
 
-def _is_default(joined: Joined) -> bool:
-    return dist.is_initialized() and dist.group.WORLD is joined.group
+def _own_join() -> Joined | None:
+    """Return how `init` made the default group; None: it did not, or there is no group."""
+    if _joined is None or _joined.group is not dist.group.WORLD:
+        return None
+    return _joined
 
 
 def _leave_stale_world(config: DistributedConfig | None, *, refuses: bool = True) -> None:
@@ -448,10 +471,11 @@ def _leave_stale_world(config: DistributedConfig | None, *, refuses: bool = True
         if is_rank_of_another_world(config, _parent, refuses=refuses or dist.get_world_size() > 1):
             dist.destroy_process_group()
         return
-    requested = _requested if config is None else config
-    if _joined is None or not _is_default(_joined) or requested is None or requested.rank is not None:
+    joined = _own_join()
+    requested = config or _requested
+    if joined is None or requested is None or requested.rank is not None:
         return  # a group of PyTorch and the settings of the program take precedence
-    if environment_has_changed(_joined.config):
+    if environment_has_changed(joined.config):
         dist.destroy_process_group()  # a world of one holds nothing that could be lost
 
 
@@ -465,36 +489,44 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
 def end_group(error: BaseException, *, in_training: bool = False) -> None:
     """End the group because of an error of this rank, and report it to the others, which would wait."""
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    if dist.is_initialized() and not ended_well:
-        text = ": ".join(filter(None, (type(error).__name__, str(error))))
-        fail(cpu_group(), DistributedTrainingError.because_of(error, dist.get_rank()) if in_training else text)
+    if not dist.is_initialized() or ended_well:
+        return
+    cause: CyxtrainError | str = ": ".join(filter(None, (type(error).__name__, str(error))))
+    if in_training:
+        cause = DistributedTrainingError.because_of(error, dist.get_rank())
+    fail(cpu_group(), cause)
 
 
 def has_failed() -> bool:
-    """Return whether an error has ended the group of all ranks, because another rank is lost, say."""
+    """Return whether an error has ended the group of all ranks, such as the loss of another rank."""
     return dist.is_initialized() and failure_of(cpu_group(), "a stop") is not None
 
 
 def _current_side_ring() -> SideRing | None:
-    return _side_ring if _side_ring is not None and _side_ring.group is dist.group.WORLD else None
+    """Return the ring next to the default group; None: it has no ring next to it, or there is no group."""
+    if _side_ring is None or _side_ring.group is not dist.group.WORLD:
+        return None
+    return _side_ring
 
 
 def cause_of(error: BaseException) -> CyxtrainError | None:
-    """Return the error of another rank that has ended the default group, if it explains an error of a collective.
+    """Return the error of another rank that ended the default group, if it explains a collective's error.
 
-    NCCL names neither the rank nor what happened there; the ring beside it does.
+    NCCL names neither the rank nor its error; the ring next to it does.
     """
-    side_ring = _current_side_ring() if dist.is_initialized() else None
+    side_ring = _current_side_ring()
     return None if side_ring is None else side_ring.cause_of(error)
 
 
 def check_default_group() -> None:
-    """Raise the error that has ended the ring beside the default group, whose results are wrong then.
+    """Raise the error that has ended the ring next to the default group, whose results are wrong then.
 
-    To call after the host has waited for such results: an aborted NCCL does not tell.
+    Call it after the host has waited for such results: an aborted NCCL raises nothing.
     """
-    side_ring = _current_side_ring() if dist.is_initialized() else None
-    failure = None if side_ring is None else side_ring.failure()
+    side_ring = _current_side_ring()
+    if side_ring is None:
+        return
+    failure = side_ring.failure()
     if failure is not None:
         raise failure
 
@@ -515,8 +547,11 @@ def _forget() -> None:
     """Let a forked child end without leaving for its parent, and join by itself."""
     global _joined, _side_ring, _requested, _inherited, _parent
     if dist.is_initialized() and dist.group.WORLD is not _inherited:
-        _inherited, _parent = dist.group.WORLD, None if _joined is None else _joined.config
-    _joined = _side_ring = _requested = None
+        _inherited = dist.group.WORLD
+        _parent = None if _joined is None else _joined.config
+    _joined = None
+    _side_ring = None
+    _requested = None
     forget_parent()
 
 
@@ -525,15 +560,19 @@ if sys.platform != "win32":
 
 
 def _shorten_traceback() -> None:
-    """Let Python print a user's mistake in short; what all ranks raise, on the first rank of each machine only."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if _joined is not None and _is_default(_joined) and _joined.config.local_rank is not None:
-        rank = _joined.config.local_rank
+    """Let Python print a mistake in short, and only on a machine's first rank if all ranks raise it."""
+    # Not get_local_rank(), which raises an error of this package for a wrong variable: that would call this again.
+    rank = 0
+    joined = _own_join()
+    if joined is not None and joined.config.local_rank is not None:
+        rank = joined.config.local_rank
+    elif dist.is_initialized():
+        rank = dist.get_rank()
     uncaught.install(is_printing=rank == 0)
 
 
 before_raising(_shorten_traceback)
-speaks_if(lambda: not dist.is_initialized() or dist.get_rank() == 0)
+warn_together_if(lambda: not dist.is_initialized() or dist.get_rank() == 0)
 
 
 def is_interactive() -> bool:

@@ -1,4 +1,4 @@
-"""A ring beside a default group of another backend, such as NCCL's.
+"""A ring next to a default group of another backend, such as NCCL's.
 
 NCCL notices neither that the program of a rank has failed nor, on one machine, that its process has ended: on the other
 ranks its kernels wait for that rank, and the host waits for its kernels. The ring notices both within a second.
@@ -25,7 +25,7 @@ _CAUSE_SECONDS = 1.0
 
 
 class SideRing:
-    """Carries small agreements and the tensors of the CPU; aborts all other groups as soon as a rank fails."""
+    """The ring that carries small agreements and CPU tensors; if a rank fails, it aborts all other groups."""
 
     def __init__(self, group: Any, ring: Any) -> None:
         self.group = group
@@ -35,7 +35,7 @@ class SideRing:
         ring.group.call_on_failure(self._abort_others)
 
     def _abort_others(self) -> None:
-        """Abort each group in its own thread: to abort one communicator of NCCL may wait for another one's abort."""
+        """Abort each group in its own thread: NCCL may abort a communicator only after another one."""
         for group in torch_compat.process_groups():
             if is_ring(group):
                 continue
@@ -48,19 +48,23 @@ class SideRing:
                 self._aborting.append(thread)
 
     def failure(self, seconds: float = 0.0) -> CyxtrainError | None:
-        """Return the error that has ended the ring, for which this waits; None: there was none."""
+        """Return the error that has ended the ring, waiting at most so many seconds for it; None: no error."""
         return self.ring.group.failure(f"a collective of {dist.get_backend()}", seconds)
 
     def cause_of(self, error: BaseException) -> CyxtrainError | None:
         """Return the error of another rank that explains an error of a collective; None: it has another cause."""
         if not isinstance(error, RuntimeError) or isinstance(error, CyxtrainError):
             return None
-        # The backend may have noticed first.
-        failure = self.failure(_CAUSE_SECONDS if isinstance(error, dist.DistError) else 0.0)
-        return None if failure is None or failure.rank == dist.get_rank() else failure
+        seconds = 0.0
+        if isinstance(error, dist.DistError):  # the backend may have noticed before the ring
+            seconds = _CAUSE_SECONDS
+        failure = self.failure(seconds)
+        if failure is None or failure.rank == dist.get_rank():
+            return None
+        return failure
 
     def destroy_groups(self) -> None:
-        """Destroy all groups; after an error abort those of an accelerator, whose kernels may wait for ever."""
+        """Destroy all groups; after an error abort an accelerator's groups, whose kernels may wait for ever."""
         if self.ring.group.failure("finalize") is None:
             dist.destroy_process_group()
             return

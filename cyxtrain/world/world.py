@@ -20,15 +20,15 @@ _LEAVES = "leaves the world (its program, or the with block of init, has ended; 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class World:
-    """The ranks that take part in a call, as one of them sees them. All of them make the same calls, in one order.
+    """The ranks that take part in a call, as one of them sees them.
 
-    A rank by itself is a world of one: its methods send nothing.
+    All of them make the same calls, in one order. A rank by itself is a world of one: its methods send nothing.
 
     Attributes:
         rank: This process's number, from 0.
         size: How many ranks there are.
         group: Carries gradients, and the tensors of accelerators; None: this world sends nothing.
-        cpu_group: Carries small agreements: the same group, or a ring beside NCCL.
+        cpu_group: Carries small agreements: the same group, or a ring next to NCCL.
         cpu_tensors: Carries other tensors of the CPU: one of these two.
         local_rank: This process's number on its machine.
         members: The launcher's number of each rank, which errors name.
@@ -73,50 +73,52 @@ class World:
         return self.cpu_tensors if device.type == "cpu" else self.group
 
     def device_of_sums(self, device: torch.device) -> torch.device:
-        """Return where sums over ranks are computed: on an accelerator, unless the ring carries them. Ask once."""
-        stays = is_accelerator(device) and (self.size == 1 or dist.get_backend(self.group) != "ring")
-        return device if stays else torch.device("cpu")
+        """Return where sums over ranks are computed: an accelerator, unless the ring carries them. Ask once."""
+        if is_accelerator(device) and (self.size == 1 or dist.get_backend(self.group) != "ring"):
+            return device
+        return torch.device("cpu")
 
     def reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor over ranks, in place, and return it; one on a CPU by the group of agreements."""
         if self._has_others:
-            dist.all_reduce(values, operation, group=self.cpu_group if values.is_cpu else self.group)
+            group = self.cpu_group if values.is_cpu else self.group
+            dist.all_reduce(values, operation, group=group)
         return values
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        """Overwrite a small tensor of the CPU with that of a rank, and return it."""
+        """Overwrite a small tensor of the CPU with a rank's tensor, and return it."""
         if self._has_others:
             dist.broadcast(values, source, group=self.cpu_group)
         return values
 
     def gather(self, text: str) -> list[str]:
-        """Return the text of every rank, by rank: so that ranks can compare.
+        """Return the string of every rank, by rank: so that ranks can compare.
 
-        Cost: two all_gathers; 8 bytes, then the longest text, of each rank.
+        Cost: two all_gathers; 8 bytes, then the longest string, of each rank.
         """
         if not self._has_others:
             return [text]
         content = text.encode()
         # device: a small agreement uses a CPU group, also if the program sets another default device.
-        own = torch.tensor([len(content)], device="cpu")
-        lengths = [torch.zeros_like(own) for _ in range(self.size)]
-        dist.all_gather(lengths, own, group=self.cpu_group)
+        own_length = torch.tensor([len(content)], device="cpu")
+        lengths = [torch.zeros_like(own_length) for _ in range(self.size)]
+        dist.all_gather(lengths, own_length, group=self.cpu_group)
         sizes = [int(length) for length in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         if content:
             padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        texts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(texts, padded, group=self.cpu_group)
-        return [found[:size].numpy().tobytes().decode() for found, size in zip(texts, sizes, strict=True)]
+        contents = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(contents, padded, group=self.cpu_group)
+        return [found[:size].numpy().tobytes().decode() for found, size in zip(contents, sizes, strict=True)]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return a JSON value of every rank, by rank. Cost: as `gather`."""
         return [json.loads(text) for text in self.gather(json.dumps(value))]
 
     def check_same_call(self, call: str, *, works_alone: bool = False) -> bool:
-        """Check that all ranks are about to make the same call.
+        """Check that all ranks are about to make the same call; False: rank 0 makes its call alone.
 
-        Where rank 0 is about to do what it can do alone, and the others wait elsewhere, they keep waiting meanwhile.
+        It does if the call works alone and all others wait in one other call. They check again, until they agree.
 
         Cost: as `gather`.
         """
@@ -125,18 +127,23 @@ class World:
             calls = [name for name, _ in announced]
             if len(set(calls)) == 1:
                 return True
-            if not announced[0][1] or len(set(calls[1:])) > 1:
-                other = next(rank for rank, name in enumerate(calls) if name != calls[0])
-                mismatch = CollectiveMismatchError(
-                    f"rank 0 {_verb(calls[0])} and rank {other} {_verb(calls[other])}: all ranks must make the same "
-                    "calls. evaluate, predict and save_checkpoint work on rank 0 alone, while the others wait in "
-                    "another call.",
-                    rank=other,
-                    during=SAME_CALL,
-                )
-                raise on_all_ranks(mismatch)
+            _, first_works_alone = announced[0]
+            others_wait_together = len(set(calls[1:])) == 1
+            if not (first_works_alone and others_wait_together):
+                raise on_all_ranks(_mismatch(calls))
             if self.is_first:
                 return False
+
+
+def _mismatch(calls: list[str]) -> CollectiveMismatchError:
+    """Return the error for different calls, by rank."""
+    other = next(rank for rank, name in enumerate(calls) if name != calls[0])
+    return CollectiveMismatchError(
+        f"rank 0 {_verb(calls[0])} and rank {other} {_verb(calls[other])}: all ranks must make the same calls. "
+        "evaluate, predict and save_checkpoint work on rank 0 alone, while the others wait in another call.",
+        rank=other,
+        during=SAME_CALL,
+    )
 
 
 def _verb(call: str) -> str:

@@ -208,7 +208,7 @@ def given_different_batches() -> str:
 def test_different_batches_on_the_ranks_are_refused():
     for said in everywhere(2, given_different_batches):
         assert "rank 1 differs from rank 0 in the batch's X: shape" in said
-        assert said.endswith("For each rank's own rows, pass those of all ranks: cyxtrain.all_gather_with_grad(x).")
+        assert said.endswith("If each rank has its own samples, gather them first: cyxtrain.all_gather_with_grad(x).")
 
 
 def own_rows_of_each_rank() -> list[float]:

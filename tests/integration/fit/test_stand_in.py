@@ -74,7 +74,7 @@ def warned_in_two_fits() -> list[str]:
 
 
 def test_a_kind_of_device_that_has_never_been_used_is_a_warning_once_on_rank_0(fakegpu_folder):
-    text = "Cyxtrain has never been tested on fakegpu: compare the first losses with those of device='cpu'."
+    text = "Cyxtrain has never been tested on fakegpu: compare the first losses with a run on device='cpu'."
     assert run_on_stand_in(fakegpu_folder, 2, warned_in_two_fits) == [[text], []]
 
 

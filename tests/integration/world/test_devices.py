@@ -23,23 +23,23 @@ from cyxtrain.environment.process_env import own_identity
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.model import placement
 from cyxtrain.world import consensus, devices, join, runtime
-from cyxtrain.world.devices import Seen
+from cyxtrain.world.devices import DeviceReport
 from cyxtrain.world.world import World
 
 # --- the agreement on a backend -------------------------------------------------------------------------------------
 
 
-def ranks(*counts: int) -> tuple[list[Seen], list[str]]:
+def ranks(*counts: int) -> tuple[list[DeviceReport], list[str]]:
     """Returns what the ranks of machines see, each of which has so many ranks and GPUs, and where each rank is."""
     seen = [
-        Seen("", "cuda", count, local, f"uuid {machine} {local}", f"0:{local}:0")
+        DeviceReport("", "cuda", count, local, f"uuid {machine} {local}", f"0:{local}:0")
         for machine, count in enumerate(counts)
         for local in range(count)
     ]
     return seen, [f"machine {machine}" for machine, count in enumerate(counts) for _ in range(count)]
 
 
-def changed(rank: int, **facts: Any) -> tuple[list[Seen], list[str]]:
+def changed(rank: int, **facts: Any) -> tuple[list[DeviceReport], list[str]]:
     """Returns two machines of four ranks and GPUs, and one rank that sees something else."""
     seen, machines = ranks(4, 4)
     seen[rank] = dataclasses.replace(seen[rank], **facts)
@@ -62,9 +62,9 @@ def changed(rank: int, **facts: Any) -> tuple[list[Seen], list[str]]:
         # two containers of one machine
         (changed(4, uuid="uuid 0 0"), "rank 0 and rank 4 share a GPU"),
         # each sees one GPU, by CUDA_VISIBLE_DEVICES: it is device 0 to all, and they have names
-        (([Seen("", "cuda", 1, local, f"uuid {local}") for local in range(2)], ["a", "a"]), ""),
-        (([Seen("", "cuda", 1, local) for local in range(2)], ["a", "a"]), "rank 0 and rank 1 share a GPU"),
-        (([Seen("", "cuda", 2, local) for local in range(2)], ["a", "a"]), ""),
+        (([DeviceReport("", "cuda", 1, local, f"uuid {local}") for local in range(2)], ["a", "a"]), ""),
+        (([DeviceReport("", "cuda", 1, local) for local in range(2)], ["a", "a"]), "rank 0 and rank 1 share a GPU"),
+        (([DeviceReport("", "cuda", 2, local) for local in range(2)], ["a", "a"]), ""),
     ],
 )
 def test_ranks_use_nccl_where_each_has_a_gpu_of_its_own_and_else_the_ring(world, why):
@@ -72,19 +72,19 @@ def test_ranks_use_nccl_where_each_has_a_gpu_of_its_own_and_else_the_ring(world,
 
 
 def test_what_a_rank_sees_survives_its_way_to_the_others_and_nothing_takes_no_bytes():
-    for seen in (*changed(3, backend="nccl")[0], Seen("cpu")):
-        assert Seen.from_text(seen.to_text()) == seen
-    assert Seen(local_rank=3).to_text() == ""
+    for seen in (*changed(3, backend="nccl")[0], DeviceReport("cpu")):
+        assert DeviceReport.from_text(seen.to_text()) == seen
+    assert DeviceReport(local_rank=3).to_text() == ""
     for text in ("[1]", "{", '{"kind": "cuda", "count": 0}'):
         with pytest.raises(cx.ConfigError, match="Install the same version of cyxtrain everywhere"):
-            Seen.from_text(text)
+            DeviceReport.from_text(text)
 
 
 def test_a_backend_that_one_rank_was_asked_for_is_that_of_all_and_two_are_refused():
     assert devices.common_backend(ranks(2)[0]) is None
-    assert devices.common_backend([Seen(), Seen("nccl")]) is cx.BackendType.NCCL
+    assert devices.common_backend([DeviceReport(), DeviceReport("nccl")]) is cx.BackendType.NCCL
     with pytest.raises(cx.ConfigError, match="rank 0 was started with the backend cpu and rank 1 with nccl"):
-        devices.common_backend([Seen("cpu"), Seen("nccl")])
+        devices.common_backend([DeviceReport("cpu"), DeviceReport("nccl")])
 
 
 def test_nccl_that_one_rank_was_asked_for_and_another_cannot_use_is_refused_on_all():
@@ -95,8 +95,11 @@ def test_nccl_that_one_rank_was_asked_for_and_another_cannot_use_is_refused_on_a
 
 
 def test_all_ranks_train_on_one_kind_of_device():
-    assert devices.why_cpus(ranks(2, 2)[0]) == devices.why_cpus([Seen(), Seen()]) == ""
-    assert devices.why_cpus([Seen("", "cuda", 1), Seen()]) == "rank 0 sees cuda and rank 1 sees no accelerator"
+    assert devices.why_cpus(ranks(2, 2)[0]) == devices.why_cpus([DeviceReport(), DeviceReport()]) == ""
+    assert (
+        devices.why_cpus([DeviceReport("", "cuda", 1), DeviceReport()])
+        == "rank 0 sees cuda and rank 1 sees no accelerator"
+    )
 
 
 def test_two_ranks_of_an_adopted_group_of_nccl_on_one_gpu_are_refused(monkeypatch):

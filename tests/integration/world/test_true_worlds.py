@@ -153,7 +153,7 @@ def test_child_of_a_world_of_one_is_a_rank_of_the_world_that_is_described_or_is_
     for ranks in found["ranks"]:
         assert [rank[:2] for rank in ranks] == [(0, 2), (1, 2)]
         assert ranks[0][2] == ranks[1][2]
-    said = "ConfigError: this process was forked from rank 0 of 1 and is no rank itself: set RANK"
+    said = "ConfigError: this process was forked from rank 0 of 1 and is not a rank: set RANK"
     assert all(refused.startswith(said) for refused in found["refused"])
     assert found["talks"][0].startswith("NotInitializedError: barrier() needs the world, and this process was forked")
     assert found["predicted"] == [(20, 0)]

@@ -282,11 +282,11 @@ def test_epochs_of_validation_may_be_a_tuple():
         ("node1\n", "it has a space before or after the name; set it to 'node1'"),
         (
             "node1 node2",
-            "it has a space or a comma in it; give one machine, that of rank 0, such as the first: 'node1'",
+            "it has a space or a comma in it; give rank 0's machine alone, such as the first: 'node1'",
         ),
         (
             "node1,node2",
-            "it has a space or a comma in it; give one machine, that of rank 0, such as the first: 'node1'",
+            "it has a space or a comma in it; give rank 0's machine alone, such as the first: 'node1'",
         ),
         ("node[1-4]", "it is a list of Slurm's"),
         ("[::1", "brackets belong around a whole IPv6 address"),
