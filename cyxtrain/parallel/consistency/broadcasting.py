@@ -47,25 +47,16 @@ def share_tensors(
         return {}
     found = _compared(world, tensors, rows or 0)
     plain: list[Tensor] = []
-    others: list[int] = []
+    others: dict[int, Tensor] = {}
     for number in found.differing:
-        if is_plain(tensors[number]) and not found.are_resized[number]:
-            plain.append(tensors[number])
+        tensor = tensors[number]
+        if is_plain(tensor) and not found.are_resized[number]:
+            plain.append(tensor)
         else:
-            others.append(number)
-    share = None
-    if rows is not None and found.total_rows:
-        share = rows / found.total_rows
+            others[number] = tensor
+    share = None if rows is None else found.share(rows)
     _share(world, plain, share, kinds or {})
-    for number in others:
-        if parts_of(tensors[number]) is None:
-            error = ConfigError(
-                f"the buffer {names()[number]} differs between ranks, and a {kind_of(tensors[number])} tensor cannot "
-                "be sent to the others. Build it alike on every rank, or make it a dense tensor."
-            )
-            raise on_all_ranks(error)
-    if others:
-        _broadcast_parts(world, [tensors[number] for number in others])
+    _broadcast_parts(world, others, names)
     return {number: not found.are_resized[number] for number in found.differing}
 
 
@@ -75,6 +66,10 @@ class _Comparison(NamedTuple):
     differing: list[int]  # numbers of the tensors that are not equal everywhere
     are_resized: list[bool]  # for each tensor, whether its number of elements differs
     total_rows: int  # of all ranks
+
+    def share(self, rows: int) -> float | None:
+        """Return the weight of a rank with some rows in a mean over ranks; None: no rank has any."""
+        return rows / self.total_rows if self.total_rows else None
 
 
 def _compared(world: World, tensors: Sequence[Tensor], rows: int) -> _Comparison:
@@ -165,10 +160,26 @@ def _broadcast(world: World, tensors: Sequence[Tensor]) -> None:
         write(tensor, part.view(tensor.dtype).view(tensor.shape))
 
 
-def _broadcast_parts(world: World, tensors: Sequence[Tensor]) -> None:
-    """Send rank 0's tensors: the shapes of their parts first, which may differ from this rank's."""
-    own = [[list(part.shape) for part in parts_of(tensor) or ()] for tensor in tensors]
-    shapes = world.gather_json(own)[0]
+def _broadcast_parts(world: World, tensors: Mapping[int, Tensor], names: Callable[[], Sequence[str]]) -> None:
+    """Send rank 0's tensors, given by number: the shapes of their parts first, which may differ from this rank's."""
+    if not tensors:
+        return
+    shapes_here = []
+    for number, tensor in tensors.items():
+        parts_here = parts_of(tensor)
+        if parts_here is None:
+            error = ConfigError(
+                f"the buffer {names()[number]} differs between ranks, and a {kind_of(tensor)} tensor cannot be sent to "
+                "the others. Build it alike on every rank, or make it a dense tensor."
+            )
+            raise on_all_ranks(error)
+        shapes_here.append([list(part.shape) for part in parts_here])
+    shapes = world.gather_json(shapes_here)[0]
+    _broadcast_in_shapes(world, [*tensors.values()], shapes)
+
+
+def _broadcast_in_shapes(world: World, tensors: Sequence[Tensor], shapes: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Send rank 0's tensors, whose parts have these shapes there."""
     for tensor, of_parts in zip(tensors, shapes, strict=True):
         parts = [part.contiguous() for part in parts_of(tensor) or ()]
         if not world.is_first:
