@@ -82,7 +82,7 @@ class _Stranger:
 
 
 class Acceptor:
-    """Authenticates connections at listening sockets and hands over those of members.
+    """Authenticates connections at listening sockets, and hands over the members.
 
     `name` is for the log: "rank 3". `authorize` gets the hello of a client that knows the secret, and returns why the
     client is refused, "" to accept it, or None to let it wait for the next `judge_by`. `accept` gets the hello and the

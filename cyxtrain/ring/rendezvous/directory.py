@@ -126,6 +126,7 @@ class Directory:
     def _receive(self, peer: int, sock: socket.socket, deadline: Deadline, explain: Callable[[bool], None]) -> bytes:
         """Return one message and its checksum."""
         length = self._receive_exactly(_LENGTH_BYTES, peer, sock, deadline, explain)
+        # Bounded, as data may be corrupted: then the checksum does not match.
         body_bytes = min(int.from_bytes(length, "big"), _MAX_BYTES)
         return self._receive_exactly(body_bytes + SUM_BYTES, peer, sock, deadline, explain)
 

@@ -100,7 +100,7 @@ def take_message(received: bytearray, magic: bytes = _MAGIC, max_bytes: int = _M
 
     Raises HandshakeError if they do not begin a message, or announce one longer than `max_bytes`.
     """
-    # The first wrong byte is enough: a client that speaks something else is not waited for.
+    # At the first wrong byte, do not wait for the rest.
     if not magic.startswith(received[: len(magic)]):
         raise HandshakeError("it does not speak this protocol")
     begin = len(magic) + _LENGTH_BYTES

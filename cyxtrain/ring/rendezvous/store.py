@@ -209,6 +209,7 @@ def _listen(address: str, port: int, *, is_held: bool = False) -> socket.socket:
         return create((address, port))
     if address == "::1":
         return create((address, port), family=socket.AF_INET6)
+    # The other ranks may resolve the name to an IPv4 or to an IPv6 address.
     if socket.has_dualstack_ipv6():
         return create(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return create(("", port))
@@ -224,6 +225,7 @@ def _connect(address: str, port: int, deadline: Deadline, world_size: int = 0) -
         sock, cause = _try_to_connect(address, port, seconds)
         if sock is not None:
             return sock, ""
+        # Without this, ranks would wait until the deadline for one that has exited without joining.
         refuse_exited(range(world_size), world_size)
         if deadline.passed():
             return None, f"{cause} ({tries} tries)"
