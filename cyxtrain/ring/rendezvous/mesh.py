@@ -372,7 +372,8 @@ class _Connector:
                 "CYXTRAIN_SECRET must be the same on every rank"
             )
         return RendezvousError(
-            f"Joining timed out after {self._deadline.seconds:.3g} s: {missing_ranks} did not connect to {self._name} "
-            f"at {own.host}:{own.port}. Look at the output of the missing ranks; {hint}.",
+            f"Joining timed out after {self._deadline.seconds:.3g} s: {missing_ranks} did not connect to rank "
+            f"{self._global_ranks[self._rank]} at {own.host}:{own.port}. Look at the output of the missing ranks; "
+            f"{hint}.",
             rank=self._global_ranks[missing[0]],
         )
