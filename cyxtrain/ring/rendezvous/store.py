@@ -157,12 +157,11 @@ def _warn_about_rejection(rank: int, place: str, secret: bytes | None, deadline:
 
 def _foreign_service(rank: int, place: str, detail: str) -> RendezvousError:
     """Return the error for another program that answers at the address of rank 0."""
-    found = f"something at {place} that is not the store of this run"
     if detail:
-        found += f" ({detail})"
+        detail = f" ({detail})"
     return RendezvousError(
-        f"rank {rank} found {found}. Another program may use that port: choose another MASTER_PORT, the same on every "
-        "rank.",
+        f"rank {rank} found something at {place} that is not the store of this run{detail}. Another program may use "
+        "that port: choose another MASTER_PORT, the same on every rank.",
         rank=0,
     )
 
