@@ -133,7 +133,9 @@ def fail(group: Any, reason: str | CyxtrainError) -> None:
 
 def members_of(group: Any) -> tuple[int, ...]:
     """Return the launcher's number of each rank of a group, by which errors name it."""
-    return group.group.directory.names if isinstance(group, RingProcessGroup) else tuple(range(dist.get_world_size()))
+    if not isinstance(group, RingProcessGroup):
+        return tuple(range(dist.get_world_size()))
+    return group.group.directory.global_ranks
 
 
 def transport_of(group: Any) -> str:

@@ -27,7 +27,7 @@ class Connections:
     """
 
     def __init__(self, mesh: Mesh, options: RingOptions, describe: Callable[[], str]) -> None:
-        records, names, rank = mesh.directory.records, mesh.directory.names, mesh.rank
+        records, names, rank = mesh.directory.records, mesh.directory.global_ranks, mesh.rank
         self.mesh = mesh
         self.scratch = Scratch(SEGMENT_BYTES)
         self.selector = _selector(records, rank, all_unix=mesh.all_unix)

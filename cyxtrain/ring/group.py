@@ -66,14 +66,14 @@ class Group:
         self._mesh = mesh
         self.directory = mesh.directory
         self.rank = mesh.rank
-        self.world_size = len(mesh.directory.names)
+        self.world_size = len(mesh.directory.global_ranks)
         self.timeout = timeout
         self._generation = mesh.directory.generation
         self.sequence = 0
         """How many collectives this group has begun."""
         self._lock = threading.RLock()
         self._left = False
-        self._global_ranks = mesh.directory.names
+        self._global_ranks = mesh.directory.global_ranks
         self._options = options
         self._registry = registry
         self._created_at = time.monotonic()
@@ -132,17 +132,18 @@ class Group:
             CyxtrainError: The errors of `mesh.connect`.
         """
         name, listeners = self._global_ranks[self.rank], self._mesh.listeners
-        if listeners is None or not (self._options.keeps_listening and name in directory.names):
+        if listeners is None or not (self._options.keeps_listening and name in directory.global_ranks):
             raise ConfigError(
-                f"rank {name} cannot begin generation {directory.generation} with ranks {directory.names}: it must be "
-                "one of them, and its group made with RingOptions(keeps_listening=True), and not followed by another."
+                f"rank {name} cannot begin generation {directory.generation} with ranks {directory.global_ranks}: it "
+                "must be one of them, and its group made with RingOptions(keeps_listening=True), and not followed by "
+                "another."
             )
         if directory.generation <= self._generation:
             raise ConfigError(
                 f"a group of generation {directory.generation} cannot follow one of generation {self._generation}: "
                 "make its directory by Directory.without."
             )
-        rank = directory.names.index(name)
+        rank = directory.global_ranks.index(name)
         self.leave(keeps_listening=True)
         if self._mesh.listeners is None:
             raise CyxtrainError(
@@ -150,7 +151,7 @@ class Group:
                 "ranks again."
             )
         mesh = Mesh(directory, rank)
-        if len(directory.names) > 1:
+        if len(directory.global_ranks) > 1:
             mesh = connect(directory, rank, listeners, self._options, Deadline(timeout.total_seconds()))
             self._mesh.listeners = None
         return Group(mesh, self.timeout, self._options, self._registry)

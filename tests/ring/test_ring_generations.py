@@ -53,13 +53,13 @@ def test_a_directory_without_ranks_is_of_the_next_generation_and_keeps_the_launc
     records = tuple(RankRecord(4, host=f"10.0.0.{rank}", run="5f" * (rank == 0)) for rank in range(4))
     first = Directory(records, (0, 1, 2, 3), 0, "5f", b"secret")
     second = first.without({0, 2})
-    assert second.names == (1, 3)
+    assert second.global_ranks == (1, 3)
     assert [record.host for record in second.records] == ["10.0.0.1", "10.0.0.3"]
     assert {record.world_size for record in second.records} == {2}
     assert (second.generation, second.run, second.secret) == (1, "5f", b"secret")
     third = second.without({3})
-    assert (third.names, third.generation) == ((1,), 2)
-    assert first.names == (0, 1, 2, 3)
+    assert (third.global_ranks, third.generation) == ((1,), 2)
+    assert first.global_ranks == (0, 1, 2, 3)
     assert "secret" not in repr(first).replace("has_secret", "")
 
 

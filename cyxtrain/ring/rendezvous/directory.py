@@ -33,7 +33,7 @@ class Directory:
 
     records: tuple[RankRecord, ...]
     """How each rank is reached, by rank."""
-    names: tuple[int, ...]
+    global_ranks: tuple[int, ...]
     """The launcher's number of each rank, by rank: errors name it, and later generations keep it."""
     generation: int = 0
     run: str = ""
@@ -43,11 +43,11 @@ class Directory:
 
     def without(self, lost: Container[int]) -> Directory:
         """Return the directory of the next generation, without the `lost` ranks, by the launcher's numbers."""
-        kept = [rank for rank, global_rank in enumerate(self.names) if global_rank not in lost]
+        kept = [rank for rank, global_rank in enumerate(self.global_ranks) if global_rank not in lost]
         return replace(
             self,
             records=tuple(replace(self.records[rank], world_size=len(kept)) for rank in kept),
-            names=tuple(self.names[rank] for rank in kept),
+            global_ranks=tuple(self.global_ranks[rank] for rank in kept),
             generation=self.generation + 1,
         )
 
@@ -84,7 +84,7 @@ class Directory:
             received = self._receive(peer, sock, deadline, explain)
             body = received[:-SUM_BYTES]
             if checksums.of(body) != received[-SUM_BYTES:]:
-                raise damaged(self.names[peer], self.names[rank], "the comparison of records")
+                raise damaged(self.global_ranks[peer], self.global_ranks[rank], "the comparison of records")
             theirs: dict[str, Any] = {}
             with contextlib.suppress(FrameError):  # then every field differs
                 theirs = json_object(body)
@@ -99,7 +99,7 @@ class Directory:
         records = [dataclasses.asdict(record) for record in self.records]
         # One per field, so that an error can name the fields that differ.
         digests = {name: _digest([record[name] for record in records]) for name in records[0]}
-        digests["ranks"] = _digest(list(self.names))
+        digests["ranks"] = _digest(list(self.global_ranks))
         return digests
 
     def other_ranks(self, rank: int) -> RendezvousError:
@@ -108,16 +108,16 @@ class Directory:
         It does not name the other rank, because the two number their ranks differently.
         """
         return RendezvousError(
-            f"rank {self.names[rank]} and another rank begin generation {self.generation} of their group with "
+            f"rank {self.global_ranks[rank]} and another rank begin generation {self.generation} of their group with "
             "different ranks: all must leave out the same."
         )
 
     def _difference(self, rank: int, peer: int, differing: list[str]) -> RendezvousError:
         if self.generation:
             return self.other_ranks(rank)
-        other = self.names[peer]
+        other = self.global_ranks[peer]
         return RendezvousError(
-            f"rank {self.names[rank]} and rank {other} have read different values at the store, of: "
+            f"rank {self.global_ranks[rank]} and rank {other} have read different values at the store, of: "
             f"{', '.join(differing)}. Another program writes there. Set CYXTRAIN_SECRET to the same value on every "
             "rank, or choose another MASTER_PORT.",
             rank=other,
@@ -157,13 +157,13 @@ class Directory:
                 part = b""
             if not part:
                 explain(True)
-                raise ended(self.names[peer])
+                raise ended(self.global_ranks[peer])
             received += part
         return bytes(received)
 
     def _unheard(self, peer: int, problem: str) -> RendezvousError:
         record = self.records[peer]
-        global_rank = self.names[peer]
+        global_rank = self.global_ranks[peer]
         return RendezvousError(f"rank {global_rank} at {record.host}:{record.port} {problem}", rank=global_rank)
 
 

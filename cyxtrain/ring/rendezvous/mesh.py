@@ -114,14 +114,14 @@ class _Connector:
         self._mesh = mesh
         self._listeners = listeners
         self._records = directory.records
-        self._global_ranks = directory.names
+        self._global_ranks = directory.global_ranks
         self._rank = rank
-        self._name = f"rank {directory.names[rank]}"
+        self._name = f"rank {directory.global_ranks[rank]}"
         self._options = options
         self._deadline = deadline
         self._membership = membership
         self._examine_deadline = Deadline(0.0)
-        world_size = len(directory.names)
+        world_size = len(directory.global_ranks)
         self._own = Hello(directory.run, directory.generation, Role.CONTROL, rank, world_size, options.checksums)
         self._awaited = set(itertools.product(range(rank + 1, world_size), PEER_ROLES))
         """The connections that higher ranks have not made yet, as (rank, role)."""
