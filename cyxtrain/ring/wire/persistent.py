@@ -72,9 +72,9 @@ class PersistentOps:
             return None
         payload_bytes = count * tensor.element_size()
         header = self.header(reduction, tensor.dtype, tuple(tensor.shape), payload_bytes, root, kind)
-        reduction_of_few = SmallReduction(header, self.selector, tensor.dtype, scatters=scatters)
-        keep(self._kept, key, reduction_of_few)
-        return reduction_of_few
+        small = SmallReduction(header, self.selector, tensor.dtype, scatters=scatters)
+        keep(self._kept, key, small)
+        return small
 
     def header(
         self,
