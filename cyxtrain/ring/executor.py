@@ -123,9 +123,7 @@ class Executor:
                         self._progress(outgoing, None, operation, deadline)
                 for incoming in receives:
                     incoming.expect(expected)
-                    spin_seconds = _SPIN_SECONDS
-                    if isinstance(incoming, ProgressCounter):
-                        spin_seconds = _COUNTER_SPIN_SECONDS
+                    spin_seconds = _COUNTER_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
                     self._progress(None, incoming, operation, deadline, spin_seconds)
         except BaseException as error:
             raise self._fail_group(error, operation) from None

@@ -27,9 +27,7 @@ def _place_values(device: torch.device) -> Tensor:
 def whole_of(weight: float, unit: float) -> int | None:
     """Return a weight in 2^-72 of a unit, a power of two; None if it is not finite."""
     share = weight / unit
-    if not math.isfinite(share):
-        return None
-    return int(math.ldexp(share, _FRACTION_BITS))
+    return int(math.ldexp(share, _FRACTION_BITS)) if math.isfinite(share) else None
 
 
 def total_of(wholes: Sequence[int | None], unit: float) -> float:
