@@ -35,13 +35,13 @@ from cyxtrain.ring.wire.frames import (
     mismatch,
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
-from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentOperation, ProgressCounter, Rounds
+from cyxtrain.ring.wire.persistent import PersistentOperation, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     CorruptData,
     DescriptorTransfer,
+    ExpectedFrame,
     Incoming,
     Outgoing,
-    ShortIncoming,
     UnexpectedHeader,
     begin_sending,
     begin_sending_frame,
@@ -63,7 +63,7 @@ _yield_cpu = vars(os).get("sched_yield", partial(time.sleep, 0))
 
 
 _Sending = Outgoing | DescriptorTransfer
-_Receiving = Incoming | ShortIncoming | DescriptorTransfer | ExpectedFrame | ProgressCounter
+_Receiving = Incoming | ExpectedFrame | DescriptorTransfer | ProgressCounter
 
 
 class _Call(NamedTuple):
@@ -123,9 +123,7 @@ class Executor:
                         self._progress(outgoing, None, operation, deadline)
                 for incoming in receives:
                     incoming.expect(expected)
-                    spin_seconds = _SPIN_SECONDS
-                    if isinstance(incoming, ProgressCounter):
-                        spin_seconds = _COUNTER_SPIN_SECONDS
+                    spin_seconds = _COUNTER_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
                     self._progress(None, incoming, operation, deadline, spin_seconds)
         except BaseException as error:
             raise self._fail_group(error, operation) from None
@@ -173,7 +171,7 @@ class Executor:
             first, end = transfer.receive
             is_short = (end - first) * item <= SHORT_BYTES
             if is_short and transfer.on_receive is OnReceive.REPLACE:
-                incoming = self._short_incoming(transfer.receive_from, transfer.receive, call)
+                incoming = self._short_frame(transfer.receive_from, transfer.receive, call)
             else:
                 link = self._links[transfer.receive_from]
                 incoming = Incoming(link, call.identity, transfer, buffers, self._receive_buffer)
@@ -192,15 +190,15 @@ class Executor:
                 outgoing = begin_sending_frame(self._links[rank], frame)
                 self._progress(outgoing, None, call.operation, call.deadline)
         for peer, span in zip(step.sources, step.receive, strict=True):
-            incoming = self._short_incoming(peer, span, call)
+            incoming = self._short_frame(peer, span, call)
             self._progress(None, incoming, call.operation, call.deadline)
 
-    def _short_incoming(self, peer: int, span: Span, call: _Call) -> ShortIncoming:
+    def _short_frame(self, peer: int, span: Span, call: _Call) -> ExpectedFrame:
         first, end = span
         item = call.buffers.item_bytes
-        into = call.buffers.target[first * item : end * item]
-        expected = expected_header(call.identity, len(into))
-        return ShortIncoming(self._links[peer], expected, into, self._receive_buffer)
+        target = call.buffers.target[first * item : end * item]
+        expected = expected_header(call.identity, len(target))
+        return ExpectedFrame(self._links[peer], self._receive_buffer[: HEADER_BYTES + len(target)], expected, target)
 
     def _progress(
         self,

@@ -523,9 +523,7 @@ class Group:
         monitor = self._monitor
         if monitor is None:
             return None
-        failure = monitor.failure
-        if seconds:
-            failure = monitor.await_failure(seconds)
+        failure = monitor.await_failure(seconds) if seconds else monitor.failure
         if failure is None:
             return None
         monitor.is_raised = True

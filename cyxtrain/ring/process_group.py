@@ -5,7 +5,7 @@ PyTorch 2.11 and 2.13 name some methods differently; both names are defined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -52,23 +52,19 @@ class RingOperations:
         if len(given) == 1 and given[0].layout is torch.strided:
             self._group.all_reduce(given[0], reduction, timeout)
             return given
-        for tensor, separate in separated(given):
-            if separate.layout is torch.sparse_coo:
-                sparse.all_reduce(self._group, separate, reduction, timeout)
+        for tensor in separated(given):
+            if tensor.layout is torch.sparse_coo:
+                sparse.all_reduce(self._group, tensor, reduction, timeout)
             else:
-                self._group.all_reduce(separate, reduction, timeout)
-            if separate is not tensor:
-                replace(tensor, separate)
+                self._group.all_reduce(tensor, reduction, timeout)
         return given
 
     @collective("reduce", short=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce in place on one rank; other ranks' tensors do not change."""
         given = as_list(tensors, "reduce")
-        for tensor, separate in separated(given):
-            self._group.reduce(separate, reduction_of(opts), opts.rootRank, timeout_of(opts))
-            if separate is not tensor:
-                replace(tensor, separate)
+        for tensor in separated(given):
+            self._group.reduce(tensor, reduction_of(opts), opts.rootRank, timeout_of(opts))
         return given
 
     @collective("broadcast", short=("root", "timeout"))
@@ -370,12 +366,13 @@ def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
     # The usual case, before the checks that take longer.
     if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], Tensor):
         return tensors
+    given: list[Tensor] = tensors
     if type(tensors) is not list or set(map(type, tensors)) != _TENSORS:
         _check_tensors(tensors, name)
-        tensors = list(tensors)
-    if not tensors or count not in (None, len(tensors)):
-        raise ConfigError(f"{name}: needs {count or 'at least one'} tensor, got {len(tensors)}.")
-    return tensors
+        given = list(tensors)
+    if not given or count not in (None, len(given)):
+        raise ConfigError(f"{name}: needs {count or 'at least one'} tensor, got {len(given)}.")
+    return given
 
 
 def _check_tensors(tensors: Any, name: str) -> None:
@@ -468,14 +465,18 @@ def unpack(flat: Tensor, outputs: Sequence[Tensor]) -> None:
         write(flat[index * count : (index + 1) * count], output)
 
 
-def separated(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each tensor with the one to change in its place: itself or, if any two share memory, a copy."""
+def separated(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield each tensor to change in place; if any two share memory, a copy instead, which then replaces it."""
     if len(tensors) == 1 or not _may_share_memory(tensors):
-        return [(tensor, tensor) for tensor in tensors]
+        yield from tensors
+        return
     for tensor in tensors:
         if tensor.layout is torch.strided:
             check_target(tensor)
-    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        yield copy
+        replace(tensor, copy)
 
 
 def snapshot(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:

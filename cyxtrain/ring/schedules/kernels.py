@@ -107,9 +107,7 @@ def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[A
 
     Which of two NaNs stays depends on the operands' order and place: ranks must sum alike, in pieces that end alike.
     """
-    if reduction not in (Reduction.SUM, Reduction.AVG):
-        return None
-    return _FASTER_IN_NUMPY.get(dtype)
+    return _FASTER_IN_NUMPY.get(dtype) if reduction in (Reduction.SUM, Reduction.AVG) else None
 
 
 class Calculation(NamedTuple):

@@ -33,9 +33,7 @@ class SharedMemoryBarrier:
             return self.header.barrier
         count = publish(self._published, self._digest)
         missing = tuple(counter for counter in self.counters if not counter.has_reached(count))
-        if not missing:
-            return ()
-        return (Exchange((), missing),)
+        return (Exchange((), missing),) if missing else ()
 
     def answer_probes(self) -> Iterator[Exchange]:
         """Receive the frames of the ranks that probed whether this rank is in the same operation."""

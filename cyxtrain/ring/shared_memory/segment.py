@@ -118,9 +118,7 @@ def _share_memory(ranks: Ranks, row_bytes: int, timeout: timedelta | None) -> mm
                     memory = _map(shared, ranks.rank * row_bytes, row_bytes, size)
         everywhere = torch.tensor([int(memory is not None)], device="cpu")
         ranks.all_reduce(everywhere, Reduction.MIN, timeout)
-    if not everywhere.item():
-        return None
-    return memory
+    return memory if everywhere.item() else None
 
 
 def _called_by_the_ring(error: CyxtrainError) -> CyxtrainError:

@@ -22,12 +22,11 @@ from cyxtrain.ring.wire.frames import (
     dtype_code,
     expected_header,
     header,
-    payload_sum,
     put_sequence,
 )
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.payload import address_of
-from cyxtrain.ring.wire.transfers import CorruptData, check_header
+from cyxtrain.ring.wire.transfers import ExpectedFrame
 
 MAX_KEPT = 64
 """Operations kept of each kind."""
@@ -72,9 +71,9 @@ class PersistentOps:
             return None
         payload_bytes = count * tensor.element_size()
         header = self.header(reduction, tensor.dtype, tuple(tensor.shape), payload_bytes, root, kind)
-        reduction_of_few = SmallReduction(header, self.selector, tensor.dtype, scatters=scatters)
-        keep(self._kept, key, reduction_of_few)
-        return reduction_of_few
+        small = SmallReduction(header, self.selector, tensor.dtype, scatters=scatters)
+        keep(self._kept, key, small)
+        return small
 
     def header(
         self,
@@ -132,7 +131,7 @@ class PersistentOperation:
 
     def _exchange(self, peers: Peers, links: Mapping[int, Link]) -> Exchange:
         sends = tuple(links[other] for other in peers.to)
-        receives = {other: ExpectedFrame(links[other], self.payload_bytes) for other in peers.sources}
+        receives = {other: ExpectedFrame(links[other], _new_frame(self.payload_bytes)) for other in peers.sources}
         self.expected.update(receives)
         return Exchange(sends, tuple(receives.values()))
 
@@ -211,44 +210,6 @@ class SmallReduction:
         if self._averages:
             divide(self._total, self._world_size)
         ctypes.memmove(target, self._result, self._result_bytes)
-
-
-class ExpectedFrame:
-    """The next frame, header and payload, from one rank; `done` when all of it has arrived."""
-
-    __slots__ = ("_expected", "_have", "done", "frame", "link")
-
-    def __init__(self, link: Link, payload_bytes: int) -> None:
-        self.link = link
-        self.frame = _new_frame(payload_bytes)
-        self._expected = b""
-        self._have = 0
-        self.done = False
-
-    def expect(self, expected: bytes) -> None:
-        """Start again, with a frame that begins like this."""
-        self._expected = expected
-        self._have = 0
-        self.done = False
-
-    def advance(self) -> bool:
-        """Receive what has arrived; return whether anything moved."""
-        missing = self.frame
-        if self._have:
-            missing = missing[self._have :]
-        count = self.link.receive(missing)
-        have = self._have + count
-        self._have = have
-        # The header is checked before the payload is complete: after another header, nothing more may come.
-        if count and have >= HEADER_BYTES:
-            head = bytes(self.frame[:HEADER_BYTES])
-            checksums = self.link.checksums
-            if checksums is not None or not head.startswith(self._expected):
-                check_header(self.link, head, self._expected)
-            self.done = have == len(self.frame)
-            if self.done and checksums is not None and checksums.of(self.frame[HEADER_BYTES:]) != payload_sum(head):
-                raise CorruptData(self.link.rank)
-        return count > 0
 
 
 class ProgressCounter:

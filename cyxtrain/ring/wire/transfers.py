@@ -32,7 +32,7 @@ class CorruptData(Exception):  # noqa: N818 - an event inside the ring, never sh
         self.rank = rank
 
 
-def check_header(link: Link, head: bytes, expected: bytes) -> None:
+def _check_header(link: Link, head: bytes, expected: bytes) -> None:
     """Raise if a received header is damaged or not the expected one."""
     if is_damaged(head, link.checksums):
         raise CorruptData(link.rank)
@@ -103,36 +103,47 @@ class DescriptorTransfer:
         return self.done
 
 
-class ShortIncoming:
-    """A short transfer to receive, header and payload in one piece; it replaces the elements of its target."""
+class ExpectedFrame:
+    """The next frame, header and payload, from one rank; `done` when all of it has arrived.
 
-    __slots__ = ("_expected", "_have", "_payload", "_receive_buffer", "done", "link")
+    It is received into `frame`; its payload is then copied to `target`, if one is given.
+    """
 
-    def __init__(self, link: Link, expected: bytes, payload: memoryview, receive_buffer: memoryview) -> None:
+    __slots__ = ("_expected", "_have", "_target", "done", "frame", "link")
+
+    def __init__(self, link: Link, frame: memoryview, expected: bytes = b"", target: memoryview | None = None) -> None:
         self.link = link
+        self.frame = frame
         self.done = False
         self._expected = expected
-        self._payload = payload
-        self._receive_buffer = receive_buffer[: HEADER_BYTES + len(payload)]
+        self._target = target
         self._have = 0
+
+    def expect(self, expected: bytes) -> None:
+        """Start again, with a frame that begins like this."""
+        self._expected = expected
+        self._have = 0
+        self.done = False
 
     def advance(self) -> bool:
         """Receive what has arrived; return whether anything moved."""
-        missing = self._receive_buffer
+        missing = self.frame
         if self._have:
             missing = missing[self._have :]
         count = self.link.receive(missing)
         have = self._have + count
         self._have = have
         # The header is checked before the payload is complete: after another header, nothing more may come.
-        if have >= HEADER_BYTES:
-            head = bytes(self._receive_buffer[:HEADER_BYTES])
-            check_header(self.link, head, self._expected)
-            if have == len(self._receive_buffer):
-                self._payload[:] = self._receive_buffer[HEADER_BYTES:]
-                checksums = self.link.checksums
-                if checksums is not None and checksums.of(self._payload) != payload_sum(head):
+        if count and have >= HEADER_BYTES:
+            head = bytes(self.frame[:HEADER_BYTES])
+            checksums = self.link.checksums
+            if checksums is not None or not head.startswith(self._expected):
+                _check_header(self.link, head, self._expected)
+            if have == len(self.frame):
+                if checksums is not None and checksums.of(self.frame[HEADER_BYTES:]) != payload_sum(head):
                     raise CorruptData(self.link.rank)
+                if self._target is not None:
+                    self._target[:] = self.frame[HEADER_BYTES:]
                 self.done = True
         return count > 0
 
@@ -179,7 +190,7 @@ class Incoming:
         self._missing = self._missing[count:]
         if count >= missing_bytes:
             head = bytes(self._head)
-            check_header(self.link, head, self._expected)
+            _check_header(self.link, head, self._expected)
             self._sum_expected = payload_sum(head)
             self._take(count - missing_bytes)
         return count > 0
