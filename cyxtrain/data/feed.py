@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +15,7 @@ from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.order import EpochOrder, Order, load_states, states_of
 from cyxtrain.data.sampler import Indices
-from cyxtrain.data.sharding import BatchSharding, RowSharding, Sharding, SingleRow, UnevenStep
+from cyxtrain.data.sharding import BatchSharding, RowSharding, Sharding, SingleRow, UnevenStep, num_steps
 from cyxtrain.data.slices import Slices
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world.world import World
@@ -120,13 +119,14 @@ class RowFeed(Feed):
     """Rows by number, in passes that each have an order; with `steps_per_epoch` epochs end and begin within them."""
 
     def __init__(self, source: RowSource, order: Order, config: DistributedTrainingConfig, world: World) -> None:
-        self._source, self._order = source, order
+        self._source = source
+        self._order = order
         self._world = world
         self._slices = Slices.of(world)
         self._continues = config.steps_per_epoch is not None
         self._accumulation_steps = config.accumulation_steps
         self._drop_last = source.drop_last or config.drop_last
-        self._rows = len(order)
+        self._rows = len(order)  # in an epoch; batches, if they are made in advance
         self._next = (0, 0)  # the pass, and how many of its steps are complete
         self._pass: tuple[int, EpochOrder] | None = None
         self._before: list[Any] | None = None
@@ -149,8 +149,10 @@ class RowFeed(Feed):
     @override
     def resume_from(self, effective_batch_size: int) -> None:
         self.effective_batch_size = self._order.rows_per_step = effective_batch_size
-        most = -(-effective_batch_size // self._slices.count)
-        self.rows_at_once = self._batch_size if self._order.in_batches else -(-most // self._accumulation_steps)
+        self.rows_at_once = self._batch_size
+        if not self._order.in_batches:
+            rows_of_slice = -(-effective_batch_size // self._slices.count)
+            self.rows_at_once = -(-rows_of_slice // self._accumulation_steps)
 
     @property
     def _batches_per_step(self) -> int:
@@ -168,24 +170,29 @@ class RowFeed(Feed):
     @property
     @override
     def steps_per_epoch(self) -> int:
-        per_step = self._batches_per_step if self._order.in_batches else self.effective_batch_size
-        return self._rows // per_step if self._drop_last else -(-self._rows // per_step)
+        per_step = self.effective_batch_size
+        if self._order.in_batches:
+            per_step = self._batches_per_step
+        return num_steps(self._rows, per_step, drop_last=self._drop_last)
 
     def _sharding(self, order: EpochOrder | None = None) -> Sharding:
-        """Return the sharding of an order; without, of the first epoch."""
+        """Return the sharding of an order, by default of the first epoch's."""
         if order is None and self._order.is_drawn:
             order = self._order.to_evaluate()
-        if order is not None and order.ends is not None:
-            return BatchSharding(order.ends, self._batches_per_step, self._slices.count, drop_last=self._drop_last)
-        rows = self._rows if order is None else len(order.indices)
+        rows = self._rows
+        if order is not None:
+            if order.ends is not None:
+                return BatchSharding(order.ends, self._batches_per_step, self._slices.count, drop_last=self._drop_last)
+            rows = len(order.indices)
         sizes = (self.effective_batch_size, self.rows_at_once, self._slices.count)
         return RowSharding(rows, *sizes, drop_last=self._drop_last)
 
     @override
     def first_rows(self, epoch: int) -> Rows:
-        """Return those rows; with a user's sampler, of another order, which all ranks draw together."""
-        found = self._order.to_evaluate() if self._order.is_drawn else self._order.of(epoch)
-        return self._source.fetch(found, self._sharding(found).shard(0, 0).pieces[0], epoch)
+        """Return these rows; with a user's sampler, in the order of evaluation, which all ranks draw together."""
+        order = self._order.to_evaluate() if self._order.is_drawn else self._order.of(epoch)
+        first_shard = self._sharding(order).shard(0, 0)
+        return self._source.fetch(order, first_shard.pieces[0], epoch)
 
     @override
     def single_row(self, *, together: bool = False) -> SingleRow | None:
@@ -193,50 +200,62 @@ class RowFeed(Feed):
 
     @override
     def uneven_step(self) -> UnevenStep | None:
-        found, may_change = self._sharding().uneven_step(), not self._source.is_whole
-        return UnevenStep() if found is None and may_change and not self._drop_last else found
+        found = self._sharding().uneven_step()
+        may_change = not self._source.is_whole and not self._drop_last
+        if found is None and may_change:
+            return UnevenStep()
+        return found
 
     @override
     def rows_of(self, steps: int | None) -> int | None:
         if self._order.in_batches or self._continues:
             return None
-        most = self.steps_per_epoch * self.effective_batch_size
-        return min(self._rows, most if steps is None else steps * self.effective_batch_size)
+        if steps is None:
+            steps = self.steps_per_epoch
+        return min(self._rows, steps * self.effective_batch_size)
 
     @property
     @override
     def position(self) -> tuple[int, int, int]:
-        return (*(self._next if self._continues else (0, 0)), self._digest)
+        if not self._continues:
+            return 0, 0, self._digest
+        return (*self._next, self._digest)
 
     def _first_step(self, place: Place) -> tuple[int, int]:
         """Return the pass at a place, and how many of its steps are complete."""
-        return (place.passes, place.batches) if self._continues else (place.epoch, place.steps)
+        if self._continues:
+            return place.passes, place.batches
+        return place.epoch, place.steps
 
     @override
     def shares(self, place: Place, placement: Placement, end: int | None) -> Generator[Share]:
         """Yield the shares; the last one of a pass has no `next`: the next order is not drawn before."""
-        copier, numbers = make_copier(placement), itertools.count(place.steps)
-        left = None if end is None else end - place.steps
+        copier = make_copier(placement)
+        done = place.steps  # complete steps of the epoch, when a pass begins or continues
         number, first = self._next = self._first_step(place)
         while True:
             order = self._begin_pass(number, place)
             sharding = self._sharding(order)
-            last = sharding.steps if left is None else min(sharding.steps, first + left)
-            given = self._pass_shares(number, order, sharding, range(first, last), numbers, copier)
-            following = next(given, None)
+            last = sharding.steps
+            if end is not None:
+                last = min(last, first + end - done)
+            shares = self._pass_shares(number, order, sharding, range(first, last), done - first, copier)
+            following = next(shares, None)
             for completed in range(first + 1, last + 1):
-                share, following = following, next(given, None)
+                share = following
+                following = next(shares, None)
                 assert share is not None
                 self._next = number, completed
                 share.next = following
                 yield share
                 share.next = None  # a share that is kept must not keep all that follow
-            left = None if left is None else left - (last - first)
-            if not (self._continues and left):
+            done += last - first
+            if not self._continues or end is None or done == end:
                 return
             if not sharding.steps:
                 raise ConfigError(f"pass {number + 1} through X has no rows for a step: there is nothing to train on.")
-            number, first = number + 1, 0
+            number += 1
+            first = 0
 
     def _pass_shares(
         self,
@@ -244,42 +263,52 @@ class RowFeed(Feed):
         order: EpochOrder,
         sharding: Sharding,
         steps: range,
-        numbers: Iterator[int],
+        offset: int,
         copier: DeviceCopier,
     ) -> Iterator[RowShare]:
+        """Yield the shares of some steps of a pass; `offset` plus a step is its number in the epoch."""
         fetch = self._source.fetcher(order, _pieces(sharding, self._slices, steps), number, pinned=copier.prefetches)
         for step in steps:
-            shards = [sharding.shard(number, step) for number in self._slices.owned]
+            shards = [sharding.shard(slice_number, step) for slice_number in self._slices.owned]
             own = [order.rows(piece) for shard in shards for piece in shard.pieces]
             global_rows = shards[0].global_rows
-            share = RowShare(next(numbers), global_rows, own, fetch, copier, keeps=not self._source.is_whole)
+            share = RowShare(offset + step, global_rows, own, fetch, copier, keeps=not self._source.is_whole)
             share.count_ranks = functools.partial(sharding.count_ranks, step)
             yield share
 
     def _begin_pass(self, number: int, place: Place) -> EpochOrder:
         """Return the order of a pass; it is made once. All ranks call it."""
-        if self._pass is None or self._pass[0] != number:
-            may_differ = self._source.begin_pass(number) or self._order.is_drawn
-            first, completed = self._first_step(place)
-            is_resumed = completed > 0 and number == first
-            restored, self._restored = self._restored, {}
-            load_states(self._order.stateful, restored.get("before" if is_resumed else "now", ()))
-            self._before = states_of(self._order.stateful)
-            order = self._order.of(number)
-            if is_resumed:
-                load_states(self._order.stateful, restored.get("now", ()))
-            self._pass = number, order
-            if may_differ:
-                self._check(order, place.order if is_resumed else 0)
-            self._warn_of_length(number, order)
-        return self._pass[1]
+        if self._pass is not None and self._pass[0] == number:
+            return self._pass[1]
+        may_differ = self._source.begin_pass(number) or self._order.is_drawn
+        first, completed = self._first_step(place)
+        is_resumed = completed > 0 and number == first
+        order = self._drawn_order(number, is_resumed=is_resumed)
+        self._pass = number, order
+        if may_differ:
+            self._check(order, place.order if is_resumed else 0)
+        self._warn_of_length(number, order)
+        return order
+
+    def _drawn_order(self, number: int, *, is_resumed: bool) -> EpochOrder:
+        """Return the order of a pass; a resumed one is drawn again from the sampler's state before it."""
+        sampler = self._order.stateful
+        restored = self._restored
+        self._restored = {}
+        load_states(sampler, restored.get("before" if is_resumed else "now", ()))
+        self._before = states_of(sampler)
+        order = self._order.of(number)
+        if is_resumed:
+            load_states(sampler, restored.get("now", ()))
+        return order
 
     def _warn_of_length(self, number: int, order: EpochOrder) -> None:
-        steps, planned = self._sharding(order).steps, self.steps_per_epoch
+        steps = self._sharding(order).steps
+        planned = self.steps_per_epoch
         if steps != planned and not self._warned and not self._continues and self._world.is_first:
             warn(
                 f"epoch {number + 1} has {counted(steps, 'step')} and the first one had {planned:,}: the length of X "
-                "changes. Schedules use that of the first epoch."
+                "changes. Schedules use the length of the first epoch."
             )
             self._warned = True
 
@@ -287,7 +316,9 @@ class RowFeed(Feed):
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the user's sampler, before it gave the running order and now."""
         now = states_of(self._order.stateful)
-        return {"before": now if self._before is None else self._before, "now": now} if now else {}
+        if not now:
+            return {}
+        return {"before": self._before or now, "now": now}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -302,8 +333,8 @@ class RowFeed(Feed):
         if another is not None:
             raise on_all_ranks(
                 ConfigError(
-                    f"the DataLoader's sampler gives rank {another} another order than rank 0: it {drawn}, which are "
-                    "seeded alike on all ranks.",
+                    f"the DataLoader's sampler gives rank {another} a different order than rank 0: it {drawn}, which "
+                    "are seeded alike on all ranks.",
                     rank=another,
                 )
             )
@@ -318,7 +349,7 @@ class RowFeed(Feed):
 
 
 def _pieces(sharding: Sharding, slices: Slices, steps: range) -> Iterator[range]:
-    # No method: it must not hold the feed. The loader that reads it would keep itself, and its workers, alive.
+    # Not a method: it must not hold the feed. The loader that reads it would keep itself, and its workers, alive.
     for step in steps:
         for number in slices.owned:
             yield from sharding.shard(number, step).pieces

@@ -38,7 +38,8 @@ class EpochOrder(NamedTuple):
     def digest(self) -> int:
         """A hash of the order."""
         digest = xxhash.xxh3_64(self.indices.tobytes())
-        digest.update(b"" if self.ends is None else self.ends.tobytes())
+        if self.ends is not None:
+            digest.update(self.ends.tobytes())
         return digest.intdigest() >> 1
 
 
@@ -85,31 +86,36 @@ class SeededOrder(Order):
     @override
     def of(self, epoch: int) -> EpochOrder:
         key = (epoch, self.size, self.rows_per_step)
-        if self._cached is None or self._cached[0] != key:
-            indices = global_order(self.size, self.shuffle, self._seed, epoch)
-            if self.lengths is not None:
-                if len(self.lengths) != self.size:
-                    raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} rows.")
-                indices = self._grouped(indices, self.lengths, epoch)
-            self._cached = key, EpochOrder(indices)
-        return self._cached[1]
+        if self._cached is not None and self._cached[0] == key:
+            return self._cached[1]
+        indices = global_order(self.size, self.shuffle, self._seed, epoch)
+        if self.lengths is not None:
+            # A dataset whose set_epoch changes its length does not fit any more.
+            if len(self.lengths) != self.size:
+                raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} rows.")
+            indices = self._grouped(indices, self.lengths, epoch)
+        order = EpochOrder(indices)
+        self._cached = key, order
+        return order
 
     def _grouped(self, indices: Indices, lengths: Indices, epoch: int) -> Indices:
         """Return the order with rows of similar length in each step; rows that do not fill the last step stay there.
 
-        The steps are shuffled, if the rows are: from the longest to the shortest they would train on one kind of row
-        after the other. The longest one comes first all the same: it needs most memory.
+        If the rows are shuffled, so are the steps: from the longest to the shortest, they would train on one kind of
+        row after the other. The step with the longest row comes first all the same: it needs most memory.
         """
-        steps = self.size // self.rows_per_step
-        sorted_steps = max(1, min(_SORTED_STEPS, steps // _SORTED_PARTS))
-        filled = indices[: steps * self.rows_per_step]
+        num_steps = self.size // self.rows_per_step
+        filled = indices[: num_steps * self.rows_per_step]
+        tail = indices[num_steps * self.rows_per_step :]
+        sorted_steps = max(1, min(_SORTED_STEPS, num_steps // _SORTED_PARTS))
         groups = np.arange(len(filled)) // (sorted_steps * self.rows_per_step)
-        filled = filled[np.lexsort((-lengths[filled], groups))].reshape(steps, self.rows_per_step)
-        if self.shuffle and steps:
-            filled = filled[global_order(steps, self.shuffle, self._seed, epoch)]
-            longest = int(lengths[filled[:, 0]].argmax())
-            filled[[0, longest]] = filled[[longest, 0]]
-        return np.concatenate([filled.reshape(-1), indices[steps * self.rows_per_step :]])
+        by_group_and_length = np.lexsort((-lengths[filled], groups))
+        steps = filled[by_group_and_length].reshape(num_steps, self.rows_per_step)
+        if self.shuffle and num_steps:
+            steps = steps[global_order(num_steps, self.shuffle, self._seed, epoch)]
+            longest = int(lengths[steps[:, 0]].argmax())
+            steps[[0, longest]] = steps[[longest, 0]]
+        return np.concatenate([steps.reshape(-1), tail])
 
     @override
     def to_evaluate(self) -> EpochOrder:
@@ -117,8 +123,12 @@ class SeededOrder(Order):
 
     @override
     def describe(self) -> str:
-        order = "in a new order in each epoch" if self.shuffle else "in their own order"
-        return order if self.lengths is None else f"{order}, grouped by length"
+        order = "in their own order"
+        if self.shuffle:
+            order = "in a new order in each epoch"
+        if self.lengths is not None:
+            order += ", grouped by length"
+        return order
 
 
 class SamplerOrder(Order):
@@ -133,8 +143,7 @@ class SamplerOrder(Order):
         self.in_batches = in_batches
         self._first: EpochOrder | None = None
         self._parts = [sampler, getattr(sampler, "sampler", None)]
-        methods = ("state_dict", "load_state_dict")
-        self.stateful = [part for part in self._parts if all(callable(getattr(part, name, None)) for name in methods)]
+        self.stateful = list(filter(_is_stateful, self._parts))
         try:
             self._size = len(sampler)
         except TypeError as error:
@@ -149,11 +158,11 @@ class SamplerOrder(Order):
 
     @override
     def of(self, epoch: int) -> EpochOrder:
-        own = generators_of(self._parts)
-        with generators_kept(others=own):
-            begin_pass(self._parts, own, self._seed, epoch)
+        generators = generators_of(self._parts)
+        with generators_kept(others=generators):
+            begin_pass(self._parts, generators, self._seed, epoch)
             given = list(self._sampler)
-        if len(given) != len(self._sampler):  # it may have another length in each epoch
+        if len(given) != len(self._sampler):  # not the length at the beginning: an epoch may have another
             raise ConfigError(
                 f"the DataLoader's {self._name} has the length {len(self._sampler):,}, but gave {len(given):,}."
             )
@@ -162,7 +171,8 @@ class SamplerOrder(Order):
         batches = [self._numbers(batch) for batch in given]
         if not all(map(len, batches)):
             raise ConfigError(f"the DataLoader's {self._name} gave a batch without rows: each must have some.")
-        return EpochOrder(np.concatenate(batches), np.cumsum([len(batch) for batch in batches], dtype=np.int64))
+        sizes = [len(batch) for batch in batches]
+        return EpochOrder(np.concatenate(batches), np.cumsum(sizes, dtype=np.int64))
 
     def _numbers(self, given: Iterable[Any]) -> Indices:
         try:
@@ -189,7 +199,9 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         return SamplerOrder(batches, seed, in_batches=True)
-    sampler: Any = loader.sampler if batches is None else batches.sampler
+    sampler: Any = loader.sampler
+    if batches is not None:
+        sampler = batches.sampler  # a DataLoader that is given a batch_sampler does not use its own sampler
     kind = type(sampler)
     if kind is TorchSampler and len(sampler.dataset) == size:
         return SeededOrder(size, sampler.shuffle, seed)
@@ -203,13 +215,16 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
 
 def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
     """Return the length of each row: as given, by a function of a sample, or that of its first part (True)."""
-    if asked is True or callable(asked):
+    if asked is True:
+        asked = _first_length
+    if callable(asked):
         if dataset is None:
             raise ConfigError("X is arrays: give the length of each row, such as group_by_length=mask.sum(1).")
-        length = asked if callable(asked) else _first_length
         with generators_kept():
-            asked = [length(dataset[row]) for row in range(size)]
-    found = np.asarray(asked.cpu() if isinstance(asked, Tensor) else asked)
+            asked = [asked(dataset[row]) for row in range(size)]
+    if isinstance(asked, Tensor):
+        asked = asked.cpu()
+    found = np.asarray(asked)
     if found.shape != (size,) or found.dtype.kind not in "iuf":
         raise ConfigError(
             f"group_by_length has the shape {list(found.shape)} and the type {found.dtype}, and X has {size:,} rows: "
@@ -219,8 +234,16 @@ def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
 
 
 def _first_length(sample: Any) -> int:
-    first = sample[0] if isinstance(sample, (tuple, list)) else sample
-    return len(next(iter(first.values())) if isinstance(first, Mapping) else first)
+    part = sample
+    if isinstance(part, (tuple, list)):
+        part = part[0]
+    if isinstance(part, Mapping):
+        part = next(iter(part.values()))
+    return len(part)
+
+
+def _is_stateful(part: Any) -> bool:
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
 def states_of(parts: Iterable[Any]) -> list[Any]:

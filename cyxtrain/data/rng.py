@@ -28,13 +28,13 @@ def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torc
     """Seed all generators; `samples`: rows of the epoch before a resume on another number of ranks, otherwise 0."""
     # A hash that never changes; NumPy's and PyTorch's ways of mixing seeds may.
     digest = hashlib.blake2b(f"cyxtrain {seed} {epoch} {samples} {rank}".encode(), digest_size=24).digest()
-    first, second, third = (int.from_bytes(digest[begin : begin + 8], "little") for begin in (0, 8, 16))
-    random.seed(first)
+    python_seed, device_seed, torch_seed = (int.from_bytes(digest[begin : begin + 8], "little") for begin in (0, 8, 16))
+    random.seed(python_seed)
     np.random.seed(np.frombuffer(digest[8:16], dtype=np.uint32))
-    torch.default_generator.manual_seed(third % 2**63)
+    torch.default_generator.manual_seed(torch_seed % 2**63)
     if accelerator.is_accelerator(device):
         with _on(device) as module:
-            module.manual_seed(second % 2**63)
+            module.manual_seed(device_seed % 2**63)
 
 
 class GeneratorStates:
@@ -47,9 +47,11 @@ class GeneratorStates:
 
     def is_unchanged(self) -> bool:
         """Return whether nothing has been drawn since from the generators of the CPU."""
-        (python, numbers, cpu, _), now = self._states, _get_states(CPU)
-        same = python == now[0] and torch.equal(cpu, now[2]) and _same_numbers(numbers, now[1])
-        return same and all(torch.equal(state, generator.get_state()) for generator, state in self._others)
+        python, numpy_state, cpu, _ = self._states
+        python_now, numpy_now, cpu_now, _ = _get_states(CPU)
+        if python != python_now or not torch.equal(cpu, cpu_now) or not _is_same_numpy_state(numpy_state, numpy_now):
+            return False
+        return all(torch.equal(state, generator.get_state()) for generator, state in self._others)
 
     def restore(self) -> None:
         """Restore the states."""
@@ -70,26 +72,31 @@ def generators_kept(device: torch.device = CPU, others: Sequence[torch.Generator
 
 def generators_as_json(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators as JSON values."""
-    python, numbers, cpu, own = _get_states(device)
+    python, numpy_state, cpu, own = _get_states(device)
     version, words, gauss = python
-    return {
+    key = numpy_state["state"]["key"].tobytes().hex()
+    found: dict[str, Any] = {
         "python": [version, np.array(words, dtype=np.uint32).tobytes().hex(), gauss],
-        "numpy": {**numbers, "state": {**numbers["state"], "key": numbers["state"]["key"].tobytes().hex()}},
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
         "torch": cpu.numpy().tobytes().hex(),
         "cuda": None,  # which earlier versions expect
-        **({} if own is None else {device.type: own.numpy().tobytes().hex()}),
     }
+    if own is not None:
+        found[device.type] = own.numpy().tobytes().hex()
+    return found
 
 
 def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
     """Restore what `generators_as_json` returned; malformed states raise one of several exceptions."""
     version, words, gauss = states["python"]
     python = (version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype=np.uint32)), gauss)
-    numbers = states["numpy"]
-    key = np.frombuffer(bytes.fromhex(numbers["state"]["key"]), dtype=np.uint32)
-    numbers = {**numbers, "state": {**numbers["state"], "key": key}}
+    numpy_state = states["numpy"]
+    key = np.frombuffer(bytes.fromhex(numpy_state["state"]["key"]), dtype=np.uint32)
+    numpy_state = {**numpy_state, "state": {**numpy_state["state"], "key": key}}
     own = states.get(device.type)  # the state of another kind of device is of no use
-    _set_states((python, numbers, _bytes(states["torch"]), None if own is None else _bytes(own)), device)
+    if own is not None:
+        own = _from_hex(own)
+    _set_states((python, numpy_state, _from_hex(states["torch"]), own), device)
 
 
 def _get_states(device: torch.device) -> _States:
@@ -101,17 +108,17 @@ def _get_states(device: torch.device) -> _States:
 
 
 def _set_states(states: _States, device: torch.device) -> None:
-    python, numbers, cpu, own = states
+    python, numpy_state, cpu, own = states
     random.setstate(python)
-    np.random.set_state(numbers)
+    np.random.set_state(numpy_state)
     torch.default_generator.set_state(cpu)
     if own is not None and accelerator.is_accelerator(device):
         with _on(device) as module:
             module.set_rng_state(own)
 
 
-def _bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+def _from_hex(digits: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
 
 
 @contextlib.contextmanager
@@ -121,11 +128,12 @@ def _on(device: torch.device) -> Iterator[Any]:
         yield torch.get_device_module(device)
 
 
-def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    words, others = one["state"], other["state"]
-    rest = ("has_gauss", "gauss")
-    same = words["pos"] == others["pos"] and all(one[name] == other[name] for name in rest)
-    return bool(same and np.array_equal(words["key"], others["key"]))
+def _is_same_numpy_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if one["state"]["pos"] != other["state"]["pos"]:
+        return False
+    if one["has_gauss"] != other["has_gauss"] or one["gauss"] != other["gauss"]:
+        return False
+    return np.array_equal(one["state"]["key"], other["state"]["key"])
 
 
 def row_seeds(seed: int, epoch: int, places: range) -> list[int]:
@@ -151,7 +159,7 @@ def seed_for_row(seed: int) -> None:
 
 
 def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: int, number: int, rank: int = 0) -> None:
-    """Seed all generators for a pass, as those of a rank (0: all have the same data); call `set_epoch` of the parts."""
+    """Seed all generators for a pass of a rank (0: ranks have the same data); call `set_epoch` of the parts."""
     seed_generators(seed, number, 0, rank, CPU)
     for generator in others:
         generator.manual_seed(int.from_bytes(_digest(seed, number), "little") >> 1)
@@ -162,18 +170,25 @@ def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: in
 
 
 def set_epoch_of(dataset: Any, epoch: int) -> bool:
-    """Call `set_epoch` of a dataset, or of those that it combines; return whether there is one."""
+    """Call `set_epoch` of a dataset, or of the datasets that it combines; return whether any has it."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
         return True
-    parts: list[Any] = [dataset.dataset] if isinstance(dataset, Subset) else []
-    parts += dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    parts: list[Any] = []
+    if isinstance(dataset, Subset):
+        parts.append(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        parts.extend(dataset.datasets)
     found = [set_epoch_of(part, epoch) for part in parts]
     return any(found)
 
 
 def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:
     """Return the generators that parts of the data, such as a sampler, own."""
-    found = [getattr(part, "generator", None) for part in parts]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+    found: dict[int, torch.Generator] = {}
+    for part in parts:
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator  # PyTorch's DataLoader shares its own with its sampler
+    return list(found.values())

@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 from cyxtrain.config.settings import names_checked, require, require_boolean, require_integer
 from cyxtrain.errors import ConfigError
 from cyxtrain.world import runtime
+from cyxtrain.world.world import World
 
 Indices: TypeAlias = npt.NDArray[np.int64]  # row numbers of a data set
 
@@ -87,7 +88,9 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
-        self._total_size = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
+        if isinstance(dataset_size, Sized):
+            dataset_size = len(dataset_size)
+        self._total_size = dataset_size
         require_integer(owner, "dataset_size", self._total_size, 0)
         require(self._total_size > 0, f"{owner}: the data set is empty. Give it at least one sample.")
         self.rank, self.world_size = _place(rank, world_size, num_replicas)
@@ -110,7 +113,9 @@ class DistributedSampler(Sampler[int]):
         """Return the number of indices of all ranks together, after padding or dropping."""
         if self.drop_last:  # takes precedence over `pad`
             return self._total_size // self.world_size * self.world_size
-        return -(-self._total_size // self.world_size) * self.world_size if self.pad else self._total_size
+        if self.pad:
+            return -(-self._total_size // self.world_size) * self.world_size
+        return self._total_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order.
@@ -165,8 +170,8 @@ class DistributedSampler(Sampler[int]):
             require(
                 state.get(name) == own[name],
                 f"{type(self).__name__}: the state has {name}={state.get(name)!r} and this sampler has "
-                f"{name}={own[name]!r}: the order of samples would be another one. Build the sampler with the "
-                "same data set size, seed and shuffle.",
+                f"{name}={own[name]!r}: the order of samples would differ. Build the sampler with the same data set "
+                "size, seed and shuffle.",
             )
         self.set_epoch(state.get("epoch"))  # type: ignore[arg-type]  # checked there
 
@@ -178,16 +183,17 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
         raise ConfigError(f"{owner}: world_size={world_size} and num_replicas={num_replicas} differ. Give one of them.")
     if world_size is None:
         world_size = num_replicas
-    world = runtime.current() if runtime.is_initialized() else None
-    if world is None and (rank is None) != (world_size is None):
+    has_world = runtime.is_initialized()
+    if not has_world and (rank is None) != (world_size is None):
         # A guess here would give several ranks the same samples.
         raise ConfigError(
             f"{owner}: rank={rank} and world_size={world_size}. Give both, or neither after cyxtrain.init()."
         )
+    world = runtime.current() if has_world else World()
     if world_size is None:
-        world_size = 1 if world is None else world.size
+        world_size = world.size
     if rank is None:
-        rank = 0 if world is None else world.rank
+        rank = world.rank
     require_integer(owner, "world_size", world_size, 1)
     require_integer(owner, "rank", rank, 0)
     require(

@@ -69,20 +69,38 @@ class Sharding(ABC):
 
     def _kinds_of_steps(self) -> list[int]:
         """Return a step of each kind: all but the last one are sharded alike."""
-        return sorted({0, self.steps - 1}) if self.steps else []
+        if not self.steps:
+            return []
+        return sorted({0, self.steps - 1})
 
     def _rounds(self, step: int) -> list[list[int]]:
         """Return the number of rows of each rank in each micro-batch of a step, by micro-batch and rank."""
         pieces = [self.shard(number, step).pieces for number in range(self.num_slices)]
         return [[*map(len, each)] for each in itertools.zip_longest(*pieces, fillvalue=range(0))]
 
+    def _has_single_row(self, step: int, *, together: bool) -> bool:
+        rounds = self._rounds(step)
+        if together:
+            return any(sum(counts) == 1 for counts in rounds)
+        return any(1 in counts for counts in rounds)
+
+
+def num_steps(units: int, per_step: int, *, drop_last: bool) -> int:
+    """Return how many steps rows or batches make; the last one may be incomplete, unless `drop_last`."""
+    if drop_last:
+        return units // per_step
+    return -(-units // per_step)
+
 
 def ranks_with_rows(rows: int, effective_batch_size: int, world_size: int) -> int:
     """Return how many ranks share a step: all, or for a tail fewer, if that leaves no single row."""
-    fewer, most = max(1, rows // 2), -(-effective_batch_size // world_size)
     if rows == effective_batch_size:
         return world_size
-    return fewer if fewer < world_size and -(-rows // fewer) <= most else world_size
+    fewer = max(1, rows // 2)
+    most_rows = -(-effective_batch_size // world_size)  # on a rank, in a full step
+    if fewer < world_size and -(-rows // fewer) <= most_rows:
+        return fewer
+    return world_size
 
 
 def micro_batches_of(own: range, rows_at_once: int) -> list[range]:
@@ -102,21 +120,24 @@ class RowSharding(Sharding):
         self._effective_batch_size = effective_batch_size
         self._rows_at_once = rows_at_once
         self.num_slices = num_slices
-        self.steps = rows // effective_batch_size if drop_last else -(-rows // effective_batch_size)
+        self.steps = num_steps(rows, effective_batch_size, drop_last=drop_last)
         self._rows = rows
 
     @override
     def shard(self, number: int, step: int) -> Shard:
         first = step * self._effective_batch_size
         end = min(first + self._effective_batch_size, self._rows)
-        count = ranks_with_rows(end - first, self._effective_batch_size, self.num_slices)
-        own = range(first + number, end, count) if number < count else range(0)
-        return Shard(micro_batches_of(own, self._rows_at_once), end - first)
+        global_rows = end - first
+        count = ranks_with_rows(global_rows, self._effective_batch_size, self.num_slices)
+        if number >= count:
+            return Shard([], global_rows)
+        own = range(first + number, end, count)
+        return Shard(micro_batches_of(own, self._rows_at_once), global_rows)
 
     @override
     def single_row(self, *, together: bool = False) -> SingleRow | None:
         for step in self._kinds_of_steps():
-            if any(sum(each) == 1 if together else 1 in each for each in self._rounds(step)):
+            if self._has_single_row(step, together=together):
                 global_rows = self.shard(0, step).global_rows
                 return SingleRow(global_rows, is_tail=global_rows < self._effective_batch_size)
         return None
@@ -127,23 +148,27 @@ class BatchSharding(Sharding):
 
     def __init__(self, ends: Indices, batches_per_step: int, num_slices: int, *, drop_last: bool) -> None:
         self._ends = [0, *ends.tolist()]
-        self._batches_per_step, self.num_slices = batches_per_step, num_slices
-        self.steps = len(ends) // batches_per_step if drop_last else -(-len(ends) // batches_per_step)
+        self._batches_per_step = batches_per_step
+        self.num_slices = num_slices
+        self.steps = num_steps(len(ends), batches_per_step, drop_last=drop_last)
 
     @override
     def shard(self, number: int, step: int) -> Shard:
         first = step * self._batches_per_step
         end = min(first + self._batches_per_step, len(self._ends) - 1)
         own = range(first + number, end, self.num_slices)
-        return Shard(
-            [range(self._ends[batch], self._ends[batch + 1]) for batch in own], self._ends[end] - self._ends[first]
-        )
+        pieces = [range(self._ends[batch], self._ends[batch + 1]) for batch in own]
+        return Shard(pieces, self._ends[end] - self._ends[first])
 
     @override
     def single_row(self, *, together: bool = False) -> SingleRow | None:
         if together:
-            found = [step for step in range(self.steps) if any(sum(each) == 1 for each in self._rounds(step))]
-            return SingleRow(0, is_tail=found == [self.steps - 1]) if found else None
-        used = self._ends[: min(self.steps * self._batches_per_step, len(self._ends) - 1) + 1]
-        singles = [number for number, first in enumerate(used[:-1]) if used[number + 1] - first == 1]
-        return SingleRow(0, is_tail=singles == [len(used) - 2]) if singles else None
+            count = self.steps
+            single = [step for step in range(count) if self._has_single_row(step, together=True)]
+        else:
+            count = min(self.steps * self._batches_per_step, len(self._ends) - 1)
+            sizes = [end - first for first, end in itertools.pairwise(self._ends[: count + 1])]
+            single = [batch for batch, size in enumerate(sizes) if size == 1]
+        if not single:
+            return None
+        return SingleRow(0, is_tail=single == [count - 1])

@@ -20,6 +20,8 @@ class Slices:
     @classmethod
     def of(cls, world: World, count: int | None = None) -> Slices:
         """Divide `count` slices, one per rank by default, among the ranks: neighbouring ones to each."""
-        count = world.size if count is None else count
-        first, end = (-(-count * rank // world.size) for rank in (world.rank, world.rank + 1))
+        if count is None:
+            count = world.size
+        first = -(-count * world.rank // world.size)
+        end = -(-count * (world.rank + 1) // world.size)
         return cls(count, range(first, end))
