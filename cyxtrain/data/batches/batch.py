@@ -75,10 +75,18 @@ class Share(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(len(self)):
-            early, self._early, self._latest = self._early, None, index
-            receive = early[1]() if early is not None and early[0] == index else self._send(index)
+            self._latest = index
+            receive = self._begun_or_sent(index)
             assert receive is not None
             yield Batch(self.number, *receive())
+
+    def _begun_or_sent(self, index: int) -> Callable[[], Rows] | None:
+        """Return what receives a micro-batch, whose copy may have begun early."""
+        early = self._early
+        self._early = None
+        if early is not None and early[0] == index:
+            return early[1]()
+        return self._send(index)
 
     def prefetch_next(self, timed: AbstractContextManager[object]) -> None:
         """Begin to copy the micro-batch after the latest one to the accelerator; on a CPU, do nothing.
@@ -86,19 +94,26 @@ class Share(ABC):
         Call it when the backward of the latest one has been launched: the accelerator is busy while the host fetches.
         An error in the data is raised when that micro-batch is needed.
         """
-        if self._copier.prefetches:
-            with timed:
-                is_last = self._latest + 1 >= len(self)
-                following, index = (self.next, 0) if is_last else (self, self._latest + 1)
-                if following is not None and following._early is None:
-                    following._early = index, call_early(functools.partial(following._send, index))
+        if not self._copier.prefetches:
+            return
+        with timed:
+            share: Share | None = self
+            index = self._latest + 1
+            if index >= len(self):
+                share = self.next
+                index = 0
+            if share is not None and share._early is None:
+                share._early = index, call_early(functools.partial(share._send, index))
 
     def _send(self, index: int) -> Callable[[], Rows] | None:
-        return self._copier.send(self._fetch(index)) if index < len(self) else None
+        """Begin to copy a micro-batch; None if it does not exist: a rank may have no rows in the next step."""
+        if index >= len(self):
+            return None
+        return self._copier.send(self._fetch(index))
 
 
 class RowShare(Share):
-    """Row numbers of each micro-batch; if `keeps`, `fetch` gives each once, in order, otherwise in each iteration."""
+    """Rows by number; if `keeps`, `fetch` gives each micro-batch once, in order, otherwise in each iteration."""
 
     def __init__(
         self,
@@ -111,7 +126,9 @@ class RowShare(Share):
         keeps: bool,
     ) -> None:
         super().__init__(number, global_rows, copier)
-        self._pieces, self._fetch_rows, self._keeps = pieces, fetch, keeps
+        self._pieces = pieces
+        self._fetch_rows = fetch
+        self._keeps = keeps
         self._kept: list[Rows] = []
 
     @property
@@ -139,7 +156,7 @@ class RowShare(Share):
 
 
 class StreamShare(Share):
-    """Batches of a stream for one step; `read`, called once, returns them, and how many of the data were read."""
+    """Batches of a stream for one step: `read`, called once, returns them, and how many batches were read for them."""
 
     def __init__(self, number: int, read: Callable[[], tuple[list[Rows], int]], copier: DeviceCopier) -> None:
         super().__init__(number, 0, copier)
@@ -176,8 +193,10 @@ class StreamShare(Share):
 
 def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, prefetches: bool = True) -> Iterator[Batch]:
     """Yield batches on the device; if `prefetches`, each after the copy of the next one has begun."""
-    sent = ((number, copier.send(rows)) for number, rows in batches)
-    for number, receive in prefetch_one(sent) if prefetches and copier.prefetches else sent:
+    sent: Iterator[tuple[int, Callable[[], Rows]]] = ((number, copier.send(rows)) for number, rows in batches)
+    if prefetches and copier.prefetches:
+        sent = prefetch_one(sent)
+    for number, receive in sent:
         yield Batch(number, *receive())
 
 
@@ -197,5 +216,6 @@ class BatchShare(NamedTuple):
         """Return the numbers of the rank's batches."""
         if self.group:
             return [number for number in range(num_batches) if self.has(number)]
-        count, owned = self.slices.count, self.slices.owned
+        count = self.slices.count
+        owned = self.slices.owned
         return list(range(num_batches * owned.start // count, num_batches * owned.stop // count))

@@ -1,4 +1,4 @@
-"""Batches of a DataLoader or generator as rows: x; (x, y); (x, y, sample_weight); a dictionary. Texts are left out."""
+"""Batches of a DataLoader or generator as rows: x; (x, y); (x, y, sample_weight); a dictionary. No strings."""
 
 from __future__ import annotations
 
@@ -25,47 +25,57 @@ def labels_of(inputs: Tree, targets: Tree | None) -> Tree | None:
     """Return the targets, or those among the inputs by name of a model that computes its own loss."""
     if targets is not None or not isinstance(inputs, Mapping):
         return targets
-    found = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
-    return found if isinstance(found, Tensor) else None
+    name = _name_of_targets(inputs)
+    if name is None or not isinstance(inputs[name], Tensor):
+        return None
+    return inputs[name]
+
+
+def _name_of_targets(parts: Mapping[Any, Any]) -> str | None:
+    """Return the first usual name of targets among the names of parts."""
+    return next((name for name in TARGET_NAMES if name in parts), None)
 
 
 def as_batch(given: Any) -> Rows:
     """Return a batch as rows; raise ConfigError if it is not one.
 
-    A dictionary, a dataclass or a named tuple is the model's inputs by name, and the targets under a usual name. Texts,
-    such as file names, are left out: `left_out` lists them.
+    A dictionary, a dataclass or a named tuple is the model's inputs by name, and the targets under a usual name.
+    Strings, such as file names, are left out: `left_out` lists them.
     """
-    parts = _named(given) or _numbered(given)
+    parts = _parts(given)
     try:
-        rows = as_rows(*map(_without_texts, parts))
+        rows = as_rows(*map(_without_strings, parts))
         rows.check_lengths()
     except ConfigError as error:
-        single = "single number" in str(error)
-        hint = " (X must give batches; one that gives rows is an IterableDataset.)" if single else ""
+        hint = ""
+        if "single number" in str(error):
+            hint = " (X must give batches; one that gives rows is an IterableDataset.)"
         raise ConfigError(f"in a batch of the data, {error}{hint}{_WAYS}") from error
     return rows
 
 
 def left_out(given: Any) -> list[str]:
-    """Return the names of the texts that `as_batch` leaves out."""
-    named = _named(given)
-    parts = _numbered(given) if named is None else named
-    found = [name for part, name in zip(parts, NAMES, strict=False) for name in _texts_in(part, name)]
-    beyond: list[Any] = [] if named is not None or not isinstance(given, (tuple, list)) else [*given][2:]
-    return [*found, *(["part 3"] if any(map(_is_text, beyond)) else [])]
+    """Return the names of the strings that `as_batch` leaves out."""
+    found: list[str] = []
+    for part, name in zip(_parts(given), NAMES, strict=False):
+        found.extend(_strings_in(part, name))
+    if _named(given) is None and isinstance(given, (tuple, list)) and any(map(_is_string, [*given][2:])):
+        found.append("part 3")
+    return found
 
 
 def batch_parts(given: Any) -> Rows:
     """Return inputs, targets and weights of a batch of tensors, as they are."""
-    return Rows(*(*(_named(given) or _numbered(given)), None, None)[:3])
+    return Rows(*(*_parts(given), None, None)[:3])
 
 
 def target_name(given: Any) -> str | None:
     """Return under which name a batch has its targets: "" if other parts have names, None if none has one."""
-    parts, named = _parts_by_name(given), _named(given)
+    parts = _parts_by_name(given)
+    named = _named(given)
     if parts is None or named is None or not isinstance(named[0], Mapping):
         return None
-    return next((name for name in TARGET_NAMES if name in parts), "")
+    return _name_of_targets(parts) or ""
 
 
 def as_given(rows: Rows, name: str | None) -> Any:
@@ -73,19 +83,35 @@ def as_given(rows: Rows, name: str | None) -> Any:
     if isinstance(rows.inputs, OpaqueBatch):
         return rows.inputs.given
     if name is None or not isinstance(rows.inputs, dict):
-        count = 3 if rows.weights is not None else 2 if rows.targets is not None else 1
-        return tuple(rows)[:count]
-    others = {name: rows.targets, _WEIGHTS: rows.weights}
-    return {**rows.inputs, **{key: value for key, value in others.items() if value is not None}}
+        if rows.weights is not None:
+            return tuple(rows)
+        if rows.targets is not None:
+            return rows.inputs, rows.targets
+        return (rows.inputs,)
+    found: dict[str, Any] = dict(rows.inputs)
+    if rows.targets is not None:
+        found[name] = rows.targets
+    if rows.weights is not None:
+        found[_WEIGHTS] = rows.weights
+    return found
+
+
+def _parts(given: Any) -> tuple[Any, ...]:
+    """Return one to three parts of a batch: inputs, targets and weights."""
+    return _named(given) or _numbered(given)
 
 
 def _parts_by_name(given: Any) -> Mapping[Any, Any] | None:
+    """Return the parts of a batch by name: of a dictionary, a dataclass, or a named tuple that has targets."""
     parts = fields_of(given)
-    if parts is None and isinstance(given, tuple):
-        names: tuple[str, ...] = getattr(given, "_fields", ())
-        usual = len(names) <= 3 and (len(names) < 2 or names[1] in TARGET_NAMES)  # x, y and the weights of rows
-        parts = dict(zip(names, given, strict=True)) if not usual and {*TARGET_NAMES} & {*names} else None
-    return parts
+    if parts is not None or not isinstance(given, tuple):
+        return parts
+    names: tuple[str, ...] = getattr(given, "_fields", ())
+    if len(names) <= 3 and (len(names) < 2 or names[1] in TARGET_NAMES):
+        return None  # x, y and the weights of rows, in this order
+    if not {*TARGET_NAMES} & {*names}:
+        return None
+    return dict(zip(names, given, strict=True))
 
 
 def _named(given: Any) -> tuple[Any, Any, Any] | None:
@@ -93,19 +119,21 @@ def _named(given: Any) -> tuple[Any, Any, Any] | None:
     parts = _parts_by_name(given)
     if parts is None:
         return None
-    name = next((name for name in TARGET_NAMES if name in parts), None)
+    name = _name_of_targets(parts)
+    targets = None if name is None else parts[name]
     inputs = {key: value for key, value in parts.items() if key not in (name, _WEIGHTS)}
     if not isinstance(given, Mapping):
         inputs = {key: value for key, value in inputs.items() if value is not None}
-        inputs = next(iter(inputs.values())) if len(inputs) == 1 else inputs
-    return inputs, None if name is None else parts[name], parts.get(_WEIGHTS)
+        if len(inputs) == 1:
+            (inputs,) = inputs.values()
+    return inputs, targets, parts.get(_WEIGHTS)
 
 
 def _numbered(given: Any) -> tuple[Any, ...]:
     """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of rows."""
     if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):
         return (given,)
-    parts = [*given[:2], *(part for part in given[2:] if not _is_text(part))]
+    parts = [*given[:2], *(part for part in given[2:] if not _is_string(part))]
     if not 1 <= len(parts) <= 3:
         raise ConfigError(
             f"a batch must be x, (x, y) or (x, y, sample_weight), and one has {len(parts)} parts. Give several "
@@ -117,57 +145,73 @@ def _numbered(given: Any) -> tuple[Any, ...]:
 
 
 def check_weights(weights: Any) -> None:
-    """Raise ConfigError if the third part of a batch is no row weights: integers, or of several dimensions."""
+    """Raise ConfigError if the third part of a batch cannot be row weights: integers, or of several dimensions."""
     found = weights if isinstance(weights, (Tensor, np.ndarray)) else np.asarray(weights)
-    dtype = found.dtype
-    whole = not (dtype.is_floating_point or dtype.is_complex) if isinstance(dtype, torch.dtype) else dtype.kind in "iub"
-    if whole or found.ndim > 1:
-        what = f"integers ({str(dtype).removeprefix('torch.')})" if whole else f"the shape {list(found.shape)}"
-        raise ConfigError(
-            f"the third part of a batch is the weight of each row (sample_weight), and this one has {what}: give "
-            "weights as floats of shape (n,); if it is something else, such as ids or noise, nest it, as in "
-            f"((x, noise), y).{_OWN}"
-        )
+    if _are_integers(found.dtype):
+        what = f"integers ({str(found.dtype).removeprefix('torch.')})"
+    elif found.ndim > 1:
+        what = f"the shape {list(found.shape)}"
+    else:
+        return
+    raise ConfigError(
+        f"the third part of a batch is the weight of each row (sample_weight), and this one has {what}: give weights "
+        "as floats of shape (n,); if it is something else, such as ids or noise, nest it, as in "
+        f"((x, noise), y).{_OWN}"
+    )
+
+
+def _are_integers(dtype: Any) -> bool:
+    if isinstance(dtype, torch.dtype):
+        return not dtype.is_floating_point and not dtype.is_complex
+    return dtype.kind in "iub"
 
 
 def check_parts(rows: Rows, first: Rows) -> None:
     """Raise ConfigError if a batch has other parts than the first one."""
     for name, part, expected in zip(NAMES[1:], rows[1:], first[1:], strict=True):
-        if (part is None) != (expected is None):
-            has, had = ("no", "some") if part is None else ("some", "none")
-            raise ConfigError(f"a batch of the data has {has} {name}, and the first one had {had}: all must be alike.")
+        if part is None and expected is not None:
+            raise ConfigError(f"a batch of the data has no {name}, and the first one had some: all must be alike.")
+        if part is not None and expected is None:
+            raise ConfigError(f"a batch of the data has some {name}, and the first one had none: all must be alike.")
 
 
-def _is_text(value: Any) -> bool:
-    """Return whether a value is text or bytes, or an array, a list or a tuple of such and None."""
+def _is_string(value: Any) -> bool:
+    """Return whether a value is a string or bytes, or an array, a list or a tuple of these and None."""
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "US" or (value.dtype.kind == "O" and _is_text(value.reshape(-1).tolist()))
+        return value.dtype.kind in "US" or (value.dtype.kind == "O" and _is_string(value.reshape(-1).tolist()))
     if isinstance(value, (list, tuple)):
-        return any(part is not None for part in value) and all(part is None or _is_text(part) for part in value)
+        parts = [part for part in value if part is not None]
+        return len(parts) > 0 and all(map(_is_string, parts))
     return isinstance(value, (str, bytes))
 
 
-def _without_texts(value: Any) -> Any:
-    """Return a value without the texts among its parts; a value of nothing but texts stays."""
+def _without_strings(value: Any) -> Any:
+    """Return a value without the strings among its parts; a value of nothing but strings stays."""
     parts = fields_of(value)
     if parts is not None:
-        kept = {name: _without_texts(part) for name, part in parts.items() if not _is_text(part)}
+        kept = {name: _without_strings(part) for name, part in parts.items() if not _is_string(part)}
         return kept or value
-    if not isinstance(value, (list, tuple)) or _is_text(value) or not any(map(_is_text, value)):
+    if not isinstance(value, (list, tuple)) or _is_string(value) or not any(map(_is_string, value)):
         return value
-    left = [_without_texts(part) for part in value if not _is_text(part)]
-    return left[0] if len(left) == 1 else left
+    left = [_without_strings(part) for part in value if not _is_string(part)]
+    if len(left) == 1:
+        return left[0]
+    return left
 
 
-def _texts_in(value: Any, name: str) -> Iterator[str]:
-    """Yield the names of the texts that `_without_texts` leaves out, as Python reaches them."""
-    named = fields_of(value)
-    parts: Any = named.items() if named is not None else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    if _is_text(value):
+def _strings_in(value: Any, name: str) -> Iterator[str]:
+    """Yield the names of the strings that `_without_strings` leaves out, as Python reaches them."""
+    if _is_string(value):
         return
+    parts: Any = ()
+    if isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    named = fields_of(value)
+    if named is not None:
+        parts = named.items()
     for key, part in parts:
         inner = f"{name}[{key!r}]"
-        if _is_text(part):
+        if _is_string(part):
             yield inner
         else:
-            yield from _texts_in(part, inner)
+            yield from _strings_in(part, inner)

@@ -42,11 +42,15 @@ class Placement:
         if isinstance(inputs, OpaqueBatch):
             return rows._replace(inputs=inputs.mapped(self._as_given))
         placed = self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs)
-        return Rows(
-            map_tree(as_channels_last, placed) if self.channels_last else placed,
-            map_tree(lambda tensor: self.prepare_target(self._moved(tensor), self.dtype), targets),
-            None if weights is None else self._moved(weights).to(self.dtype),
-        )
+        if self.channels_last:
+            placed = map_tree(as_channels_last, placed)
+        targets = map_tree(self._target, targets)
+        if weights is not None:
+            weights = self._moved(weights).to(self.dtype)
+        return Rows(placed, targets, weights)
+
+    def _target(self, tensor: Tensor) -> Tensor:
+        return self.prepare_target(self._moved(tensor), self.dtype)
 
     def _input(self, tensor: Tensor) -> Tensor:
         tensor = self._moved(tensor)  # before the conversion: fewer bytes, from pinned memory
@@ -55,17 +59,24 @@ class Placement:
             return tensor
         if tensor.is_floating_point() or dtype in (torch.uint8, torch.bool):
             return tensor.to(self.dtype)
-        return tensor.to(torch.int64) if dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+        if dtype in (torch.uint16, torch.uint32, torch.uint64):
+            return tensor.to(torch.int64)
+        return tensor
 
     def _part(self, tensor: Tensor) -> Tensor:
         """Return one of several inputs: booleans among them are a mask."""
-        return self._moved(tensor) if tensor.dtype is torch.bool else self._input(tensor)
+        if tensor.dtype is torch.bool:
+            return self._moved(tensor)
+        return self._input(tensor)
 
     def _as_given(self, part: Any) -> Any:
         """Return a part of a batch for a step of the user's own: only floats are converted."""
         if not isinstance(part, Tensor):
             return part.to(self.device)
-        return self._moved(part).to(self.dtype if part.is_floating_point() else part.dtype)
+        moved = self._moved(part)
+        if part.is_floating_point():
+            return moved.to(self.dtype)
+        return moved
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:
@@ -75,9 +86,11 @@ class Placement:
 
 def as_channels_last(tensor: Tensor) -> Tensor:
     """Return a tensor of 4 or 5 dimensions in PyTorch's `channels_last` memory format, others unchanged."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    found = formats.get(tensor.dim())
-    return tensor if found is None else tensor.contiguous(memory_format=found)
+    if tensor.dim() == 4:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    if tensor.dim() == 5:
+        return tensor.contiguous(memory_format=torch.channels_last_3d)
+    return tensor
 
 
 class DeviceCopier:
@@ -113,7 +126,9 @@ class Prefetcher(DeviceCopier):
 
     @override
     def clone(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        return _pinned(tensor, memory_format) if tensor.is_cpu else super().clone(tensor, memory_format)
+        if tensor.is_cpu:
+            return _pinned(tensor, memory_format)
+        return super().clone(tensor, memory_format)
 
     @override
     def send(self, rows: Rows) -> Callable[[], Rows]:
@@ -126,9 +141,11 @@ class Prefetcher(DeviceCopier):
         def copy(tensor: Tensor) -> Tensor:
             if not tensor.is_cpu:
                 return tensor
-            pinned = tensor if tensor.is_pinned() else _pinned(tensor)
-            copied.append(pinned.to(self._device, non_blocking=True))
-            return copied[-1]
+            if not tensor.is_pinned():
+                tensor = _pinned(tensor)
+            on_device = tensor.to(self._device, non_blocking=True)
+            copied.append(on_device)
+            return on_device
 
         with self._stream:
             return functools.partial(self._receive, rows.mapped(copy), copied, self._stream.record_event())
@@ -145,7 +162,9 @@ class Prefetcher(DeviceCopier):
 
 def make_copier(placement: Placement) -> DeviceCopier:
     """Return what copies rows to where the model computes."""
-    return (Prefetcher if accelerator.has_side_streams(placement.device) else DeviceCopier)(placement)
+    if accelerator.has_side_streams(placement.device):
+        return Prefetcher(placement)
+    return DeviceCopier(placement)
 
 
 def _pinned(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:

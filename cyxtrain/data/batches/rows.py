@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from cyxtrain.errors import ConfigError, brief, shortened
 NAMES = ("X", "y", "sample_weight")
 SAMPLED_ROWS = 1024
 
-# PyTorch gathers no rows of these; the same bits under a signed name it does.
+# PyTorch's index_select does not take these types; it takes the same bits as signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -43,19 +43,25 @@ class Rows(NamedTuple):
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return each tensor with its name, such as "X", "y" or "X['image']"."""
-        return [found for name, part in zip(NAMES, self, strict=True) for found in named_tensors(part, name)]
+        found: list[tuple[str, Tensor]] = []
+        for name, part in zip(NAMES, self, strict=True):
+            found.extend(named_tensors(part, name))
+        return found
 
     def check_lengths(self) -> None:
         """Raise ConfigError if parts have different numbers of rows."""
-        count, (first, _) = num_rows(self.inputs), self.named()[0]
-        for name, tensor in self.named():
-            if len(tensor) != count:
-                is_list = isinstance(self.inputs, list)
-                hint = " (A list of arrays is several inputs; give rows as DataLoader(rows).)" if is_list else ""
-                raise ConfigError(
-                    f"{first} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
-                    f"own.{hint}"
-                )
+        count = num_rows(self.inputs)
+        named = self.named()
+        for name, tensor in named:
+            if len(tensor) == count:
+                continue
+            hint = ""
+            if isinstance(self.inputs, list):
+                hint = " (A list of arrays is several inputs; give rows as DataLoader(rows).)"
+            raise ConfigError(
+                f"{named[0][0]} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
+                f"own.{hint}"
+            )
 
 
 def column_code(values: Any) -> str:
@@ -69,7 +75,7 @@ def column_code(values: Any) -> str:
 
 
 def columns_of(values: Any) -> list[Any]:
-    """Return the names of a table's columns, such as those of pandas and Polars; none for other data."""
+    """Return the names of a table's columns, as of pandas and Polars; none for other data."""
     if isinstance(values, (Tensor, np.ndarray)) or not callable(getattr(values, "__array__", None)):
         return []
     return list(getattr(values, "column_names", getattr(values, "columns", ())))
@@ -92,39 +98,49 @@ def _as_tree(values: Any, name: str) -> Any:
             f"{name} is a PackedSequence, whose tensors have no row per sample: give padded rows and their lengths, "
             "and call pack_padded_sequence in the model's forward."
         )
-    values = values if (named := fields_of(values)) is None else named
-    if isinstance(values, Mapping):
-        unnamed = [key for key in values if not isinstance(key, str)]
-        if unnamed:
-            raise ConfigError(f"{name} is a dictionary whose keys must be strings, got {unnamed[0]!r}.")
-        if not values:
-            raise ConfigError(f"{name} has no rows: it is an empty dictionary.")
-        return _unless_none({key: _as_tree(part, f"{name}[{key!r}]") for key, part in values.items()})
+    named = fields_of(values)
+    if named is not None:
+        _check_names(named, name)
+        by_name = {key: _as_tree(part, f"{name}[{key!r}]") for key, part in named.items()}
+        return None if _are_none(by_name.values()) else by_name
     if not _are_several(values):
         return _as_tensor(values, name)
-    return _unless_none(same_sequence(values, (_as_tree(part, f"{name}[{n}]") for n, part in enumerate(values))))
+    parts = [_as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)]
+    return None if _are_none(parts) else same_sequence(values, parts)
 
 
-def _unless_none(tree: Any) -> Any:
-    """Return a tree; None if all of its parts are None."""
-    return None if all(part is None for part in (tree.values() if isinstance(tree, dict) else tree)) else tree
+def _check_names(values: Mapping[Any, Any], name: str) -> None:
+    unnamed = [key for key in values if not isinstance(key, str)]
+    if unnamed:
+        raise ConfigError(f"{name} is a dictionary whose keys must be strings, got {unnamed[0]!r}.")
+    if not values:
+        raise ConfigError(f"{name} has no rows: it is an empty dictionary.")
+
+
+def _are_none(parts: Iterable[Any]) -> bool:
+    return all(part is None for part in parts)
 
 
 def _are_several(values: Any) -> bool:
     """Return whether a tuple or list holds arrays, one per input; of numbers or lists, it is an array."""
     if not isinstance(values, (tuple, list)):
         return False
-    kinds, parts = (Tensor, np.ndarray), [part for part in values if part is not None]
-    several = all(isinstance(part, kinds) or fields_of(part) is not None or _are_several(part) for part in parts)
-    return len(parts) > 0 and several
+    parts = [part for part in values if part is not None]
+    return len(parts) > 0 and all(map(_is_array_or_several, parts))
+
+
+def _is_array_or_several(part: Any) -> bool:
+    return isinstance(part, (Tensor, np.ndarray)) or fields_of(part) is not None or _are_several(part)
 
 
 def holds_tensors(values: Any) -> bool:
     """Return whether a user's arrays are tensors."""
     named = fields_of(values)
-    if named is not None or isinstance(values, (tuple, list)):
-        parts = [part for part in values if part is not None][:1] if named is None else named.values()
-        return any(map(holds_tensors, parts))
+    if named is not None:
+        return any(map(holds_tensors, named.values()))
+    if isinstance(values, (tuple, list)):
+        first = next((part for part in values if part is not None), None)
+        return holds_tensors(first)
     return isinstance(values, Tensor)
 
 
@@ -132,7 +148,8 @@ def _as_weights(weights: Any) -> Tensor | None:
     if weights is None:
         return None
     found = _as_tensor(weights, "sample_weight")
-    found = found if found.is_floating_point() or found.is_complex() else found.to(torch.float64)
+    if not found.is_floating_point() and not found.is_complex():
+        found = found.to(torch.float64)
     if found.dim() != 1 or found.is_complex():
         raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
     if bool((found < 0).any()):
@@ -142,12 +159,17 @@ def _as_weights(weights: Any) -> Tensor | None:
 
 def rows_not_finite(rows: Tensor) -> list[int]:
     """Return which rows hold NaN or an infinity."""
-    found: list[int] = (~rows.reshape(len(rows), -1).isfinite()).any(1).nonzero().reshape(-1).tolist()
+    is_wrong = (~rows.reshape(len(rows), -1).isfinite()).any(1)
+    found: list[int] = is_wrong.nonzero().reshape(-1).tolist()
     return found
 
 
 def _as_tensor(values: Any, name: str) -> Tensor:
-    tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(_as_array(values, name))
+    if isinstance(values, Tensor):
+        tensor = values.detach()
+    else:
+        array = _as_array(values, name)
+        tensor = _from_numpy(array)
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into rows: give {name}.to_dense().")
     if tensor.dim() == 0:
@@ -162,25 +184,40 @@ def _as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:  # such as lists of different lengths
         raise ConfigError(f"{name} cannot be made an array: {error}") from error
-    if array.dtype.kind in "fiubc":
-        return array
-    columns = {repr(each): _first_bad(np.asarray(values[each])) for each in columns_of(values)}
-    wrong = [f"{column} ({bad})" for column, bad in columns.items() if bad]
-    bad = _first_bad(array)
-    where = f" in column {shortened(wrong)}" * bool(wrong) or f" ({bad})" * bool(bad)
-    remedy = "Encode texts as numbers, fill missing values, and pad rows of different lengths first."
+    if array.dtype.kind not in "fiubc":
+        raise _not_numbers(values, array, name)
+    return array
+
+
+def _not_numbers(values: Any, array: np.ndarray[Any, Any], name: str) -> ConfigError:
+    """Return the error for an array of another type than numbers, made of a user's values."""
+    columns = columns_of(values)
+    wrong = []
+    for column in columns:
+        bad = _first_bad(np.asarray(values[column]))
+        if bad:
+            wrong.append(f"{column!r} ({bad})")
+    where = ""
+    if wrong:
+        where = f" in column {shortened(wrong)}"
+    elif bad := _first_bad(array):
+        where = f" ({bad})"
+    remedy = "Encode strings as numbers, fill missing values, and pad rows of different lengths first."
     if columns and not wrong:
         remedy = f"Its columns are of different kinds: give {name}.astype('float32')."
     elif name == "y":
         remedy = "Fill missing values; number classes, as in numpy.unique(y, return_inverse=True)[1]."
-    raise ConfigError(f"{name} holds {array.dtype} values{where}; it must hold numbers. {remedy}")
+    return ConfigError(f"{name} holds {array.dtype} values{where}; it must hold numbers. {remedy}")
 
 
 def _first_bad(array: np.ndarray[Any, Any]) -> str:
     """Return the first value that is NaN or not a number; "" if there is none."""
     if array.dtype.kind in "iub":
         return ""
-    return next((brief(str(each)) for each in array.reshape(-1) if not isinstance(each, Number) or each != each), "")
+    for value in array.reshape(-1):
+        if not isinstance(value, Number) or value != value:
+            return brief(str(value))
+    return ""
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
@@ -201,7 +238,9 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
     if tensor.dtype in _SIGNED:
         return gather(tensor.view(_SIGNED[tensor.dtype]), rows, pinned=pinned).view(tensor.dtype)
     if not tensor.is_cpu:
-        return tensor.index_select(0, rows if rows.device == tensor.device else to_device(rows, tensor.device))
+        if rows.device != tensor.device:
+            rows = to_device(rows, tensor.device)
+        return tensor.index_select(0, rows)
     if pinned:
         out = torch.empty((rows.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device="cpu", pin_memory=True)
         return torch.index_select(tensor, 0, rows, out=out)
@@ -210,7 +249,8 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
 
 def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
     """Return a hash of up to that many rows, evenly spaced, the first and the last among them."""
-    tensor = tensor if tensor.dim() else tensor.reshape(1)
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
     count = min(len(tensor), rows)
     chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
     sample = gather(tensor, chosen).cpu().contiguous()
@@ -218,22 +258,30 @@ def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
 
 
 def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
-    """Return rows whose weights are multiplied by those of their classes; the class `ignored` needs no weight."""
+    """Return rows, with their weights multiplied by their classes' weights; the class `ignored` needs none."""
     targets = rows.targets
     if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
         raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")
-    wrong = [value for value in weights.values() if not is_number(value) or not 0 <= value < math.inf]
-    if wrong:
-        raise ConfigError(f"class_weight must hold numbers of at least 0, got {wrong[0]!r}.")
+    for value in weights.values():
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise ConfigError(f"class_weight must hold numbers of at least 0, got {value!r}.")
     classes, which = torch.unique(targets.reshape(-1), return_inverse=True)
-    known = weights if ignored is None else {ignored: 0.0, **weights}
-    missing = [number for number in classes.tolist() if number not in known]
+    table = _weights_of(classes.tolist(), weights, ignored)
+    factors = torch.tensor(table, dtype=torch.float64, device=targets.device)[which]
+    if rows.weights is not None:
+        factors = rows.weights * factors.to(rows.weights.device)
+    return rows._replace(weights=factors)
+
+
+def _weights_of(classes: list[float], weights: Mapping[Any, Any], ignored: int | None) -> list[float]:
+    """Return the weight of each class; raise ConfigError if some have none."""
+    known = dict(weights)
+    if ignored is not None:
+        known.setdefault(ignored, 0.0)
+    missing = [f"{number:g}" for number in classes if number not in known]
     if missing:
         raise ConfigError(
-            f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds; it "
-            f"has one for class {shortened(map(repr, weights)) or 'none'}: give one for each class, by its number."
+            f"class_weight has no weight for class {shortened(missing)}, which y holds; it has one for class "
+            f"{shortened(map(repr, weights)) or 'none'}: give one for each class, by its number."
         )
-    table = [float(known[number]) for number in classes.tolist()]
-    factors = torch.tensor(table, dtype=torch.float64, device=targets.device)[which]
-    own = rows.weights
-    return rows._replace(weights=factors if own is None else own * factors.to(own.device))
+    return [float(known[number]) for number in classes]

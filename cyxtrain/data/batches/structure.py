@@ -47,9 +47,11 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
         return {key: _mapped(function, part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
         return same_sequence(value, (_mapped(function, part) for part in value))
-    made = value
-    for name, part in (fields_of(value) or {}).items():
-        made = copy.copy(value) if made is value else made
+    fields = fields_of(value)
+    if not fields:
+        return value
+    made = copy.copy(value)
+    for name, part in fields.items():
         object.__setattr__(made, name, _mapped(function, part))  # it may be frozen
     return made
 
@@ -60,7 +62,8 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(tree)
     if isinstance(tree, OpaqueBatch):
         return tree.mapped(lambda part: function(part) if isinstance(part, Tensor) else part)
-    if (named := fields_of(tree)) is not None:
+    named = fields_of(tree)
+    if named is not None:
         return with_fields(tree, {name: map_tree(function, part) for name, part in named.items()})
     if isinstance(tree, (tuple, list)):
         return same_sequence(tree, (map_tree(function, part) for part in tree))
@@ -69,22 +72,30 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def same_sequence(sequence: Any, parts: Iterable[Any]) -> Any:
     """Return parts as a list, a tuple or a named tuple, whichever a sequence is."""
-    return list(parts) if isinstance(sequence, list) else getattr(sequence, "_make", tuple)(parts)
+    if isinstance(sequence, list):
+        return list(parts)
+    make = getattr(sequence, "_make", tuple)  # a named tuple's takes the parts as one argument, its class does not
+    return make(parts)
 
 
 def as_tensor(value: Any) -> Tensor:
     """Return a tensor unchanged, a number as a tensor on the CPU, whatever the default device and dtype are."""
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64, device="cpu")
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    return torch.as_tensor(value, device="cpu")
 
 
 def leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
     """Yield the name of each part as Python reaches it, such as "output['scores']", and the part, unless it is None."""
-    output = output.given if isinstance(output, OpaqueBatch) else output
-    named = fields_of(output)
-    if named is not None or _is_sequence(output):
-        for key, part in enumerate(output) if named is None else named.items():
+    if isinstance(output, OpaqueBatch):
+        output = output.given
+    named: Any = fields_of(output)
+    if named is None and _is_sequence(output):
+        named = dict(enumerate(output))
+    if named is not None:
+        for key, part in named.items():
             yield from leaves(part, f"{name}[{key!r}]")
     elif output is not None:
         yield name, output
@@ -98,7 +109,9 @@ def with_parts(output: Any, parts: Mapping[str, Any], name: str = "output") -> A
     if _is_sequence(output):
         made = (with_parts(part, parts, f"{name}[{number}]") for number, part in enumerate(output))
         return same_sequence(output, made)
-    return None if output is None else parts[name]
+    if output is None:
+        return None
+    return parts[name]
 
 
 def named_tensors(tree: Tree | None, name: str) -> list[tuple[str, Tensor]]:
@@ -112,7 +125,9 @@ def _is_sequence(output: Any) -> bool:
 
 def tensors(tree: Tree | None) -> list[Tensor]:
     """Return the tensors of a tree."""
-    return [tree] if isinstance(tree, Tensor) else [tensor for _, tensor in named_tensors(tree, "")]
+    if isinstance(tree, Tensor):  # most batches: without the names
+        return [tree]
+    return [tensor for _, tensor in named_tensors(tree, "")]
 
 
 def num_rows(tree: Tree) -> int:
@@ -122,7 +137,8 @@ def num_rows(tree: Tree) -> int:
             return tree.rows
         parts = tree.values() if isinstance(tree, dict) else tree
         tree = next(part for part in parts if part is not None)
-    return tree.shape[0]  # len() of a tensor is slow
+    # len() of a tensor is slow.
+    return tree.shape[0]
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
@@ -135,16 +151,18 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def parts_by_name(value: Any) -> dict[str, Any]:
-    """Return the parts of an output or a target by name; those of a tuple without names, or of a list, by place."""
+    """Return the parts of an output or a target by name; of a tuple without names, or a list, by place."""
     named = fields_of(value)
+    if named is None and not isinstance(value, (tuple, list)):
+        return {}
     if named is None:
-        several = value if isinstance(value, (tuple, list)) else ()
-        named = dict(zip(getattr(value, "_fields", range(len(several))), several, strict=True))
+        names = getattr(value, "_fields", range(len(value)))
+        named = dict(zip(names, value, strict=True))
     return {str(name): part for name, part in named.items()}
 
 
 def with_fields(value: Any, fields: Mapping[Any, Any]) -> Any:
-    """Return a dataclass of a value's class, other fields None; a dictionary if that is none, or cannot be made."""
+    """Return a dataclass of a value's class, other fields None; a dictionary if value is not one, or on an error."""
     make: Any = type(value)
     if dataclasses.is_dataclass(value):
         others = dict.fromkeys(field.name for field in dataclasses.fields(value) if field.init)
@@ -164,7 +182,7 @@ def form_of(tree: Any) -> Any:
     parts = [form_of(part) for part in tree]
     if isinstance(tree, list):
         return {"list": parts}
-    return {"tuple": parts, "fields": list(getattr(tree, "_fields", ()))}  # a named tuple's own
+    return {"tuple": parts, "fields": list(getattr(tree, "_fields", ()))}
 
 
 def example_of(form: Any) -> Any:
@@ -178,7 +196,9 @@ def example_of(form: Any) -> Any:
     if "list" in form:
         return list(map(example_of, form["list"]))
     parts = map(example_of, form["tuple"])
-    return namedtuple("Batch", form["fields"])(*parts) if form["fields"] else tuple(parts)
+    if not form["fields"]:
+        return tuple(parts)
+    return namedtuple("Batch", form["fields"])(*parts)
 
 
 def dtypes_of(form: Any) -> Any:
