@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch import Tensor
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
@@ -46,7 +47,7 @@ class ArraySource(Source):
 
     is_whole = True
     drop_last = False
-    shuffle: bool | None = None  # whether each epoch has another order; None: as the config says
+    shuffle: bool | None = None  # whether each epoch has another order; None: config.shuffle
 
     def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         self._first_row = 0  # in the arrays that the user gave
@@ -54,7 +55,7 @@ class ArraySource(Source):
         self._rows: Indices | None = None  # the rows that were chosen of them; None: all from the first one on
         self.is_numpy = not holds_tensors(inputs)
         self.column = column_code(targets)
-        self._columns = {name: columns_of(each) for name, each in zip(NAMES, (inputs, targets, weights), strict=True)}
+        self._columns = dict(zip(NAMES, map(columns_of, (inputs, targets, weights)), strict=True))
         self.example = as_rows(inputs, targets, weights)
         if len(self) == 0:
             raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
@@ -69,12 +70,17 @@ class ArraySource(Source):
 
     def gather(self, indices: Indices, *, pinned: bool = False) -> Rows:
         """Return rows by number, in that order; with `pinned`, as `rows.gather`."""
-        # PyTorch warns of read-only arrays.
-        chosen = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
+        if not indices.flags.writeable:  # PyTorch warns of read-only arrays
+            indices = indices.copy()
+        chosen = torch.from_numpy(indices)
         on_device = functools.cache(functools.partial(to_device, chosen))  # once for all parts
-        return self.example.mapped(
-            lambda tensor: gather(tensor, chosen if tensor.is_cpu else on_device(tensor.device), pinned=pinned)
-        )
+
+        def gathered(tensor: Tensor) -> Tensor:
+            if tensor.is_cpu:
+                return gather(tensor, chosen, pinned=pinned)
+            return gather(tensor, on_device(tensor.device), pinned=pinned)
+
+        return self.example.mapped(gathered)
 
     def begin_pass(self, number: int) -> bool:
         """As `RowSource`."""
@@ -92,21 +98,28 @@ class ArraySource(Source):
 
     @override
     def explain(self, world: World) -> str:
-        return "" if self.shuffle is None else f", {SeededOrder(len(self), self.shuffle, 0).describe()}"
+        if self.shuffle is None:
+            return ""
+        return f", {SeededOrder(len(self), self.shuffle, 0).describe()}"
 
     def part(self, first: int, end: int) -> ArraySource:
         """Return neighbouring rows as a source, a view."""
         part = copy.copy(self)
-        part._first_row, part._rows = self._first_row + first, None if self._rows is None else self._rows[first:end]
-        part._lengths = None if self._lengths is None else self._lengths[first:end]
+        part._first_row += first
+        if part._rows is not None:
+            part._rows = part._rows[first:end]
+        if part._lengths is not None:
+            part._lengths = part._lengths[first:end]
         part.example = self.example.mapped(lambda tensor: tensor[first:end])
         return part
 
     def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> ArraySource:
         """Return some rows, in their order, as a source: a copy."""
-        part, rows = self.part(0, 0), np.flatnonzero(is_chosen)
-        part.example, part._rows = self.gather(rows), rows
-        part._lengths = None if self._lengths is None else self._lengths[rows]
+        part = copy.copy(self)
+        part._rows = np.flatnonzero(is_chosen)
+        part.example = self.gather(part._rows)
+        if part._lengths is not None:
+            part._lengths = part._lengths[part._rows]
         return part
 
     @override
@@ -139,12 +152,12 @@ class ArraySource(Source):
         copier = make_copier(placement)
         own = functools.partial(copier.clone, memory_format=torch.contiguous_format)  # a model may change it
 
-        def rows(number: int) -> Rows:
-            first = number * batch_size
-            return self.example.mapped(lambda tensor: own(tensor[first : first + batch_size]))
+        def batches() -> Iterator[tuple[int, Rows]]:
+            for number in share.of(self.num_batches(batch_size)):
+                part = self.part(number * batch_size, (number + 1) * batch_size)
+                yield number, part.example.mapped(own)
 
-        numbers = share.of(self.num_batches(batch_size))
-        return on_device(((number, rows(number)) for number in numbers), copier)
+        return on_device(batches(), copier)
 
     @override
     def num_batches(self, batch_size: int) -> int:
@@ -158,8 +171,9 @@ class ArraySource(Source):
             label = f"{name} {what}"
             facts[f"{label}: shape"] = list(tensor.shape)
             facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
-            # All weights: a rare class may have its own.
-            rows = len(tensor) if what == NAMES[-1] else SAMPLED_ROWS
+            rows = SAMPLED_ROWS
+            if what == NAMES[-1]:
+                rows = len(tensor)  # all weights: a rare class may have its own
             facts[f"{label}: hash of its values"] = sampled_hash(tensor, rows)
         for what, numbers in (("which rows are", self._rows), ("the lengths of", self._lengths)):
             if numbers is not None:
@@ -168,24 +182,38 @@ class ArraySource(Source):
 
     @override
     def not_finite(self, part: int, parts: int) -> tuple[str, int, list[str]]:
-        """Return the first place in X, or else in y, such as "row 7 of X holds nan"; the number of rows; columns."""
-        first, end = len(self) * part // parts, len(self) * (part + 1) // parts
-        text, wrong, columns = "", set[int](), dict[str, None]()
+        """Return the first place in X, otherwise in y, such as "row 7 of X holds nan"; the number of rows; columns."""
+        first = len(self) * part // parts
+        end = len(self) * (part + 1) // parts
+        place = ""
+        wrong: set[int] = set()
+        columns: list[str] = []
         for name, tensor in self.example.named():
             if not tensor.is_floating_point() or tensor.numel() == 0:
                 continue
             rows = max(1, _SCAN_ELEMENTS // tensor[0].numel())
             for start in range(first, end, rows):
                 piece = tensor[start : min(start + rows, end)]
-                # A sum is not finite where any element is not; it may overflow too, so look again.
-                found = [] if bool(piece.sum().isfinite()) else rows_not_finite(piece)
+                # A sum is not finite if any element is not; it may overflow too, so look again.
+                if bool(piece.sum().isfinite()):
+                    continue
+                found = rows_not_finite(piece)
                 wrong.update(start + row for row in found)
-                named = enumerate(self._columns.get(name, ()) if found else ())
-                columns |= {repr(column): None for n, column in named if not bool(piece[:, n].isfinite().all())}
-                if found and not text:
-                    values = piece[found[0]].reshape(-1)
-                    bad = values[~values.isfinite()][0].item()
-                    row = start + found[0]
-                    row = self._first_row + row if self._rows is None else self._rows[row]
-                    text = f"row {row} of {name} holds {bad}"
-        return text, len(wrong), [*columns]
+                if found:
+                    columns += self._columns_not_finite(name, piece)
+                    place = place or self._describe_first(name, piece, start, found[0])
+        return place, len(wrong), list(dict.fromkeys(columns))
+
+    def _columns_not_finite(self, name: str, piece: Tensor) -> Iterator[str]:
+        for number, column in enumerate(self._columns.get(name, ())):
+            if not bool(piece[:, number].isfinite().all()):
+                yield repr(column)
+
+    def _describe_first(self, name: str, piece: Tensor, start: int, row: int) -> str:
+        """Return the first value of a row that is not finite; `piece` begins at row `start` of this source."""
+        values = piece[row].reshape(-1)
+        bad = values[~values.isfinite()][0].item()
+        number = self._first_row + start + row
+        if self._rows is not None:
+            number = int(self._rows[start + row])
+        return f"row {number} of {name} holds {bad}"

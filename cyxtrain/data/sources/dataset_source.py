@@ -42,36 +42,39 @@ class DatasetSource(Source):
         self._loader = loader
         self._seed = config.seed
         size = _size(dataset)
-        self._order: Order = (
-            SeededOrder(size, config.shuffle, config.seed) if loader is None else order_of(loader, size, config.seed)
-        )
+        self._order: Order = SeededOrder(size, config.shuffle, config.seed)
+        self.drop_last = False
+        if loader is not None:
+            self._order = order_of(loader, size, config.seed)
+            batches = loader.batch_sampler
+            if type(batches) is BatchSampler:
+                self.batch_size = batches.batch_size
+                self.drop_last = batches.drop_last
         if len(self._order) == 0:
             raise ConfigError(f"the {type(dataset).__name__} has no rows: there is nothing to train on or to evaluate.")
-        batches = None if loader is None else loader.batch_sampler
-        if type(batches) is BatchSampler:
-            self.batch_size = batches.batch_size
-        self.drop_last = type(batches) is BatchSampler and batches.drop_last
-        # An evaluation has its own loader and workers.
-        self._to_train, self._to_evaluate = (RowLoader(dataset, loader, config.seed) for _ in range(2))
+        self._to_train = RowLoader(dataset, loader, config.seed)
+        self._to_evaluate = RowLoader(dataset, loader, config.seed)  # with its own workers
         self._try(config.batch_size)
 
     def _try(self, batch_size: int) -> None:
         """Load the first rows twice: a dataset may draw random numbers that cannot be seeded."""
         order = self._order.to_evaluate()
-        if order.ends is not None:
-            self.batch_size = int(order.ends[0])
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(order.indices))
-        places = range(rows if order.ends is None else int(order.ends[0]))
-        loaded = list(self._local_loader().load(_requests(order, [places, places], self._seed, _EVALUATION)))
+        if order.ends is not None:
+            rows = int(order.ends[0])
+            self.batch_size = rows
+        places = range(rows)
+        once, again = self._local_loader().load(_requests(order, [places, places], self._seed, _EVALUATION))
         try:
-            found = as_batch(loaded[0])
-            if isinstance(found.inputs, (tuple, list)) and len(found.inputs) == len(places):  # such as images in a list
-                _with_length(found, len(places))
-            self.left_out, self.target_name = left_out(loaded[0]), target_name(loaded[0])
+            found = as_batch(once)
+            if isinstance(found.inputs, (tuple, list)) and len(found.inputs) == rows:  # such as images in a list
+                _with_length(found, rows)
+            self.left_out = left_out(once)
+            self.target_name = target_name(once)
         except ConfigError as error:
             self.no_rows = error
-        self.example, again = (self._as_rows(each, len(places)) for each in loaded)
-        pairs = zip(self.example.tensors(), again.tensors(), strict=True)
+        self.example = self._as_rows(once, rows)
+        pairs = zip(self.example.tensors(), self._as_rows(again, rows).tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
 
     def _local_loader(self) -> RowLoader:
@@ -100,16 +103,20 @@ class DatasetSource(Source):
 
     @override
     def describe(self) -> str:
-        rows = len(self._order.to_evaluate().indices) if self._order.in_batches else len(self._order)
+        rows = len(self._order)
+        if self._order.in_batches:
+            rows = len(self._order.to_evaluate().indices)
         kind = "a list" if isinstance(self._dataset, list) else type(self._dataset).__name__
         return f"{counted(rows, 'row')} of {kind}"
 
     @override
     def explain(self, world: World) -> str:
-        workers = self._loader.num_workers if self._loader is not None else 0
-        by = f", by {counted(workers, 'worker')} per rank" if workers else ""
-        drawn = "" if self._is_reproducible else ", with random numbers that cannot be seeded: runs differ"
-        return f", {self._order.describe()}{by}{drawn}"
+        found = f", {self._order.describe()}"
+        if self._loader is not None and self._loader.num_workers:
+            found += f", by {counted(self._loader.num_workers, 'worker')} per rank"
+        if not self._is_reproducible:
+            found += ", with random numbers that cannot be seeded: runs differ"
+        return found
 
     def _rows(self, loaded: Any, requested: int) -> Rows:
         return self.checked(self._as_rows(loaded, requested))
@@ -124,7 +131,8 @@ class DatasetSource(Source):
         order = self._order.to_evaluate()
         if self.no_rows is None or order.ends is not None:
             return super().first(rows)
-        return self.fetch(order, range(min(rows, num_rows(self.example.inputs))), _EVALUATION)  # it cannot be sliced
+        # Opaque batches cannot be sliced: collate_fn makes one of fewer rows.
+        return self.fetch(order, range(min(rows, num_rows(self.example.inputs))), _EVALUATION)
 
     @override
     def facts(self, name: str) -> dict[str, Any]:
@@ -139,7 +147,8 @@ class DatasetSource(Source):
         for what, tensor in self.example.named():
             facts[f"{name} {what}: dtype"] = str(tensor.dtype).removeprefix("torch.")
             facts[f"{name} {what}: shape of a row"] = list(tensor.shape[1:])
-            facts[f"{name} {what}: hash of the first rows"] = sampled_hash(tensor) if self._is_reproducible else ""
+            content = sampled_hash(tensor) if self._is_reproducible else ""
+            facts[f"{name} {what}: hash of the first rows"] = content
         return facts
 
     @override
@@ -200,6 +209,8 @@ def _size(dataset: Any) -> int:
 
 
 def _requests(order: EpochOrder, pieces: Iterable[range], seed: int, epoch: int) -> Iterator[RowRequest]:
-    # No method: it must not hold the source. The loader that reads it would keep itself, and its workers, alive.
+    # Not a method: it must not hold the source. The loader that reads it would keep itself, and its workers, alive.
     for places in pieces:
-        yield RowRequest(epoch, list(zip(order.rows(places).tolist(), row_seeds(seed, epoch, places), strict=True)))
+        rows = order.rows(places).tolist()
+        seeds = row_seeds(seed, epoch, places)
+        yield RowRequest(epoch, list(zip(rows, seeds, strict=True)))

@@ -39,7 +39,8 @@ class RowLoader:
             settings |= {name: getattr(loader, name) for name in names}
         # Its own generator: PyTorch draws the seeds of workers from the one that training draws from.
         own = torch.Generator().manual_seed(seed % 2**63)
-        self._batches = _SeededBatches(dataset, default_collate if loader is None else loader.collate_fn)
+        collate = default_collate if loader is None else loader.collate_fn
+        self._batches = _SeededBatches(dataset, collate)
         self._loader: DataLoader[Any] = DataLoader(self._batches, collate_fn=_unchanged, generator=own, **settings)
 
     def load(self, requests: Iterable[RowRequest]) -> Iterator[Any]:
@@ -48,7 +49,7 @@ class RowLoader:
         return self._loaded(iter(self._loader), own)
 
     def _loaded(self, batches: Iterator[Any], requests: Iterator[RowRequest]) -> Iterator[Any]:
-        """Yield batches of the loader; of workers that have died in a stop, load the rest in this process."""
+        """Yield batches of the loader; if its workers die in a stop, load the rest in this process."""
         try:
             for batch in batches:
                 next(requests)
@@ -85,7 +86,8 @@ class _SeededBatches(Dataset[Any]):
         if request.epoch not in (-1, self._epoch) and get_worker_info() is not None:  # a persistent worker has a copy
             self._epoch = request.epoch
             set_epoch_of(self._dataset, request.epoch)
-        items, indices = self._items(request), [index for index, _ in request.rows]
+        items = self._items(request)
+        indices = [index for index, _ in request.rows]
         with _naming("putting together rows", indices):
             if self._collate is default_collate:  # it draws nothing
                 return default_collate(items)
@@ -160,7 +162,8 @@ class SplitOverWorkers(IterableDataset[Any]):
         if info is None:
             yield from self.dataset
             return
-        worker, workers = info.id, info.num_workers
+        worker = info.id
+        workers = info.num_workers
         was_read = _watched(info)
         object.__setattr__(info, "dataset", self.dataset)  # the user's, as PyTorch documents it
         for number, row in enumerate(self.dataset):

@@ -56,32 +56,39 @@ def open_source(
     if not yields_batches(inputs):
         return _open_arrays(inputs, targets, weights, is_divided=trains and bool(config.sharded_data))
     name = type(inputs).__name__
-    if callable(getattr(inputs, "toarray", None)):  # SciPy's sparse matrices, which NumPy takes for single objects
-        raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
-    validate = "To validate, give validation_data=(X_val, y_val)."
-    for what, given in (("y", targets), ("sample_weight", weights)):
-        if given is not None:
-            raise ConfigError(
-                f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight). {validate}"
-            )
+    _check_alone(inputs, targets, weights)
     if isinstance(inputs, DataLoader):
         return _open_loader(inputs, config, number, world)
-    numbered = isinstance(inputs, (Dataset, _Numbered)) and not isinstance(inputs, (IterableDataset, Iterator))
-    if isinstance(inputs, IterableDataset) or (numbered and config.sharded_data):
-        shuffle = trains and config.shuffle if numbered else None
-        loader = DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle)
-        return _stream_of(loader, name, config, number, world)
-    if numbered:
-        tensors = _tensors(inputs)
-        return DatasetSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
+    if isinstance(inputs, IterableDataset):
+        return _stream_of(DataLoader(inputs, batch_size=config.batch_size), name, config, number, world)
     if isinstance(inputs, Iterator):
         return StreamSource(lambda: inputs, name, config, number, world, once=True)
+    has_numbers = isinstance(inputs, (Dataset, _Numbered))
+    if has_numbers and config.sharded_data:
+        loader = DataLoader(inputs, batch_size=config.batch_size, shuffle=trains and config.shuffle)
+        return _stream_of(loader, name, config, number, world)
+    if has_numbers:
+        tensors = _tensors(inputs)
+        return DatasetSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
     name = getattr(inputs, "__name__", name)
     return StreamSource(_iterator_of(inputs), name, config, number, world, once=False, parts=[inputs])
 
 
+def _check_alone(inputs: Any, targets: Any, weights: Any) -> None:
+    """Raise ConfigError if targets or weights are given apart from data that include them."""
+    name = type(inputs).__name__
+    if callable(getattr(inputs, "toarray", None)):  # SciPy's sparse matrices, which NumPy takes for single objects
+        raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
+    for what, given in (("y", targets), ("sample_weight", weights)):
+        if given is not None:
+            raise ConfigError(
+                f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight). To validate, give "
+                "validation_data=(X_val, y_val)."
+            )
+
+
 def _open_arrays(inputs: Any, targets: Any, weights: Any, *, is_divided: bool) -> ArraySource:
-    """Return arrays as rows; `is_divided`: a fit is told that each rank has data of its own."""
+    """Return arrays as rows; `is_divided`: the fit has sharded_data=True."""
     if targets is None and _are_pairs(inputs):
         raise ConfigError(
             "X is a list of (x, y) pairs, one per row: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
@@ -109,14 +116,16 @@ def _refuse_several(inputs: Any) -> None:
 
 def _are_pairs(inputs: Any) -> bool:
     """Return whether a list holds an array and a number for each row."""
-    first = inputs[0] if isinstance(inputs, list) and inputs else None
+    if not isinstance(inputs, list) or not inputs:
+        return False
+    first = inputs[0]
     if not isinstance(first, tuple) or len(first) != 2:
         return False
     return isinstance(first[0], (Tensor, np.ndarray)) and np.ndim(first[1]) == 0
 
 
 def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
-    """Return what makes an iterator of batches, for an iterable or a function that returns one."""
+    """Return a function that makes an iterator of batches, from an iterable or a function that returns one."""
     if isinstance(given, Iterable):
         return lambda: iter(given)
 
@@ -137,12 +146,15 @@ def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, num
     own_way = type(loader).__iter__ is not DataLoader.__iter__
     if not has_numbers or own_way or config.sharded_data:
         return _stream_of(copy.copy(loader), type(loader).__name__, config, number, world)
-    tensors, batches = _tensors(loader.dataset), loader.batch_sampler
+    tensors = _tensors(loader.dataset)
+    batches = loader.batch_sampler
     if tensors is not None and loader.collate_fn is default_collate and type(batches) is BatchSampler:
         order = order_of(loader, len(tensors[0]), config.seed)
-        if isinstance(order, SeededOrder) and not batches.drop_last:  # to load each row by itself would only cost time
+        # Rows in memory: to load each by itself would only cost time.
+        if isinstance(order, SeededOrder) and not batches.drop_last:
             source = ArraySource(*tensors)
-            source.batch_size, source.shuffle = batches.batch_size, order.shuffle
+            source.batch_size = batches.batch_size
+            source.shuffle = order.shuffle
             return source
     return DatasetSource(loader.dataset, loader, config)
 
@@ -151,11 +163,13 @@ def _stream_of(
     loader: DataLoader[Any], name: str, config: DistributedTrainingConfig, number: int, world: World
 ) -> StreamSource:
     """Return the batches of a loader that no one else iterates."""
-    # With persistent workers there is one, which the user's own loader, or another source, may be using.
+    # A loader with persistent workers keeps its iterator, which the user's own loader, or another source, may be using.
     torch_compat.forget_iterator(loader)
     dataset = loader.dataset
-    if splits := needs_split(loader):
+    note = ""
+    if needs_split(loader):
         vars(loader)["dataset"] = SplitOverWorkers(dataset)  # the copy's: PyTorch refuses to set it
+        note = f", each row by one of {loader.num_workers} workers"
     batches: Any = loader.batch_sampler
     parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
     return StreamSource(
@@ -167,7 +181,7 @@ def _stream_of(
         once=False,
         parts=parts,
         batch_size=loader.batch_size,
-        note=f", each row by one of {loader.num_workers} workers" if splits else "",
+        note=note,
     )
 
 

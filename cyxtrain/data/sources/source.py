@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
+from torch import Tensor
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, BatchShare
@@ -75,7 +76,9 @@ class Source(ABC):
 
     def first(self, rows: int) -> Rows:
         """Return copies of up to so many rows to try a model on; the same on all ranks with the same data."""
-        return self.example.mapped(lambda tensor: (tensor if self.no_rows else tensor[:rows]).clone())
+        if self.no_rows:
+            return self.example.mapped(Tensor.clone)
+        return self.example.mapped(lambda tensor: tensor[:rows].clone())
 
     @abstractmethod
     def facts(self, name: str) -> dict[str, Any]:
@@ -109,10 +112,11 @@ class Source(ABC):
         return source
 
     def checked(self, rows: Rows) -> Rows:
-        """Return a batch, weighted by class; raise ConfigError if its parts are not those of the first."""
-        found = rows if self._weigh is None else self._weigh(rows)
-        check_parts(found, self.example)
-        return found
+        """Return a batch, weighted by class; raise ConfigError if it has other parts than the first batch."""
+        if self._weigh is not None:
+            rows = self._weigh(rows)
+        check_parts(rows, self.example)
+        return rows
 
     @abstractmethod
     def feed(self, config: DistributedTrainingConfig, world: World) -> Feed:

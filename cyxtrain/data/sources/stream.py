@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class Pass:
     def __init__(
         self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
     ) -> None:
-        self.number, self._seed = number, seed
+        self.number = number
+        self._seed = seed
         self.num_read = 0  # batches with rows
         self.is_numpy = False
         self.left_out: list[str] = []
@@ -53,6 +54,7 @@ class Pass:
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
             self._batches = make()
+            # What the data draw next continues from here, whatever training draws meanwhile.
             self._states = GeneratorStates(others=self._others)
 
     def seed(self, rank: int) -> None:
@@ -62,36 +64,43 @@ class Pass:
             self._states = GeneratorStates(others=self._others)
 
     def peek(self) -> Rows | None:
-        """Return the first batch, which stays the next one; None: there is none."""
+        """Return the first batch, which stays the next one; None if there are no batches."""
         self._peeked = self.read()
         if self._peeked is not None:
             self.num_read -= 1
         return self._peeked
 
     def read(self, own: Callable[[Tensor], Tensor] = torch.clone) -> Rows | None:
-        """Return a copy of the next batch, made by `own`; None: there is none left."""
+        """Return a copy of the next batch, made by `own`; None after the last one."""
         if self._peeked is not None:
+            rows = self._peeked
+            self._peeked = None
             self.num_read += 1
-            rows, self._peeked = self._peeked, None
             return rows
         with generators_kept(others=self._others):
             self._states.restore()
             try:
-                for given in self._batches:
-                    rows = as_batch(given)
-                    if num_rows(rows.inputs):
-                        if not self.num_read:
-                            self.left_out, self.target_name = left_out(given), target_name(given)
-                        self.num_read += 1
-                        self.is_numpy = not holds_tensors(given)
-                        return rows.mapped(own)  # the data may give the same memory again, and a model may change it
-                return None
+                return self._read(own)
             except loader_workers.DEATHS as error:
                 if loader_workers.may_end():
                     raise DataInterruptedError from error
                 raise
             finally:
                 self._states = GeneratorStates(others=self._others)
+
+    def _read(self, own: Callable[[Tensor], Tensor]) -> Rows | None:
+        for given in self._batches:
+            rows = as_batch(given)
+            if not num_rows(rows.inputs):
+                continue
+            if not self.num_read:
+                self.left_out = left_out(given)
+                self.target_name = target_name(given)
+            self.num_read += 1
+            self.is_numpy = not holds_tensors(given)
+            # A copy: the data may give the same memory again, and a model may change it.
+            return rows.mapped(own)
+        return None
 
 
 class StreamSource(Source):
@@ -121,7 +130,8 @@ class StreamSource(Source):
         self._note = note
         self._begun: Pass | None = self._new_pass(number)
         self._first = self._begun.peek()
-        self.is_numpy, self.left_out = self._begun.is_numpy, self._begun.left_out
+        self.is_numpy = self._begun.is_numpy
+        self.left_out = self._begun.left_out
         self.target_name = self._begun.target_name
 
     def _new_pass(self, number: int) -> Pass:
@@ -135,9 +145,9 @@ class StreamSource(Source):
     def explain(self, world: World) -> str:
         if world.size == 1:
             return self._note
-        return self._note + (
-            ", the same on all ranks and divided among them" if self.is_shared else ", each rank's own"
-        )
+        if self.is_shared:
+            return f"{self._note}, the same on all ranks and divided among them"
+        return f"{self._note}, each rank's own"
 
     @override
     def summary(self) -> dict[str, Any]:
@@ -151,37 +161,54 @@ class StreamSource(Source):
 
     @override
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
-        forms = {rank: summary["form"] for rank, summary in enumerate(summaries) if summary["form"] is not None}
-        if not forms:
-            raise ConfigError(f"the {self._what} gives no batch: there is nothing to do.")
-        known, form = next(iter(forms.items()))
-        self.target_name = summaries[known]["y"]
-        for other, others in forms.items():
-            if dtypes_of(others) != dtypes_of(form):
-                raise ConfigError(
-                    f"rank {other} differs from rank {known} in the first batch of its {self._what}: "
-                    f"{dtypes_of(others)} on rank {other}, {dtypes_of(form)} on rank {known}. They must have the "
-                    "same parts, of the same types.",
-                    rank=other,
-                )
+        first = self._first_with_batch(summaries)
+        self.target_name = first["y"]
         is_same = all(summary["hash"] == summaries[0]["hash"] for summary in summaries)
         self.is_shared = is_same if sharded is None else not sharded
-        if sharded is None and not self.is_shared and rank == 0:
-            warn(
-                f"the first batch of the {self._what} differs between ranks, so each rank trains on all of its own. "
-                "Set sharded_data=True if that is right; if all ranks have the same rows, give them in the same order, "
-                "drawn from the generators of torch, NumPy or Python."
-            )
-        if not self.is_shared and self._seeded_as != rank:
-            self._seeded_as = rank
-            if self._begun is not None and self.reads_once:
-                self._begun.seed(rank)
-            elif self._begun is not None:
-                self._begun = self._new_pass(self._begun.number)
-        self.example = Rows(*map(example_of, form)) if self._first is None else self._first
+        if not self.is_shared:
+            if sharded is None and rank == 0:
+                self._warn_of_own_batches()
+            self._seed_as(rank)
+        self.example = self._first or Rows(*map(example_of, first["form"]))
         self.batch_size = self.batch_size or max(summary["rows"] for summary in summaries)
         self.is_numpy = any(summary["numpy"] for summary in summaries)
         super().reconcile(summaries, rank, sharded=sharded)
+
+    def _first_with_batch(self, summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the first rank's summary that has a batch; raise ConfigError unless all batches are alike."""
+        ranks = [rank for rank, summary in enumerate(summaries) if summary["form"] is not None]
+        if not ranks:
+            raise ConfigError(f"the {self._what} gives no batch: there is nothing to do.")
+        first = ranks[0]
+        expected = dtypes_of(summaries[first]["form"])
+        for rank in ranks:
+            found = dtypes_of(summaries[rank]["form"])
+            if found != expected:
+                raise ConfigError(
+                    f"rank {rank} differs from rank {first} in the first batch of its {self._what}: {found} on rank "
+                    f"{rank}, {expected} on rank {first}. They must have the same parts, of the same types.",
+                    rank=rank,
+                )
+        return summaries[first]
+
+    def _warn_of_own_batches(self) -> None:
+        warn(
+            f"the first batch of the {self._what} differs between ranks, so each rank trains on all of its own. "
+            "Set sharded_data=True if that is right; if all ranks have the same rows, give them in the same order, "
+            "drawn from the generators of torch, NumPy or Python."
+        )
+
+    def _seed_as(self, rank: int) -> None:
+        """Give the data random numbers of a rank's own; what can be read again restarts with them."""
+        if self._seeded_as == rank:
+            return
+        self._seeded_as = rank
+        if self._begun is None:
+            return
+        if self.reads_once:
+            self._begun.seed(rank)
+        else:
+            self._begun = self._new_pass(self._begun.number)
 
     @override
     def facts(self, name: str) -> dict[str, Any]:
@@ -197,11 +224,8 @@ class StreamSource(Source):
         copier = make_copier(placement)
 
         def own() -> Iterator[tuple[int, Rows]]:
-            batches, limit = self.begin_pass(0), self._limit
-            if limit is not None and not self.is_shared:
-                owned = share.slices.owned
-                limit = len(range(owned.start, limit, share.slices.count))
-            for number in itertools.count() if limit is None else range(limit):
+            batches = self.begin_pass(0)
+            for number in self._numbers(share):
                 rows = batches.read(copier.clone)
                 if rows is None:
                     return
@@ -210,13 +234,24 @@ class StreamSource(Source):
 
         return on_device(own(), copier, prefetches=not self.reads_once)
 
+    def _numbers(self, share: BatchShare) -> Iterable[int]:
+        """Return the numbers of the batches that an evaluation reads on this rank: all, or up to a limit."""
+        if self._limit is None:
+            return itertools.count()
+        if self.is_shared:
+            return range(self._limit)
+        # The limit is over all ranks, each of which reads its own batches.
+        owned = range(share.slices.owned.start, self._limit, share.slices.count)
+        return range(len(owned))
+
     @override
     def num_batches(self, batch_size: int) -> int | None:
         return None
 
     def begin_pass(self, number: int) -> Pass:
         """Return a pass from its beginning; raise ConfigError if the data were read and can be read only once."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is not None and (begun.number == number or self.reads_once):
             return begun
         if self.reads_once:
@@ -276,11 +311,13 @@ class StreamFeed(Feed):
     @property
     @override
     def position(self) -> tuple[int, int, int]:
-        return (*self._next, 0 if self._source.is_shared else _OWN)
+        own = 0 if self._source.is_shared else _OWN
+        return (*self._next, own)
 
     @override
     def seconds_communicated(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     @override
@@ -304,9 +341,11 @@ class StreamFeed(Feed):
         while end is None or share.number < end:
             if self._has_rows(share):
                 following = StreamShare(share.number + 1, read, copier)
-                share.next = None if self._source.reads_once or following.number == end else following
+                if not self._source.reads_once and following.number != end:
+                    share.next = following
                 yield share
-                share.next, share = None, following
+                share.next = None  # a share that is kept must not keep all that follow
+                share = following
             elif self._restarts(place.epoch, share.number):
                 share = StreamShare(share.number, read, copier)
             else:
@@ -328,8 +367,10 @@ class StreamFeed(Feed):
 
     def _restarts(self, epoch: int, steps: int) -> bool:
         """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""
-        was_empty, self._is_empty = self._is_empty, True
-        self._pass, self._next = None, (self._next[0] + 1, 0)
+        was_empty = self._is_empty
+        self._is_empty = True
+        self._pass = None
+        self._next = (self._next[0] + 1, 0)
         if self._ends_once or (self._source.reads_once and not steps):
             self.is_over = True
             if self._world.is_first:
@@ -342,24 +383,30 @@ class StreamFeed(Feed):
 
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
         """Return this rank's batches of the next step, and how many batches were read for it."""
-        batches, is_shared = self._current_pass(), self._source.is_shared
+        batches = self._current_pass()
+        is_shared = self._source.is_shared
         count = self._batches_per_step if is_shared else self.micro_batches
         try:
             found = [batches.read(copier.clone) for _ in range(count)]
         except DataInterruptedError:
             return [], _INTERRUPTED
-        num_read = sum(rows is not None for rows in found) if is_shared else len(found)
-        own = found[self._world.rank :: self._world.size] if is_shared else found
-        return [self._source.checked(rows) for rows in own if rows is not None], num_read
+        # A rank that has read the last of its own batches counts on, so that the position is the same on all ranks.
+        num_read = count
+        if is_shared:
+            num_read = sum(rows is not None for rows in found)
+            found = found[self._world.rank :: self._world.size]
+        return [self._source.checked(rows) for rows in found if rows is not None], num_read
 
     def _current_pass(self) -> Pass:
         """Return the running pass; when a fit resumes, after the batches that it has read before."""
-        if self._pass is None:
-            self._pass = self._source.begin_pass(self._next[0])
-            for _ in range(self._next[1]):
-                if self._pass.read() is None and self._source.is_shared:
-                    raise ConfigError(
-                        f"X has given {self._pass.num_read:,} batches, and the checkpoint was made after "
-                        f"{self._next[1]:,}: the data differ from those of the checkpoint."
-                    )
+        if self._pass is not None:
+            return self._pass
+        number, num_read = self._next
+        self._pass = self._source.begin_pass(number)
+        for _ in range(num_read):
+            if self._pass.read() is None and self._source.is_shared:
+                raise ConfigError(
+                    f"X has given {self._pass.num_read:,} batches, and the checkpoint was made after {num_read:,}: the "
+                    "data have changed since."
+                )
         return self._pass

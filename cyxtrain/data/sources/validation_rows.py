@@ -33,15 +33,7 @@ def validation_rows(num_rows: int, fraction: float) -> int:
 
 def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
     """Return whether each row validates: `count` rows, with the same share of each class, up to rounding."""
-    classes = targets.cpu().numpy() if isinstance(targets, Tensor) and targets.numel() == len(targets) else None
-    if classes is None or not np.array_equal(classes, classes.astype(np.int64)):
-        what = (
-            f"{targets.dtype} of shape {list(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
-        )
-        raise ConfigError(
-            f"validation_stratify=True holds out the same share of each class, and y is {what}: give one class number "
-            "per row, or leave validation_stratify out."
-        )
+    classes = _class_numbers(targets)
     names, numbers, sizes = np.unique(classes, return_inverse=True, return_counts=True)
     single = [str(name) for name in names[sizes < 2]]
     if single:
@@ -50,20 +42,39 @@ def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
             "the classes out, or validation_stratify."
         )
     # The largest remainders are rounded up, so that `count` rows are held out in all.
-    most, remainders = np.divmod(sizes * count, len(classes))
-    left = count - int(most.sum())
-    most[np.argsort(-remainders, kind="stable")[:left]] += 1
+    held_out, remainders = np.divmod(sizes * count, len(classes))
+    left = count - int(held_out.sum())
+    held_out[np.argsort(-remainders, kind="stable")[:left]] += 1
+    held_out = np.minimum(held_out, sizes - 1)  # one row of each class stays to train on
     order = global_order(len(classes), True, seed, 0)
     drawn = order[np.argsort(numbers.reshape(-1)[order], kind="stable")]  # by class, in the seed's order
-    place = np.arange(len(drawn)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    first_of_class = np.cumsum(sizes) - sizes
+    place_in_class = np.arange(len(drawn)) - np.repeat(first_of_class, sizes)
     chosen = np.zeros(len(classes), dtype=bool)
-    chosen[drawn[place < np.repeat(np.minimum(most, sizes - 1), sizes)]] = True
+    chosen[drawn[place_in_class < np.repeat(held_out, sizes)]] = True
     return chosen
+
+
+def _class_numbers(targets: Any) -> np.ndarray[Any, Any]:
+    """Return the class of each row; raise ConfigError if targets are not classes."""
+    what = type(targets).__name__
+    if isinstance(targets, Tensor):
+        what = f"{targets.dtype} of shape {list(targets.shape)}"
+        if targets.numel() == len(targets):
+            classes = targets.cpu().numpy()
+            if np.array_equal(classes, classes.astype(np.int64)):
+                return classes
+    raise ConfigError(
+        f"validation_stratify=True holds out the same share of each class, and y is {what}: give one class number "
+        "per row, or leave validation_stratify out."
+    )
 
 
 def grouped_rows(groups: Any, num_rows: int, count: int, seed: int) -> _Chosen:
     """Return whether each row validates: whole groups, of at most `count` rows, or the smallest group."""
-    found = groups.cpu().numpy() if isinstance(groups, Tensor) else np.asarray(groups)
+    if isinstance(groups, Tensor):
+        groups = groups.cpu()
+    found = np.asarray(groups)
     if found.shape != (num_rows,):
         raise ConfigError(
             f"validation_groups has the shape {list(found.shape)}, and X has {counted(num_rows, 'row')}: give one "
@@ -76,11 +87,10 @@ def grouped_rows(groups: Any, num_rows: int, count: int, seed: int) -> _Chosen:
             "validation_groups has 1 group, and a group is never split: give at least two, or leave it out."
         )
     sizes = np.bincount(numbers)
-    order, held_out, rows = global_order(len(sizes), True, seed, 0), [int(sizes.argmin())], 0
-    if sizes.min() <= count:
-        held_out = []
-        for group in order.tolist():
-            if rows + sizes[group] <= count:
-                held_out.append(group)
-                rows += sizes[group]
-    return np.isin(numbers, held_out)
+    held_out: list[int] = []
+    rows = 0
+    for group in global_order(len(sizes), True, seed, 0).tolist():
+        if rows + sizes[group] <= count:
+            held_out.append(group)
+            rows += sizes[group]
+    return np.isin(numbers, held_out or [int(sizes.argmin())])
