@@ -26,7 +26,9 @@ class MLP(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [nn.Flatten()]
         for width in hidden:
-            layers += [nn.Linear(inputs, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+            layers += [nn.Linear(inputs, width), nn.ReLU()]
+            if dropout:
+                layers.append(nn.Dropout(dropout))
             inputs = width
         self.layers = nn.Sequential(*layers, nn.Linear(inputs, outputs))
 
@@ -53,13 +55,12 @@ class CNN(nn.Module):
         if height < halved or width < halved:
             raise ValueError(f"images of {height} x {width} cannot be halved {len(channels)} times")
         layers: list[nn.Module] = []
-        for wide in channels:
-            layers += [nn.Conv2d(depth, wide, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-            depth = wide
+        for out_channels in channels:
+            layers += [nn.Conv2d(depth, out_channels, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            depth = out_channels
         self.image = tuple(image)
-        self.layers = nn.Sequential(
-            *layers, nn.Flatten(), nn.Linear(depth * (height // halved) * (width // halved), outputs)
-        )
+        features = depth * (height // halved) * (width // halved)
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, outputs))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (n, outputs) for images (n, channels, height, width), or flat rows of them."""
@@ -83,7 +84,8 @@ class VAE(nn.Module):
 
     def __init__(self, inputs: int, latent: int = 8, hidden: int = 128, divergence_weight: float = 1.0) -> None:
         super().__init__()
-        self.latent, self.divergence_weight = latent, divergence_weight
+        self.latent = latent
+        self.divergence_weight = divergence_weight
         self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 2 * latent))
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, inputs))
 

@@ -39,17 +39,19 @@ class ModelMaker:
         Raises:
             ConfigError: A setting is unknown, with the nearest one, missing or invalid.
         """
-        owner, whole = f"the model '{self.name}'", {} if config is None else config
-        if not isinstance(whole, Mapping):
-            raise ConfigError(f"{owner} takes a Config or settings by name, got {whole!r}.")
+        owner = f"the model '{self.name}'"
+        if config is None:
+            config = {}
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{owner} takes a Config or settings by name, got {config!r}.")
         if self._takes_config():
-            given, first = settings, [whole]
+            model = make(owner, self.make, settings, config)
         else:
-            section = whole.get("model", whole)
+            section = config.get("model", config)
             if not isinstance(section, Mapping):
                 raise ConfigError(f"the section 'model' must have settings by name, got {section!r}.")
-            given, first = {**{key: value for key, value in section.items() if key != "name"}, **settings}, []
-        model = make(owner, self.make, given, *first)
+            given = {key: value for key, value in section.items() if key != "name"}
+            model = make(owner, self.make, {**given, **settings})
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{owner} must be a torch.nn.Module, but {self.make!r} returned {type(model).__name__}.")
         return model

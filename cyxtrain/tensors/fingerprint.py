@@ -29,10 +29,11 @@ def fingerprint(tensor: Tensor) -> int:
     """Return a hash of a tensor's contents, 63 bits; equal for equal tensors on any device."""
     if tensor.is_cpu and is_plain(tensor) and tensor.is_contiguous() and not tensor.is_complex():  # in each step
         return xxhash.xxh3_64_intdigest(memory_of(tensor)) >> 1
-    parts, text = parts_of(tensor), ""
+    parts = parts_of(tensor)
+    label = ""
     if parts is None:
-        parts, text = _content_of(tensor.detach())
-    digest = xxhash.xxh3_64(text.encode())
+        parts, label = _content_of(tensor.detach())
+    digest = xxhash.xxh3_64(label.encode())
     for part in parts:
         if not is_plain(part):
             digest.update(fingerprint(part).to_bytes(8, "little"))
@@ -43,18 +44,19 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def _content_of(tensor: Tensor) -> tuple[list[Tensor], str]:
-    """Return the tensors and the text that identify a tensor without parts."""
+    """Return the tensors and the label that identify a tensor without parts."""
     if tensor.is_quantized:
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return [tensor.int_repr()], f"{tensor.dtype} {tensor.q_scale()} {tensor.q_zero_point()}"
-        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        return [tensor.int_repr(), scales, zeros], str(tensor.dtype)
+        return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()], str(tensor.dtype)
     if is_wrapper(tensor):
         inner: Any = tensor
         return [getattr(inner, name) for name in inner.__tensor_flatten__()[0]], ""
     if tensor.is_nested:
         return list(tensor.unbind()), ""
-    return [] if tensor.is_meta else [tensor.to_dense()], ""
+    if tensor.is_meta:
+        return [], ""
+    return [tensor.to_dense()], ""
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
@@ -65,26 +67,32 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     far = [tensor for tensor in tensors if not tensor.is_cpu and is_plain(tensor)]
     if len({tensor.device for tensor in far}) != 1:
         return [fingerprint(tensor) for tensor in tensors]
-    by_id = dict(zip(map(id, far), _hashes_on_device(far), strict=True))
-    return [by_id[id(tensor)] if id(tensor) in by_id else fingerprint(tensor) for tensor in tensors]
+    hashes = dict(zip(map(id, far), _hashes_on_device(far), strict=True))
+    for tensor in tensors:
+        if id(tensor) not in hashes:
+            hashes[id(tensor)] = fingerprint(tensor)
+    return [hashes[id(tensor)] for tensor in tensors]
 
 
 def _hashes_on_device(tensors: Sequence[Tensor]) -> list[int]:
-    flat = [_integers(tensor).split(_PIECE) for tensor in tensors]
+    pieces_of_each = [_integers(tensor).split(_PIECE) for tensor in tensors]
     # Small pieces are summed together: each alone would take as long as a kernel starts.
-    sums = [_sums(batch) for batch in batches(itertools.chain(*flat), _PIECE, Tensor.numel)]
-    found = iter(HostCopy(torch.cat(sums)).read().tolist() if sums else ())
-    return [_joined([next(found) for _ in pieces]) for pieces in flat]
+    sums = [_sums(batch) for batch in batches(itertools.chain(*pieces_of_each), _PIECE, Tensor.numel)]
+    found = iter(HostCopy(torch.cat(sums)).read().tolist())
+    return [_joined([next(found) for _ in pieces]) for pieces in pieces_of_each]
 
 
 def _joined(sums: Sequence[int]) -> int:
-    return sum(each * pow(_ODD, number, 2**64) for number, each in enumerate(sums)) % 2**64 >> 1
+    """Return the hash of a tensor from the sums of its pieces, which depends on their order."""
+    weighted = (each * pow(_ODD, number, 2**64) for number, each in enumerate(sums))
+    return sum(weighted) % 2**64 >> 1
 
 
 def _integers(tensor: Tensor) -> Tensor:
     """Return the bits of each element, in one dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
@@ -97,15 +105,17 @@ def batches(tensors: Iterable[Tensor], limit: int, size_of: Callable[[Tensor], i
         size += size_of(tensor)
         if size >= limit:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
 def _sums(batch: Sequence[Tensor]) -> Tensor:
     """Return the weighted sum of each piece, on the device."""
-    device, sizes = batch[0].device, [piece.numel() for piece in batch]
+    device = batch[0].device
     weights = _weights(device)
+    sizes = [piece.numel() for piece in batch]
     if len(batch) == 1:
         return (batch[0] * weights[: sizes[0]]).sum().reshape(1)
     products = torch.cat(list(batch)) * torch.cat([weights[:size] for size in sizes])

@@ -21,17 +21,17 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is a subclass that wraps other tensors without own memory."""
+    """Return whether a tensor is of a subclass that wraps other tensors and has no memory of its own."""
     return getattr(type(tensor), "__tensor_flatten__", None) is not None
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor is without overlaps and gaps in memory: anything can be written to it."""
+    """Return whether a tensor has no overlaps and gaps in memory: anything can be written to it."""
     return is_plain(tensor) and (tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor)))
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Return the kind of a tensor in a word, for messages."""
+    """Return the kind of a tensor, for messages."""
     if tensor.is_quantized:
         return "quantised"
     if tensor.is_nested:
