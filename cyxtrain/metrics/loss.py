@@ -58,10 +58,11 @@ class Loss:
 
     def __init__(self, loss_fn: Any, used: Loss | None = None) -> None:
         self.used = used
-        loss_fn, given = loss_fn if isinstance(loss_fn, WeightedLosses) else (loss_fn, {})
-        several = loss_fn if isinstance(loss_fn, Mapping) else {}
+        factors: Any = {}
+        if isinstance(loss_fn, WeightedLosses):
+            loss_fn, factors = loss_fn
         # Both by output name; outputs: those with a loss, and with the cross-entropy, further ones that have metrics.
-        self.by_output = {str(name): Loss(each) for name, each in several.items() if each is not None}
+        self.by_output = _losses_by_output(loss_fn)
         self.outputs: dict[str, Loss] = {**self.by_output} if used is None else used.outputs
         self.weightings: dict[str, Weighting] = {}  # of each of several losses, by name in the history
         self.shown: tuple[str, ...] = ()  # further numbers in the history: several losses, other scalars of the model
@@ -69,39 +70,47 @@ class Loss:
         self.uses_num_items = False  # whether the model's loss is the sum of its terms, divided by that number
         self.weight_per_row = 1.0  # about, if the data decide it; of any rank
         self.gathers: list[GatherCall] = []  # of `all_gather_with_grad`, by model and loss in each batch
-        self._factors = _checked_factors(loss_fn, given)
+        self._factors = _checked_factors(loss_fn, factors)
         self.factor = self._factors.get("loss", 1.0)  # the number in loss_weights if there is one loss_fn
         self._gives_pairs: bool | None = None
         self.function: Any = loss_fn if self.by_output else loss_function(loss_fn)
-        self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
-        if not self.by_output and self.function is not None:
-            self.functions = [self.function]
-        if used is not None:
-            self.functions = used.functions
+        self.functions = self._all_functions()
         self.modules = [*self.named_modules("").values()]  # among these functions, or whose methods they are
         kind = type(self.function)
         self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
-        seen = self.function if used is None else used.function
+        seen = (used or self).function
         self.is_binary = isinstance(seen, _BINARY_LOSSES)  # targets are 0 or 1, one per output
-        self.threshold = 0.0 if isinstance(seen, nn.BCEWithLogitsLoss) else 0.5  # outputs above it predict 1
-        self.weighting = Weighting.SAMPLES
+        self.threshold = 0.5  # outputs above it predict 1
+        if isinstance(seen, nn.BCEWithLogitsLoss):
+            self.threshold = 0.0
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
-        self._summing: nn.Module | None = None
-        self._of_each: Any = None
+        self.weighting = Weighting.NOTHING if self._reduction == "sum" else Weighting.SAMPLES
+        self._summing: nn.Module | None = None  # the same function, which adds up its terms
+        self._of_each: Any = None  # the same function, which returns a loss per row; of rows with weights
         self.ignored: int | None = None  # the class number that does not count, if the data has it
         self.accuracy: Accuracy | None = None  # as the dry run found it; None if targets are not classes
-        if self._reduction == "sum":
-            self.weighting = Weighting.NOTHING
         self._name_parts()
 
+    def _all_functions(self) -> list[Any]:
+        """Return the user's loss functions: one, or one per output."""
+        if self.used is not None:
+            return self.used.functions
+        if self.by_output:
+            return [function for loss in self.by_output.values() for function in loss.functions]
+        return [] if self.function is None else [self.function]
+
     def named_modules(self, name: str) -> dict[str, nn.Module]:
-        """Return `modules` under a name; those of several losses as `name.output`."""
+        """Return `modules` under a name; of several losses as `name.output`."""
         if self.used is not None:
             return self.used.named_modules(name)
         if self.by_output:
-            found = (each.named_modules(f"{name}.{output}") for output, each in self.by_output.items())
-            return {name: module for each in found for name, module in each.items()}
-        owner = self.function.__self__ if isinstance(self.function, types.MethodType) else self.function
+            modules: dict[str, nn.Module] = {}
+            for output, each in self.by_output.items():
+                modules |= each.named_modules(f"{name}.{output}")
+            return modules
+        owner = self.function
+        if isinstance(owner, types.MethodType):
+            owner = owner.__self__
         return {name: owner} if isinstance(owner, nn.Module) else {}
 
     @property
@@ -120,16 +129,22 @@ class Loss:
     def describe(self) -> str:
         """Return a description that ranks compare."""
         if self.by_output:
-            words = [
+            losses = [
                 f"{self._factors.get(f'{name}_loss', 1.0):g} x {name}: {each.describe()}"
                 for name, each in self.by_output.items()
             ]
-            return "; ".join(words)
-        several = [f"{self._factors.get(name, 1.0):g} x {name}, {each.value}" for name, each in self.weightings.items()]
-        own = f"{self.factor:g} x " * (self.factor != 1) + type(self.function).__name__
-        several += [f"by the number of {self.items.name}"] if self.items is not None else []
-        several += [f"{len(self.gathers)} gathers of rows"] if self.gathers else []
-        return "; ".join([own, *several]) if several else f"{own}, {self.weighting.value}"
+            return "; ".join(losses)
+        own = type(self.function).__name__
+        if self.factor != 1:
+            own = f"{self.factor:g} x {own}"
+        details = [f"{self._factors.get(name, 1.0):g} x {name}, {each.value}" for name, each in self.weightings.items()]
+        if self.items is not None:
+            details.append(f"by the number of {self.items.name}")
+        if self.gathers:
+            details.append(f"{len(self.gathers)} gathers of rows")
+        if not details:
+            return f"{own}, {self.weighting.value}"
+        return "; ".join([own, *details])
 
     @property
     def has_weights(self) -> bool:
@@ -144,7 +159,9 @@ class Loss:
 
     def number_of(self, loss: BatchLoss) -> float:
         """Return a batch's loss as the history has it: a mean, 0 if nothing counts, or a sum."""
-        return float((loss.value if self.weighting is Weighting.NOTHING else loss.mean_or_zero).detach())
+        if self.weighting is Weighting.NOTHING:
+            return float(loss.value.detach())
+        return float(loss.mean_or_zero.detach())
 
     def without_rows(self) -> BatchLoss:
         """Return the loss of no rows."""
@@ -153,8 +170,10 @@ class Loss:
 
     def combined(self, means: Mapping[str, float]) -> float:
         """Return the sum of several losses; a NaN has counted nothing and adds nothing, unless all are NaN."""
-        found = [self._factors.get(name, 1.0) * means[name] for name in self.weightings if not math.isnan(means[name])]
-        return math.fsum(found) if found else math.nan
+        counted = [name for name in self.weightings if not math.isnan(means[name])]
+        if not counted:
+            return math.nan
+        return math.fsum(self._factors.get(name, 1.0) * means[name] for name in counted)
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Return targets in the dtype that the loss needs: class indices, or the model's floats."""
@@ -166,35 +185,45 @@ class Loss:
             return target.to(dtype)
         if target.is_complex() or self.by_output:
             return target  # each of several losses prepares its own
-        wants_floats = self.is_known and not isinstance(self.function, _CLASS_LOSSES)
-        return target.to(dtype if wants_floats else torch.int64)
+        if self.is_known and not isinstance(self.function, _CLASS_LOSSES):
+            return target.to(dtype)
+        return target.to(torch.int64)
 
     def inspect(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
         """Set the weighting by the targets, of the same kind on every rank.
 
         Unless these `are_all`, other rows may have a class number that does not count.
         """
-        function = self.function
         if self.used is not None:
             if self.used.function is not None:
                 self.used.inspect(targets, are_all=are_all, rows_have_weights=rows_have_weights)
             self.ignored = self.used.ignored
             return
-        for name, each in self.by_output.items():
-            own = parts_by_name(targets).get(name)
-            each.inspect(own, are_all=are_all, rows_have_weights=rows_have_weights)
-        self._name_parts()
-        if rows_have_weights and not self.by_output:
-            require(
-                function is not None,
-                "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
-                "weights to the model, as part of X.",
-            )
-            self._of_each = copy.copy(function) if self.is_known else function
-            if self.is_known:
-                self._of_each.reduction = "none"
-        if not self.by_output:
-            self.ignored = ignored_class(function, labels_in(targets), is_known=self.is_known, are_all=are_all)
+        if self.by_output:
+            parts = parts_by_name(targets)
+            for name, each in self.by_output.items():
+                each.inspect(parts.get(name), are_all=are_all, rows_have_weights=rows_have_weights)
+            self._name_parts()
+            return
+        if rows_have_weights:
+            self._weigh_rows()
+        self.ignored = ignored_class(self.function, labels_in(targets), is_known=self.is_known, are_all=are_all)
+        self._weigh_classes(targets)
+
+    def _weigh_rows(self) -> None:
+        require(
+            self.function is not None,
+            "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
+            "weights to the model, as part of X.",
+        )
+        self._of_each = self.function
+        if self.is_known:
+            self._of_each = copy.copy(self.function)
+            self._of_each.reduction = "none"
+
+    def _weigh_classes(self, targets: Tree | None) -> None:
+        """Set the weighting by classes, if they have weights or one does not count."""
+        function = self.function
         if self._reduction != "mean" or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
             return
         if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex():
@@ -215,31 +244,33 @@ class Loss:
             found = self._own(output, batch)
         else:
             found = self._of_function(output, batch, is_first=True)
-        weight_per_row = float(found.weight) / (batch.rows or 1)
-        self.weight_per_row = weight_per_row if 0 < weight_per_row < math.inf else 1.0
+        self.weight_per_row = float(found.weight) / (batch.rows or 1)
+        if not 0 < self.weight_per_row < math.inf:
+            self.weight_per_row = 1.0
         return found
 
     def _inspect_result(self, result: Any, rows: int) -> None:
         """Set the weighting by what the user's function returned for some rows."""
         if self._of_each is not None and not self.is_known:
-            of_each = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == rows
-            if not of_each:
-                found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-                raise ConfigError(
-                    "sample_weight and class_weight weigh the loss of each row: loss_fn must return one per row, "
-                    f"shape ({rows},) for {rows} rows, not their mean; it returned {found}."
-                )
-        pair = isinstance(result, tuple) and len(result) == 2
-        total = result[0] if pair else result
-        if not isinstance(total, Tensor) or (pair and total.numel() != 1):
+            _check_one_per_row(result, rows)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if is_pair:
+            returned = result
+            is_loss = isinstance(result[0], Tensor) and result[0].numel() == 1
+        else:
+            returned = type(result).__name__
+            is_loss = isinstance(result, Tensor)
+        if not is_loss:
             raise ConfigError(
                 "loss_fn must return a tensor, the mean over samples, or (sum, weight) with one number each; it "
-                f"returned {result if pair else type(result).__name__}."
+                f"returned {returned}."
             )
-        if not self.is_known:
-            weighting_of(result)
-            self._gives_pairs = pair
-            self.weighting = Weighting.WEIGHTS if pair else self.weighting
+        if self.is_known:
+            return
+        weighting_of(result)  # refuses a weight that is not a count
+        self._gives_pairs = is_pair
+        if is_pair:
+            self.weighting = Weighting.WEIGHTS
 
     def _inspect_model_losses(self, output: Any) -> None:
         """Find the losses and other scalars that a model returns."""
@@ -267,7 +298,9 @@ class Loss:
 
     def use_num_items(self, rule: ItemRule) -> None:
         """Take the model's loss for the sum of its terms, divided by what a rule counts."""
-        self.items, self.uses_num_items, self.weighting = rule, True, Weighting.WEIGHTS
+        self.items = rule
+        self.uses_num_items = True
+        self.weighting = Weighting.WEIGHTS
 
     def _name_parts(self) -> None:
         if self.by_output:
@@ -275,7 +308,7 @@ class Loss:
             self.shown = tuple(self.weightings)
 
     def check_shapes(self, output: Any, target: Tree | None, column: str = "y.reshape(-1, 1)") -> None:
-        """Refuse shapes that PyTorch would broadcast into a table of every row against every other."""
+        """Refuse shapes that PyTorch would broadcast into a table of every sample against every other."""
         for name, each in self.by_output.items():
             with naming_output(name):
                 each.check_shapes(*self.of_output(name, output, target), column)
@@ -283,22 +316,17 @@ class Loss:
             return
         if output.shape == target.shape or output.numel() == target.numel() == 1:  # one row, whatever its shape
             return
-        if self.is_known and isinstance(self.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
-            self._check_classes_first(output, target)
-        longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)
-        hazard = longer.dim() == shorter.dim() + 1 and longer.shape[-1] == 1 and longer.shape[:-1] == shorter.shape
-        if not isinstance(self.function, _ELEMENTWISE_LOSSES) and (self.is_known or not hazard):
+        self._check_classes_first(output, target)
+        remedy = _remedy_for_broadcast(output, target, column)
+        if not isinstance(self.function, _ELEMENTWISE_LOSSES) and (self.is_known or not remedy):
             return
-        remedy = "this loss needs one shape. Change the model's last layer, or y."
-        if hazard:
-            change = column + " as y, or return output.squeeze(-1) from the model"
-            if longer is target:
-                change = "numpy.asarray(y).reshape(-1) as y, or return output.unsqueeze(-1) from the model"
-            remedy = f"the loss would compare every row with every other. Give {change}."
+        remedy = remedy or "this loss needs one shape. Change the model's last layer, or y."
         raise ConfigError(f"the model's output has shape {_shape(output)} and y has {_shape(target)}: {remedy}")
 
     def _check_classes_first(self, output: Tensor, target: Tensor) -> None:
         """Refuse scores of tokens or pixels with the classes in the last dimension."""
+        if not self.is_known or not isinstance(self.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+            return
         if output.dim() < 3 or output.shape[:-1] != target.shape or output.shape[2:] == target.shape[1:]:
             return
         remedy = "transpose(1, 2)" if output.dim() == 3 else "movedim(-1, 1)"
@@ -316,7 +344,8 @@ class Loss:
         return self._of_function(output, batch)
 
     def _of_function(self, output: Any, batch: Batch, *, is_first: bool = False) -> BatchLoss:
-        target, rows = batch.targets, batch.rows
+        target = batch.targets
+        rows = batch.rows
         if batch.weights is not None:
             found = self._weighted(output, target, batch.weights)
         elif self._summing is not None and self.weighting is Weighting.WEIGHTS:
@@ -343,18 +372,22 @@ class Loss:
         if not name:
             return output, target
         own = _part_of(output, name, "the model's output")
-        answer = target if isinstance(target, Tensor) else _part_of(target, name, "y")
-        if isinstance(answer, Tensor) and isinstance(own, Tensor) and own.is_floating_point():
-            answer = self.outputs[name].prepare_target(answer, own.dtype)
-        return own, answer
+        if not isinstance(target, Tensor):
+            target = _part_of(target, name, "y")
+        if isinstance(target, Tensor) and isinstance(own, Tensor) and own.is_floating_point():
+            target = self.outputs[name].prepare_target(target, own.dtype)
+        return own, target
 
     def _of_several(self, output: Any, batch: Batch, *, is_first: bool = False) -> BatchLoss:
         parts = {}
         for name, each in self.by_output.items():
             own, target = self.of_output(name, output, batch.targets)
-            with naming_output(name) if is_first else contextlib.nullcontext():
-                compute = each.first if is_first else each
-                parts[f"{name}_loss"] = compute(own, replace(batch, targets=target))
+            own_batch = replace(batch, targets=target)
+            if is_first:
+                with naming_output(name):
+                    parts[f"{name}_loss"] = each.first(own, own_batch)
+            else:
+                parts[f"{name}_loss"] = each(own, own_batch)
         if is_first:
             self._name_parts()
         return self._sum_of_losses(parts, batch.rows)
@@ -363,35 +396,40 @@ class Loss:
         """Return the loss and the other scalars that a model computed."""
         rows = batch.rows
         own, scalars = loss_in_output(output)
+        if own is None and not self.weightings:  # the first result
+            self._inspect_model_losses(output)
+        parts = {name: batch_loss_of(value, rows) for name, value in scalars.items()}
         # Zeros for a number that this batch does not have; one that the dry run did not have is in `parts` alone.
-        parts = dict(self.without_rows().parts) if any(name not in scalars for name in self.shown) else {}
-        parts |= {name: batch_loss_of(value, rows) for name, value in scalars.items()}
+        if any(name not in scalars for name in self.shown):
+            parts = {**self.without_rows().parts, **parts}
         if own is None:
-            missing = [name for name in (self.weightings or scalars) if name not in scalars]
-            if missing or not scalars:
-                raise ConfigError(NO_LOSS)
-            later = [name for name in scalars if self.weightings and name not in self.weightings]
-            if later:
-                raise ConfigError(
-                    f"the model returned the loss {later[0]!r}, which it did not return in the dry run: return all "
-                    "losses for every batch, as (sum, weight) with weight 0 where nothing counts."
-                )
-            if not self.weightings:  # the first result
-                self._inspect_model_losses(output)
-                return self._own(output, batch)
+            self._check_all_losses(scalars)
             return self._sum_of_losses(parts, rows)
         self._check_form(own)
         if self.items is not None and self.uses_num_items:
             return BatchLoss(own.reshape(()), self.items.items(batch), self.items.count(batch), parts)
         return replace(batch_loss_of(own, rows), parts=parts)
 
+    def _check_all_losses(self, scalars: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless a model returned the losses of its dry run."""
+        if any(name not in scalars for name in self.weightings):
+            raise ConfigError(NO_LOSS)
+        for name in scalars:
+            if name not in self.weightings:
+                raise ConfigError(
+                    f"the model returned the loss {name!r}, which it did not return in the dry run: return all losses "
+                    "for every batch, as (sum, weight) with weight 0 where nothing counts."
+                )
+
     def _sum_of_losses(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
         """Return the sum of several losses, weighted by samples; each part has its own weight."""
         components = self.components(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
-        if components[0][2].value.is_cpu:
+        first = components[0][2].value
+        if first.is_cpu:
             counted = [factor * each.mean for factor, _, each in components if each.weight]
-            total = torch.stack(counted).sum() if counted else components[0][2].value * math.nan
+            total = torch.stack(counted).sum() if counted else first * math.nan
         else:
+            # The same without waiting for the accelerator; a loss of weight 0 has the mean NaN.
             means = torch.stack([factor * each.mean.double() for factor, _, each in components])
             total = means.nansum().masked_fill(means.isnan().all(), math.nan)
         return BatchLoss(total, rows, rows, parts)
@@ -424,26 +462,50 @@ class Loss:
         """Return the loss of rows with weights; the divisor is as without weights."""
         assert self._of_each is not None
         rows = len(weights)
-        each = self._of_each(output, target).reshape(rows, -1)
+        terms = self._of_each(output, target).reshape(rows, -1)
         adds = self._reduction in ("sum", "batchmean") or self.weighting is Weighting.WEIGHTS
-        total = ((each.sum(1) if adds else each.mean(1)) * weights).sum()
-        return BatchLoss(
-            total, 1, weight_of_classes(self.function, target) if self.weighting is Weighting.WEIGHTS else rows
-        )
+        of_row = terms.sum(1) if adds else terms.mean(1)
+        total = (of_row * weights).sum()
+        if self.weighting is Weighting.WEIGHTS:
+            return BatchLoss(total, 1, weight_of_classes(self.function, target))
+        return BatchLoss(total, 1, rows)
 
 
 def _shape(tensor: Tensor) -> str:
     return f"({', '.join(['n', *map(str, tensor.shape[1:])])})"
 
 
+def _remedy_for_broadcast(output: Tensor, target: Tensor, column: str) -> str:
+    """Return the remedy if one of two shapes has a last dimension of 1 more than the other, otherwise ""."""
+    if output.shape == (*target.shape, 1):
+        change = f"{column} as y, or return output.squeeze(-1) from the model"
+    elif target.shape == (*output.shape, 1):
+        change = "numpy.asarray(y).reshape(-1) as y, or return output.unsqueeze(-1) from the model"
+    else:
+        return ""
+    return f"the loss would compare every row with every other. Give {change}."
+
+
+def _check_one_per_row(result: Any, rows: int) -> None:
+    if isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == rows:
+        return
+    found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    raise ConfigError(
+        "sample_weight and class_weight weigh the loss of each row: loss_fn must return one per row, "
+        f"shape ({rows},) for {rows} rows, not their mean; it returned {found}."
+    )
+
+
 def _part_of(value: Any, name: str, owner: str) -> Any:
     """Return a part of an output or a target by name."""
-    found = value.get(name) if isinstance(value, Mapping) else parts_by_name(value).get(name)
+    parts = value if isinstance(value, Mapping) else parts_by_name(value)
+    found = parts.get(name)
     if found is None:
         has = ", ".join(each for each, part in parts_by_name(value).items() if part is not None)
+        if not has:
+            has = f"one, a {type(value).__name__}"
         raise ConfigError(
-            f"{owner} has no part {name!r}, for which there is a loss or a metric; it has "
-            f"{has or f'one, a {type(value).__name__}'}. Use these names."
+            f"{owner} has no part {name!r}, for which there is a loss or a metric; it has {has}. Use these names."
         )
     return found
 
@@ -459,26 +521,40 @@ def naming_output(name: str) -> Iterator[None]:
         raise ConfigError(f"output {name!r}: {error}") from error
 
 
+def _losses_by_output(loss_fn: Any) -> dict[str, Loss]:
+    """Return the losses in a dictionary by output name; none if there is one loss."""
+    if not isinstance(loss_fn, Mapping):
+        return {}
+    return {str(name): Loss(each) for name, each in loss_fn.items() if each is not None}
+
+
 def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
     """Return each loss's factor, by name in the history."""
-    several = isinstance(loss_fn, Mapping)
-    is_one = loss_fn is not None and not several
-    if is_one and is_number(given):
+    if isinstance(loss_fn, Mapping):
+        return _factors_by_output(loss_fn, given)
+    if loss_fn is not None and is_number(given):
         return {"loss": float(given)}
-    if isinstance(loss_fn, (list, tuple)) or (is_one and given):
+    if isinstance(loss_fn, (list, tuple)) or (loss_fn is not None and given):
         raise ConfigError(
             "several losses and their loss_weights go by output name: give loss_fn as a dictionary, such as "
             'loss_fn={"a": "mse", "b": "cross_entropy"}, loss_weights={"a": 0.1}; the model and y have these keys, and '
             "tuples have 0, 1, ..."
         )
-    right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
-    require(right, f"loss_weights must be a dictionary of numbers by name, or a number for one loss_fn, got {given!r}.")
-    if not several:
-        return {str(name): float(factor) for name, factor in given.items()}
-    has_any = any(each is not None for each in loss_fn.values())
+    return _numbers_by_name(given)
+
+
+def _factors_by_output(losses: Mapping[Any, Any], given: Any) -> dict[str, float]:
+    factors = _numbers_by_name(given)
+    has_any = any(each is not None for each in losses.values())
     require(has_any, "loss_fn is an empty dictionary: give a loss for each output, by name.")
-    outputs = [str(each) for each in loss_fn]
-    for name in map(str, given):
+    outputs = [str(each) for each in losses]
+    for name in factors:
         if name not in outputs:
             raise unknown_name("loss_fn", name, outputs, "output")
-    return {f"{name}_loss": float(factor) for name, factor in given.items()}
+    return {f"{name}_loss": factor for name, factor in factors.items()}
+
+
+def _numbers_by_name(given: Any) -> dict[str, float]:
+    right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
+    require(right, f"loss_weights must be a dictionary of numbers by name, or a number for one loss_fn, got {given!r}.")
+    return {str(name): float(factor) for name, factor in given.items()}

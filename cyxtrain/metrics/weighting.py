@@ -53,36 +53,43 @@ class BatchLoss:
         """The mean over this rank's part; NaN if its weight is 0."""
         if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # without waiting for it
             return (self.value * self.sum_factor / self.weight).masked_fill(self.weight == 0, math.nan)
-        return self.value * self.sum_factor / self.weight if self.weight else self.value * math.nan
+        if not self.weight:
+            return self.value * math.nan
+        return self.value * self.sum_factor / self.weight
 
     @property
     def mean_or_zero(self) -> Tensor:
         """The mean over this rank's part; 0 if its weight is 0."""
-        if not isinstance(self.weight, Tensor):
-            return self.value if self.sum_factor == self.weight else self.value * self.sum_factor / (self.weight or 1)
-        return self.value * self.sum_factor / torch.where(self.weight == 0, 1, self.weight)
+        if isinstance(self.weight, Tensor):
+            return self.value * self.sum_factor / torch.where(self.weight == 0, 1, self.weight)
+        if self.sum_factor == self.weight:
+            return self.value
+        return self.value * self.sum_factor / (self.weight or 1)
 
 
 def cleared(total: Tensor, weight: Any) -> Tensor:
     """Return a sum to train on, 0 if its weight is 0.
 
-    If it is 0 / 0, the 0 does not depend on parameters: no factor would clear the gradients. An accelerator is not
-    waited for: there `on_nonfinite` finds such gradients.
+    If it is 0 / 0, the 0 does not depend on parameters: no factor would clear the gradients. The host does not wait for
+    an accelerator: there `on_nonfinite` finds such gradients.
     """
     if isinstance(weight, Tensor) and not weight.is_cpu:
         return total.masked_fill(weight == 0, 0.0)
     if not total.requires_grad or weight:
         return total
-    return total * 0.0 if bool(total.isfinite()) else torch.zeros_like(total, requires_grad=True)
+    if bool(total.isfinite()):
+        return total * 0.0
+    return torch.zeros_like(total, requires_grad=True)
 
 
 def weighting_of(value: Any) -> Weighting:
-    """Return how a loss is weighted that a function or a model returned."""
+    """Return how a loss that a function or a model returned is weighted."""
     if not isinstance(value, tuple):
         return Weighting.SAMPLES
     weight = math.nan
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # None, or several numbers
-        weight = math.nan if isinstance(value[1], str) else float(value[1])
+    if not isinstance(value[1], str):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # None, or several numbers
+            weight = float(value[1])
     if not weight >= 0:
         raise ConfigError(
             f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of rows or tokens, "
@@ -98,7 +105,9 @@ def batch_loss_of(value: Any, rows: int) -> BatchLoss:
         weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
         return BatchLoss(cleared(as_tensor(total).reshape(()), weight), 1, weight)
     value = as_tensor(value)
-    return BatchLoss(value.mean() if value.dim() else value, rows, rows)
+    if value.dim():
+        value = value.mean()
+    return BatchLoss(value, rows, rows)
 
 
 def weight_of_classes(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tensor:
@@ -116,11 +125,14 @@ def weight_of_classes(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor
 def loss_in_output(output: Any) -> tuple[Any, dict[str, Any]]:
     """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added."""
     scalars: dict[str, Any] = {}
+    if isinstance(output, Mapping) and "loss" not in output:
+        scalars = _scalars_in(output, flags=False)  # True or False is not a loss to be added
+        if not scalars:
+            raise ConfigError(NO_LOSS)
+        return None, scalars
     if isinstance(output, Mapping):
-        own, flags = output.get("loss"), "loss" in output  # a flag is no loss to be added
-        scalars = {str(name): value for name, value in output.items() if name != "loss" and is_scalar(value, flags)}
-        if own is None and scalars and "loss" not in output:
-            return None, scalars
+        own = output["loss"]
+        scalars = _scalars_in(output, flags=True)
     elif isinstance(output, Tensor) or type(output) is tuple:
         own = output
     else:
@@ -132,12 +144,28 @@ def loss_in_output(output: Any) -> tuple[Any, dict[str, Any]]:
     raise ConfigError(NO_LOSS)
 
 
+def _scalars_in(output: Mapping[Any, Any], *, flags: bool) -> dict[str, Any]:
+    return {str(name): value for name, value in output.items() if name != "loss" and is_scalar(value, flags)}
+
+
 def is_scalar(value: Any, flags: bool = False) -> bool:
     """Return whether a value is one number, or (sum, weight); with `flags`, also whether it is True or False."""
     if type(value) is tuple:
-        return len(value) == 2 and all(not isinstance(each, tuple) and is_scalar(each) for each in value)
+        return len(value) == 2 and all(map(_is_one_number, value))
+    return _is_one_number(value) or (flags and _is_flag(value))
+
+
+def _is_one_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.dim() == 0 and (flags or value.dtype is not torch.bool) and not value.is_complex()
+        return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
     if isinstance(value, (np.generic, np.ndarray)):
-        return value.ndim == 0 and value.dtype.kind in ("biuf" if flags else "iuf")
-    return is_number(value) or (flags and isinstance(value, bool))
+        return value.ndim == 0 and value.dtype.kind in "iuf"
+    return is_number(value)
+
+
+def _is_flag(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype is torch.bool
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.ndim == 0 and value.dtype.kind == "b"
+    return isinstance(value, bool)
