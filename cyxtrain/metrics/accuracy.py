@@ -24,16 +24,19 @@ class Accuracy:
     is_one_hot: bool = False  # whether targets have the shape of the scores, and the largest is right
 
     def pair(self, output: Any, target: Any) -> tuple[Tensor, Tensor] | None:
-        """Return scores, shape (n, classes, ...), and classes, shape (n, ...); None if there are none."""
+        """Return scores, shape (n, classes, ...), and classes, shape (n, ...); None if one is not a tensor."""
         scores = part_of_output(output, self.part) if self.part else output
         target = labels_in(target)
         if not isinstance(scores, Tensor) or not isinstance(target, Tensor):
             return None
         if self.is_shifted:
-            scores, target = scores[:, :-1], target[:, 1:]
+            scores = scores[:, :-1]
+            target = target[:, 1:]
         if self.classes != 1:
             scores = scores.movedim(self.classes, 1)
-        return scores, target.argmax(1) if self.is_one_hot else target
+        if self.is_one_hot:
+            target = target.argmax(1)
+        return scores, target
 
 
 def part_of_output(output: Any, name: str) -> Any:
@@ -43,8 +46,11 @@ def part_of_output(output: Any, name: str) -> Any:
 
 def labels_in(target: Any) -> Any:
     """Return the target among several that has a target's name, such as "labels"; otherwise all."""
-    named = next((name for name in TARGET_NAMES if name in target), None) if isinstance(target, Mapping) else None
-    return target if named is None else target[named]
+    if isinstance(target, Mapping):
+        for name in TARGET_NAMES:
+            if name in target:
+                return target[name]
+    return target
 
 
 def ignored_class(function: Any, labels: Any, *, is_known: bool, are_all: bool) -> int | None:
@@ -57,5 +63,8 @@ def ignored_class(function: Any, labels: Any, *, is_known: bool, are_all: bool) 
     if is_known and not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return None
     number = getattr(function, "ignore_index", NEVER_COUNTED)
-    number = number if isinstance(number, int) else NEVER_COUNTED
-    return number if not are_all or bool(labels.eq(number).any()) else None
+    if not isinstance(number, int):
+        number = NEVER_COUNTED
+    if are_all and not bool(labels.eq(number).any()):
+        return None
+    return number

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import re
 import warnings
@@ -70,7 +69,7 @@ _KNOWN = [ACCURACY, "top_5", *_OF_CLASSES, *_BY_AVERAGE, *_OF_NUMBERS, *_FROM_LI
 
 
 class NamedMetrics(dict[str, Any]):
-    """A user's metrics by name in the history; `outputs` has the output's name for those of one of several outputs."""
+    """A user's metrics by name in the history; `outputs` has the output's name of each that is of one output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,89 +90,122 @@ class NamedMetrics(dict[str, Any]):
 def metrics_by_name(metrics: Any, outputs: Collection[str] = ()) -> NamedMetrics:
     """Return a user's metrics (None, one, several, or a dictionary) by name.
 
-    In a dictionary, keys that are among `outputs`, and those of lists and dictionaries, name outputs of the model.
+    In a dictionary, keys that are among `outputs`, and keys of lists and dictionaries, name outputs of the model.
     """
     found = NamedMetrics()
-    if isinstance(metrics, NamedMetrics) or metrics is None:
-        return found if metrics is None else metrics
-    for given in metrics if isinstance(metrics, Sequence) and not isinstance(metrics, str) else [metrics]:
-        has_names = isinstance(given, Mapping)
-        for name, each in _named(given):
-            if has_names and (name in outputs or isinstance(each, (list, tuple, Mapping))):
-                for own, metric in metrics_by_name(each).items():
-                    found.add(f"{name}_{own}", metric, output=name)
-                continue
-            _check_kind(each)
-            if isinstance(each, str) and each in _BUILT_IN:  # torchmetrics' objects compare as equal to anything
-                if each == "loss":
-                    continue
-                name, each = ACCURACY, ACCURACY
-            elif not has_names and not isinstance(each, str) and not _is_library(each):
-                name = _free_name(name, found)
-            found.add(name, each)
+    if metrics is None:
+        return found
+    if isinstance(metrics, NamedMetrics):
+        return metrics
+    if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+        metrics = [metrics]
+    for given in metrics:
+        if isinstance(given, Mapping):
+            _add_by_name(found, given, outputs)
+            continue
+        for name, metric in _named(given):
+            is_function = not isinstance(metric, str) and not _is_library(metric)
+            _add(found, _free_name(name, found) if is_function else name, metric)
     return found
 
 
+def _add_by_name(found: NamedMetrics, given: Mapping[Any, Any], outputs: Collection[str]) -> None:
+    for key, each in given.items():
+        name = str(key)
+        if name in outputs or isinstance(each, (list, tuple, Mapping)):
+            for own, metric in metrics_by_name(each).items():
+                found.add(f"{name}_{own}", metric, output=name)
+        else:
+            _add(found, name, each)
+
+
+def _add(found: NamedMetrics, name: str, metric: Any) -> None:
+    """Add a metric; the loss is there anyway, and accuracy has one name."""
+    _check_kind(metric)
+    # First the type: torchmetrics' objects compare as equal to anything.
+    if not isinstance(metric, str) or metric not in _BUILT_IN:
+        found.add(name, metric)
+    elif metric != "loss":
+        found.add(ACCURACY, ACCURACY)
+
+
 def _check_kind(metric: Any) -> None:
-    """Refuse what is no metric."""
-    if isinstance(metric, type) or not (isinstance(metric, str) or callable(metric)):
-        what = f"the class {metric.__name__}: pass an instance" if isinstance(metric, type) else brief(metric)
-        raise ConfigError(f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}.")
-    if isinstance(metric, str) and metric not in _KNOWN and metric not in _BUILT_IN and not _TOP.match(metric):
-        raise unknown_name("cyxtrain", metric, _KNOWN, "metric")
+    """Raise ConfigError if an object is not a metric."""
+    if isinstance(metric, str):
+        if metric not in _KNOWN and metric not in _BUILT_IN and not _TOP.match(metric):
+            raise unknown_name("cyxtrain", metric, _KNOWN, "metric")
+        return
+    if callable(metric) and not isinstance(metric, type):
+        return
+    what = brief(metric)
+    if isinstance(metric, type):
+        what = f"the class {metric.__name__}: pass an instance"
+    raise ConfigError(f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}.")
 
 
 def _free_name(name: str, found: Mapping[str, Any]) -> str:
     """Return a function's name in the history: with a prefix or a number if the name is taken."""
-    first = f"metric_{name}" if name == "loss" or name.startswith("val_") else name
-    names = itertools.chain([first], (f"{first}_{number}" for number in itertools.count(2)))
-    return next(each for each in names if each not in found)
+    if name == "loss" or name.startswith("val_"):
+        name = f"metric_{name}"
+    free = name
+    number = 1
+    while free in found:
+        number += 1
+        free = f"{name}_{number}"
+    return free
 
 
 def _named(metric: Any) -> list[tuple[str, Any]]:
+    """Return the name and the metric; of a MetricCollection, each of its metrics."""
     if isinstance(metric, str):
         return [(metric, metric)]
-    if isinstance(metric, Mapping):
-        return [(str(name), each) for name, each in metric.items()]
-    if _is_library(metric):
-        parts = getattr(metric, "items", None)  # a MetricCollection
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
-        return list(parts()) if callable(parts) else [(name.strip("_"), metric)]
-    return [(getattr(metric, "__name__", type(metric).__name__), metric)]
+    if not _is_library(metric):
+        return [(getattr(metric, "__name__", type(metric).__name__), metric)]
+    items = getattr(metric, "items", None)
+    if callable(items):
+        return list(items())
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
+    return [(name.strip("_"), metric)]
 
 
 def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
     """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
     made = []
-    with warnings.catch_warnings():  # some keep all rows, which is what is wanted
+    with warnings.catch_warnings():  # torchmetrics warns of metrics that keep all rows
         warnings.simplefilter("ignore")
         for name, each in given.items():
             part = given.outputs.get(name, "")
             with naming_output(part):
                 if part:
                     _inspect_output(loss, part, output, target, asked=_is_accuracy(each))
-                if not (isinstance(each, WholeSet) or (name == ACCURACY and _is_accuracy(each))):
-                    made.append(_made(name, each, loss, part, output, target))
-    for metric in made if output is not None else ():
-        try:
-            with warnings.catch_warnings():  # in a few rows some classes are missing
-                warnings.simplefilter("ignore")
-                metric.add(*metric.select(output, target), rows)
-                metric.over_ranks(World())
-        except ConfigError:
-            raise
-        except Exception as error:
-            remedy = (
-                remedy_for_devices(error) or ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
-            )
-            with contextlib.suppress(Exception):
-                assert isinstance(metric, MeanMetric)
-                own, answer = metric.select(output, target)
-                metric.add(answer, own, rows)
-                remedy = ". It takes them in the other order: a metric is a function of (output, target)."
-            what = f"the metric {metric.name} cannot take the model's output and y"
-            raise ConfigError(f"{what}: {error}{remedy}") from error
+                # Whole sets are tried elsewhere, and accuracy is measured in any case.
+                if isinstance(each, WholeSet) or (name == ACCURACY and _is_accuracy(each)):
+                    continue
+                made.append(_made(name, each, loss, part, output, target))
+    if output is not None:
+        for metric in made:
+            _try(metric, output, target, rows)
     return Metrics(made).copy()
+
+
+def _try(metric: Metric, output: Any, target: Any, rows: int) -> None:
+    """Calculate a metric of some rows; raise ConfigError, with a remedy, if it cannot."""
+    try:
+        with warnings.catch_warnings():  # in a few rows some classes are missing
+            warnings.simplefilter("ignore")
+            metric.add(*metric.select(output, target), rows)
+            metric.over_ranks(World())
+    except ConfigError:
+        raise
+    except Exception as error:
+        remedy = remedy_for_devices(error) or ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
+        with contextlib.suppress(Exception):
+            assert isinstance(metric, MeanMetric)
+            own, answer = metric.select(output, target)
+            metric.add(answer, own, rows)
+            remedy = ". It takes them in the other order: a metric is a function of (output, target)."
+        what = f"the metric {metric.name} cannot take the model's output and y"
+        raise ConfigError(f"{what}: {error}{remedy}") from error
 
 
 def _is_accuracy(metric: Any) -> bool:
@@ -181,7 +213,7 @@ def _is_accuracy(metric: Any) -> bool:
 
 
 def _inspect_output(loss: Loss, name: str, output: Any, target: Any, *, asked: bool) -> None:
-    """Find out what accuracy is of one of several outputs; without a loss, its classes are those of a cross-entropy."""
+    """Find what accuracy is for one of several outputs; one without a loss is taken for a cross-entropy's."""
     is_new = name not in loss.outputs
     own = loss.outputs.setdefault(name, Loss("cross_entropy"))
     if own.accuracy is not None:
@@ -190,20 +222,26 @@ def _inspect_output(loss: Loss, name: str, output: Any, target: Any, *, asked: b
     if is_new:
         own.inspect(answer, are_all=False)
         own.check_shapes(part, answer)
-    value = torch.zeros((), device="cpu") if own.is_known else batch_loss_of(own.function(part, answer), 1).mean
+    value = torch.zeros((), device="cpu")
+    if not own.is_known:
+        value = batch_loss_of(own.function(part, answer), 1).mean
     own.accuracy = find_accuracy(own, part, answer, value, asked=asked)
 
 
 def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
-    form = Accuracy() if loss.accuracy is None or loss.accuracy.is_one_hot else loss.accuracy
+    """Return what the model predicts, by output and target; None if one of them is several."""
+    form = loss.accuracy
+    if form is None or form.is_one_hot:
+        form = Accuracy()
     pair = form.pair(output, target)
     if pair is None:
         return None
     output, target = pair
     if loss.is_binary:
-        labels = output.shape[1] if output.dim() > 1 else 1
         as_binary = functools.partial(_as_binary, isinstance(loss.function, nn.BCEWithLogitsLoss))
-        return _Task("multilabel" if labels > 1 else "binary", max(labels, 2), loss, as_binary)
+        if output.dim() > 1 and output.shape[1] > 1:
+            return _Task("multilabel", output.shape[1], loss, as_binary)
+        return _Task("binary", 2, loss, as_binary)
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
         as_classes = functools.partial(_as_classes, isinstance(loss.function, nn.NLLLoss), form)
         return _Task("multiclass", output.shape[1], loss, as_classes)
@@ -233,23 +271,33 @@ def _by_name(name: str, metric: str, task: _Task | None, outputs: Sequence[str])
         )
     top = _TOP.match(metric)
     base, average = _BY_AVERAGE.get(metric, (metric, ""))
-    if top is not None or base in _OF_CLASSES:
-        if task.kind == "regression" or (top is not None and task.kind != "multiclass"):
-            raise ConfigError(f"the metric {metric!r} is for classes, and the targets are not among several classes.")
-        return _of_classes(name, base, average, task) if top is None else _of_top(name, int(top[1]), task)
-    if task.kind != "regression":
+    is_for_classes = top is not None or base in _OF_CLASSES
+    if is_for_classes and (task.kind == "regression" or (top is not None and task.kind != "multiclass")):
+        raise ConfigError(f"the metric {metric!r} is for classes, and the targets are not among several classes.")
+    if not is_for_classes and task.kind != "regression":
         raise ConfigError(f"the metric {metric!r} is for numbers, and the targets are classes.")
+    if top is not None:
+        return _of_top(name, int(top[1]), task)
+    if is_for_classes:
+        return _of_classes(name, base, average, task)
+    return _of_numbers(name, metric, task)
+
+
+def _of_numbers(name: str, metric: str, task: _Task) -> Metric:
     if metric in _OF_NUMBERS:
         difference = _OF_NUMBERS[metric]
         return MeanMetric(name, lambda output, target: difference(output.double(), target.double()), False)
     from torchmetrics import regression  # takes a second
 
-    several = {"num_outputs": task.num_outputs} if task.num_outputs > 1 else {}
+    settings: dict[str, Any] = {}
+    if task.num_outputs > 1 and metric in ("rmse", *_CORRELATIONS):
+        settings["num_outputs"] = task.num_outputs
     if metric in _CORRELATIONS:  # both from all rows: sums of squares would be less exact
         of_ranks = metric == "spearman"
         metric_class = _computing(regression.SpearmanCorrCoef, functools.partial(_correlation, of_ranks=of_ranks))
-        return LibraryMetric(name, metric_class(**several), task.prepare)
-    settings = {**several, "squared": False} if metric == "rmse" else {}
+        return LibraryMetric(name, metric_class(**settings), task.prepare)
+    if metric == "rmse":
+        settings["squared"] = False
     library = getattr(regression, _FROM_LIBRARY[metric])
     metric_class = _computing(library, lambda library, sums: library.compute(sums).mean())
     return LibraryMetric(name, metric_class(**settings), task.prepare)
@@ -262,7 +310,9 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
     def is_among_the_best(output: Any, target: Any) -> tuple[Tensor, Tensor]:
         scores, classes = task.prepare(output, target)
         found = (scores.topk(k, dim=1).indices == classes.unsqueeze(1)).any(1)
-        counts = torch.ones_like(found) if task.loss.ignored is None else classes != task.loss.ignored
+        counts = torch.ones_like(found)
+        if task.loss.ignored is not None:
+            counts = classes != task.loss.ignored
         return (found & counts).sum(), counts.sum()
 
     return MeanMetric(name, is_among_the_best, larger_is_better=True)
@@ -271,27 +321,33 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
 def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
     from torchmetrics import classification  # takes a second
 
-    kind, prepare, count = _OF_CLASSES[base], task.prepare, task.num_classes
+    kind = _OF_CLASSES[base]
     if task.kind == "binary" and not average:
-        library = getattr(classification, f"Binary{kind}")
-        compute = {"auc": _auc_of_both, "matthews": _matthews}.get(base)
-        return LibraryMetric(name, (library if compute is None else _computing(library, compute))(), prepare)
-    settings: dict[str, Any] = {"average": average or "macro"} if base in _AVERAGED else {}
+        metric_class = getattr(classification, f"Binary{kind}")
+        if base == "auc":
+            metric_class = _computing(metric_class, _auc_of_both)
+        elif base == "matthews":
+            metric_class = _computing(metric_class, _matthews)
+        return LibraryMetric(name, metric_class(), task.prepare)
+    settings: dict[str, Any] = {}
+    if base in _AVERAGED:
+        settings["average"] = average or "macro"
     if task.kind == "multilabel":
-        library = getattr(classification, f"Multilabel{kind}", None)
-        settings |= {"num_labels": count}
+        metric_class = getattr(classification, f"Multilabel{kind}", None)
+        settings["num_labels"] = task.num_classes
     else:
-        library = getattr(classification, f"Multiclass{kind}")
-        settings |= {"num_classes": count, "ignore_index": task.loss.ignored}
-    if library is None:
+        metric_class = getattr(classification, f"Multiclass{kind}")
+        settings |= {"num_classes": task.num_classes, "ignore_index": task.loss.ignored}
+    if metric_class is None:
         raise ConfigError(f"the metric {base!r} is for one class per row, and the targets are several labels.")
-    metric_class = library
     if base in _RANKED:
-        metric_class = _computing(library, functools.partial(_mean_of_ranked, average=average))
+        metric_class = _computing(metric_class, functools.partial(_mean_of_ranked, average=average))
         settings["average"] = "none"
     elif base == "matthews":
-        metric_class = _computing(library, _matthews)
-    prepare = functools.partial(_as_two_classes, prepare) if task.kind == "binary" else prepare
+        metric_class = _computing(metric_class, _matthews)
+    prepare = task.prepare
+    if task.kind == "binary":
+        prepare = functools.partial(_as_two_classes, prepare)
     return LibraryMetric(name, metric_class(**settings), prepare)
 
 
@@ -302,11 +358,13 @@ def _computing(library: Any, compute: Callable[[Any, Any], Tensor]) -> Any:
 
 
 def _mean_of_ranked(library: Any, metric: Any, average: str) -> Tensor:
-    """Return the mean over the classes that have rows, and of which other classes have rows; "none": the scores."""
+    """Return the mean over the classes that some rows are of, and other rows are not; "none": all scores."""
     answers = _joined(metric.target)
-    answers = answers[answers != metric.ignore_index] if metric.ignore_index is not None else answers
+    if metric.ignore_index is not None:
+        answers = answers[answers != metric.ignore_index]
     if not len(answers):
-        return answers.new_full([metric.num_classes] * (average == "none"), math.nan, dtype=torch.float64)
+        shape = [metric.num_classes] if average == "none" else []
+        return answers.new_full(shape, math.nan, dtype=torch.float64)
     scores: Tensor = library.compute(metric)
     counts = answers.sum(0) if answers.dim() > 1 else torch.bincount(answers, minlength=len(scores))
     known = (counts > 0) & (counts < len(answers))
@@ -317,18 +375,22 @@ def _mean_of_ranked(library: Any, metric: Any, average: str) -> Tensor:
 
 
 def _auc_of_both(library: Any, metric: Any) -> Tensor:
-    """Return the area under the curve; NaN, as scikit-learn, if all rows are of one class."""
+    """Return the area under the curve; NaN, as in scikit-learn, if all rows are of one class."""
     answers = _joined(metric.target)
     found: Tensor = library.compute(metric)
-    return found if (answers != answers[0]).any() else torch.full_like(found, math.nan)
+    if (answers == answers[0]).all():
+        return torch.full_like(found, math.nan)
+    return found
 
 
 def _matthews(_: Any, metric: Any) -> Tensor:
-    """Return Matthews' coefficient as scikit-learn: 0 if all rows are of one class, or predicted to be."""
+    """Return Matthews' coefficient as in scikit-learn: 0 if all rows are of one class, or predicted to be."""
     counts = metric.confmat.double()
     if counts.dim() > 2:  # of each label
         counts = counts.sum(0)
-    total, own, predicted = counts.sum(), counts.sum(1), counts.sum(0)
+    total = counts.sum()
+    own = counts.sum(1)
+    predicted = counts.sum(0)
     spread = (total.square() - own @ own) * (total.square() - predicted @ predicted)
     covariance = counts.trace() * total - own @ predicted
     return torch.where(spread > 0, covariance / spread.sqrt(), 0.0)
@@ -355,18 +417,22 @@ def _joined(rows: Any) -> Tensor:
 
 
 def _as_classes(is_log: bool, form: Accuracy, output: Any, target: Any) -> tuple[Tensor, Tensor]:
-    """Return probabilities and classes: torchmetrics takes scores between 0 and 1 for such, also if they are logits."""
+    """Return probabilities and classes: torchmetrics mistakes logits between 0 and 1 for probabilities."""
     pair = form.pair(output, target)
     assert pair is not None
-    scores = pair[0].double()
-    return (scores.exp() if is_log else scores.softmax(1)), pair[1]
+    scores, classes = pair
+    scores = scores.double()
+    probabilities = scores.exp() if is_log else scores.softmax(1)
+    return probabilities, classes
 
 
 def _as_binary(are_logits: bool, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities and labels: of rows, or of each of several labels, in the second dimension."""
     shape = output.shape if output.dim() > 1 and output.shape[1] > 1 else (-1,)
-    wide = output.double().reshape(shape)
-    return (wide.sigmoid() if are_logits else wide), (target.reshape(shape) > 0.5).long()
+    scores = output.double().reshape(shape)
+    if are_logits:
+        scores = scores.sigmoid()
+    return scores, (target.reshape(shape) > 0.5).long()
 
 
 def _as_two_classes(binary: Prepare, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -196,7 +196,7 @@ def test_accuracy_that_was_asked_for_and_is_none_is_refused():
     refused: list[tuple[Any, ...]] = [
         (make_model(), "mse", inputs, inputs[:, :CLASSES], "the targets are numbers"),
         (make_model(outputs=1), "mse", inputs, inputs[:, :1], "the targets are numbers"),
-        (Tagger(smoothing=0.5), None, {"input_ids": words}, labels, "the loss is no plain cross-entropy"),
+        (Tagger(smoothing=0.5), None, {"input_ids": words}, labels, "the loss is not a plain cross-entropy"),
     ]
     with one_process():
         for model, loss_fn, x, y, words_of_it in refused:
