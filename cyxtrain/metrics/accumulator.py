@@ -141,10 +141,13 @@ class _Column:
         self._kept: tuple[list[Pair], int] | None = None  # the pairs, and how many were pending
 
     def add(self, row: int, value: Number, sum_factor: Number, weight: Number) -> None:
-        # Each step comes here: numbers of the host, which are most, are not looked at twice.
-        value = _on_host(value) if isinstance(value, Tensor) else value
-        sum_factor = _on_host(sum_factor) if isinstance(sum_factor, Tensor) else sum_factor
-        weight = _on_host(weight) if isinstance(weight, Tensor) else weight
+        # Each step comes here: most numbers are on the host, and skip `_on_host`.
+        if isinstance(value, Tensor):
+            value = _on_host(value)
+        if isinstance(sum_factor, Tensor):
+            sum_factor = _on_host(sum_factor)
+        if isinstance(weight, Tensor):
+            weight = _on_host(weight)
         if isinstance(value, Tensor) or isinstance(sum_factor, Tensor) or isinstance(weight, Tensor):
             self._pending.append((row, _own(value), _own(sum_factor), _own(weight)))
         elif self._device is not None or self._pending:
@@ -157,8 +160,12 @@ class _Column:
 
     def _pair(self, value: float, sum_factor: float, weight: float) -> Pair:
         if self.reduce in ("mean", ALIKE):
-            return value * sum_factor if weight else 0.0, weight  # 0 / 0 if nothing counts
-        return (weight, value) if self.reduce == "last" else (value, 0.0)
+            if not weight:
+                return 0.0, weight  # the value may be 0 / 0
+            return value * sum_factor, weight
+        if self.reduce == "last":
+            return weight, value
+        return value, 0.0
 
     @property
     def is_on_host(self) -> bool:
@@ -185,50 +192,55 @@ class _Column:
         return torch.tensor(self.host, dtype=torch.float64, device="cpu")
 
     def _fold(self) -> None:
+        """Add the pending numbers to the table on the accelerator."""
         if not self._pending:
             return
-        pending, self._pending = self._pending, []
-        self._kept = None if self._kept is None else (self._kept[0], 0)
-        rows, *numbers = zip(*pending, strict=True)
-        device = next(each.device for one in pending for each in one if isinstance(each, Tensor))
-        table = from_host(self.host, device, torch.float64) if self._device is None else self._device
+        rows, *numbers = zip(*self._pending, strict=True)
+        table = self._device
+        if table is None:
+            device = next(each.device for one in self._pending for each in one if isinstance(each, Tensor))
+            table = from_host(self.host, device, torch.float64)
+        self._pending = []
+        if self._kept is not None:
+            self._kept = (self._kept[0], 0)
         values, sum_factors, weights = (_vector(each, table.device) for each in numbers)
-        if self.reduce in ("max", "min"):
-            pick = torch.maximum if self.reduce == "max" else torch.minimum
-            most = values.max() if self.reduce == "max" else values.min()
-            self._device = torch.stack([pick(table[0, 0], most), table[0, 1]]).view(1, 2)
-        elif self.reduce == "last":
+        if self.reduce == "last":
             self._device = torch.stack([weights[-1], values[-1]]).view(1, 2)
+        elif self.reduce == "max":
+            self._device = torch.stack([torch.maximum(table[0, 0], values.max()), table[0, 1]]).view(1, 2)
+        elif self.reduce == "min":
+            self._device = torch.stack([torch.minimum(table[0, 0], values.min()), table[0, 1]]).view(1, 2)
         else:
-            first = values if self.reduce == "sum" else (values * sum_factors).masked_fill_(weights == 0, 0.0)
-            found = torch.stack([first, weights], dim=1)
-            if len(table) == 1:  # index_add_ has no fixed order on an accelerator
-                self._device = table + found.sum(0)
-            else:
-                self._device = table.index_add_(0, from_host(rows, table.device, torch.int64), found)
+            if self.reduce != "sum":
+                values = (values * sum_factors).masked_fill_(weights == 0, 0.0)
+            self._device = _added(table, rows, torch.stack([values, weights], dim=1))
 
 
 _NOTHING: Mapping[str, Pair] = {"max": (-math.inf, 0.0), "min": (math.inf, 0.0), "last": (-math.inf, math.nan)}
 
 
 def joined(reduce: str, before: Pair, new: Pair, *, on_rank: bool = False) -> Pair:
-    """Return the pair of two parts, of which the second is that of a later call `on_rank`, or of a higher rank."""
+    """Return the pair of two parts: the second is of a later call `on_rank`, otherwise of a higher rank."""
     if reduce == "last":
-        return new if on_rank or new[0] > before[0] else before
+        is_later = on_rank or new[0] > before[0]
+        return new if is_later else before
     if reduce == ALIKE and not on_rank:
         return before
     if reduce in ("max", "min"):
+        if math.isnan(before[0]) or math.isnan(new[0]):
+            return math.nan, 0.0
         choose: Callable[[float, float], float] = max if reduce == "max" else min
-        numbers = before[0], new[0]
-        return (math.nan if any(map(math.isnan, numbers)) else choose(*numbers)), 0.0
+        return choose(before[0], new[0]), 0.0
     return before[0] + new[0], before[1] + new[1]
 
 
 def number_of(reduce: str, pair: Pair) -> float:
     """Return the number that a pair stands for; NaN for a mean without weight."""
+    if reduce in ("mean", ALIKE):
+        return mean_of(pair)
     if reduce == "last":
         return pair[1]
-    return mean_of(pair) if reduce in ("mean", ALIKE) else pair[0]
+    return pair[0]
 
 
 def mean_of(pair: Sequence[float]) -> float:
@@ -241,10 +253,22 @@ def _over_rows(pairs: Sequence[Sequence[float]]) -> Pair:
     """Return the sum of each column, rounded once; NaN and infinities stay."""
     if len(pairs) == 1:
         return pairs[0][0], pairs[0][1]
-    # fsum raises on opposite infinities, and diverging training must show its numbers.
-    columns = zip(*pairs, strict=True)
-    first, second = (math.fsum(each) if all(map(math.isfinite, each)) else sum(each) for each in columns)
+    first, second = map(_sum, zip(*pairs, strict=True))
     return first, second
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    # fsum raises on opposite infinities, and diverging training must show its numbers.
+    if all(map(math.isfinite, numbers)):
+        return math.fsum(numbers)
+    return sum(numbers)
+
+
+def _added(table: Tensor, rows: Sequence[int], pairs: Tensor) -> Tensor:
+    """Return a table with each pair added to its row; the table may be overwritten."""
+    if len(table) == 1:  # index_add_ has no fixed order on an accelerator
+        return table + pairs.sum(0)
+    return table.index_add_(0, from_host(rows, table.device, torch.int64), pairs)
 
 
 def _on_host(number: Tensor) -> Number:
@@ -252,6 +276,7 @@ def _on_host(number: Tensor) -> Number:
 
 
 def _own(number: Any) -> Any:
+    """Return a number, or a copy of a tensor, which a later step may overwrite."""
     return own_copy(number.detach()) if isinstance(number, Tensor) else number
 
 
@@ -260,7 +285,12 @@ def _vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
     dtype = torch.float64
     if not any(isinstance(number, Tensor) for number in numbers):
         return from_host(numbers, device, dtype)
-    each = [n if isinstance(n, Tensor) else torch.full((), n, dtype=dtype, device=device) for n in numbers]
-    if all(number.device == device and number.dtype is each[0].dtype for number in each):
-        return torch.stack([number.reshape(()) for number in each]).to(dtype)
-    return torch.stack([number.to(device, dtype).reshape(()) for number in each])
+    found: list[Tensor] = []
+    for number in numbers:
+        if not isinstance(number, Tensor):
+            number = torch.full((), number, dtype=dtype, device=device)
+        found.append(number.reshape(()))
+    # Of one type: converted together, not one by one.
+    if all(number.device == device and number.dtype is found[0].dtype for number in found):
+        return torch.stack(found).to(dtype)
+    return torch.stack([number.to(device, dtype) for number in found])

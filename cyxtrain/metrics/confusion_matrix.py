@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from cyxtrain.metrics.whole_set import WholeSet
 if TYPE_CHECKING:
     from cyxtrain.metrics.loss import Loss
 
-# Classes of which numbers are written.
+# Up to this many classes, the numbers are written into the picture.
 _MOST_WITH_TEXT = 40
 
 
@@ -73,51 +73,81 @@ class ConfusionMatrix(WholeSet):
         return []  # without drawing: it adds no numbers to the history
 
     def _draw(self, outputs: Any, targets: Any) -> dict[str, float]:
-        parts = (*outputs, targets) if isinstance(outputs, tuple) else (outputs, targets)
-        predicted, *counts, classes = (np.concatenate([*map(np.atleast_1d, each)], None) for each in parts)
-        size = counts[0].max() if counts else 1 + max(predicted.max(), classes.max())
+        counts: list[Any] = []
+        if isinstance(outputs, tuple):
+            outputs, *counts = outputs
+        predicted = _flat(outputs)
+        classes = _flat(targets)
+        size = _flat(counts[0]).max() if counts else 1 + max(predicted.max(), classes.max())
         names = self.class_names or [str(number) for number in range(size)]
         self.matrix = np.zeros((len(names), len(names)), np.int64)
         np.add.at(self.matrix, (classes[classes >= 0], predicted[classes >= 0]), 1)
         self.figure = self.figures[self._set] = _figure(self.matrix, names)
         if self.path is not None:
-            own = re.sub(r"[^\w.-]", "_", f"_{self._set}") if self._set else ""
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.figure.savefig(self.path.with_stem(self.path.stem + own), dpi=120)
-            except OSError as error:
-                if not self._has_warned:
-                    warn(f"ConfusionMatrix cannot write {self.path}: {reason_of(error)}. Training continues.")
-                self._has_warned = True
+            self._write(self.path)
         return {}
+
+    def _write(self, path: Path) -> None:
+        if self._set:
+            of_set = re.sub(r"[^\w.-]", "_", f"_{self._set}")
+            path = path.with_stem(path.stem + of_set)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.figure.savefig(path, dpi=120)
+        except OSError as error:
+            if not self._has_warned:
+                warn(f"ConfusionMatrix cannot write {self.path}: {reason_of(error)}. Training continues.")
+            self._has_warned = True
+
+
+def _flat(rows: Any) -> Any:
+    """Return the elements of rows, an array or a list of arrays of different shapes, in one array."""
+    return np.concatenate([*map(np.atleast_1d, rows)], None)
 
 
 def _figure(matrix: Any, names: Sequence[str]) -> Any:
     """Return a figure: a row for each true class, colored by its share, with the class's numbers at its end."""
     from cyxtrain.environment.picture import Picture
 
-    size, longest, has_text = len(names), max(map(len, names)), len(names) <= _MOST_WITH_TEXT
-    right, predicted, rows = matrix.diagonal(), matrix.sum(0), matrix.sum(1)
-    precision, recall, f1 = (right / np.maximum(part, 1) for part in (predicted, rows, (predicted + rows) / 2))
-    inches = size * max(0.4, 0.08 * len(str(matrix.max()))) if has_text else 8.0
-    figure: Any = Picture(figsize=(inches + 0.08 * longest + 4, inches + 0.08 * longest + 1.5), layout="constrained")
+    inches = 8.0
+    if len(names) <= _MOST_WITH_TEXT:
+        inches = len(names) * max(0.4, 0.08 * len(str(matrix.max())))
+    inches += 0.08 * max(map(len, names))
+    figure: Any = Picture(figsize=(inches + 4, inches + 1.5), layout="constrained")
     axes = figure.subplots()
+    right = matrix.diagonal()
+    predicted = matrix.sum(0)
+    rows = matrix.sum(1)
+    f1 = right / np.maximum((predicted + rows) / 2, 1)
     shares = matrix / np.maximum(rows[:, None], 1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted class", ylabel="true class")
-    accuracy, mean = right.sum() / max(rows.sum(), 1), f1[predicted + rows > 0].mean()
-    figure.suptitle(f"accuracy {accuracy:.4f} ({right.sum():,} of {rows.sum():,}), F1 {mean:.4f}")
-    if has_text:
-        axes.set_xticks(range(size), names, rotation=0 if longest <= 3 else 90)
-        axes.set_yticks(range(size), names)
-        small = {"fontsize": 8, "family": "monospace"}
-        for row, column in np.argwhere(matrix):
-            color = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, f"{matrix[row, column]}", ha="center", va="center", color=color, fontsize=8)
-        lines = [f"{p:9.3f}{r:8.3f}{f:7.3f}{n:8,}" for p, r, f, n in zip(precision, recall, f1, rows, strict=True)]
-        report = axes.secondary_yaxis("right")
-        report.set_yticks(range(size), lines, **small)
-        report.tick_params(length=0, pad=4)
-        title = "precision  recall     F1    rows"
-        axes.annotate(title, (1, 1), (4, 4), xycoords="axes fraction", textcoords="offset points", **small)
+    accuracy = right.sum() / max(rows.sum(), 1)
+    mean_f1 = f1[predicted + rows > 0].mean()
+    figure.suptitle(f"accuracy {accuracy:.4f} ({right.sum():,} of {rows.sum():,}), F1 {mean_f1:.4f}")
+    if len(names) <= _MOST_WITH_TEXT:
+        _write_counts(axes, matrix, shares, names)
+        precision = right / np.maximum(predicted, 1)
+        recall = right / np.maximum(rows, 1)
+        _write_report(axes, zip(precision, recall, f1, rows, strict=True))
     return figure
+
+
+def _write_counts(axes: Any, matrix: Any, shares: Any, names: Sequence[str]) -> None:
+    rotation = 0 if max(map(len, names)) <= 3 else 90
+    axes.set_xticks(range(len(names)), names, rotation=rotation)
+    axes.set_yticks(range(len(names)), names)
+    for row, column in np.argwhere(matrix):
+        color = "white" if shares[row, column] > 0.5 else "black"
+        axes.text(column, row, f"{matrix[row, column]}", ha="center", va="center", color=color, fontsize=8)
+
+
+def _write_report(axes: Any, numbers: Iterable[tuple[float, float, float, int]]) -> None:
+    """Write precision, recall, F1 and rows of each class on the right."""
+    lines = [f"{precision:9.3f}{recall:8.3f}{f1:7.3f}{rows:8,}" for precision, recall, f1, rows in numbers]
+    small = {"fontsize": 8, "family": "monospace"}
+    report = axes.secondary_yaxis("right")
+    report.set_yticks(range(len(lines)), lines, **small)
+    report.tick_params(length=0, pad=4)
+    title = "precision  recall     F1    rows"
+    axes.annotate(title, (1, 1), (4, 4), xycoords="axes fraction", textcoords="offset points", **small)

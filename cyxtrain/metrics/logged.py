@@ -25,13 +25,13 @@ GRAD_NORM = "grad_norm"
 
 
 class LoggedNumbers:
-    """What `DistributedTrainer.log` is called with on this rank."""
+    """The numbers that `DistributedTrainer.log` is called with on this rank."""
 
     def __init__(self, reserved: Iterable[str] = (), best_names: Iterable[str | None] = ()) -> None:
         self.rows = 1  # the weight of a number that is logged without one
         self.place = 0  # of the running step, or batch of a validation, by which ranks know the last number
         self.reserved = {"loss", "accuracy", *reserved}  # names that `fit` measures itself
-        self.best_names = set(best_names)  # those by which checkpoints are compared
+        self.best_names = set(best_names)  # names by which checkpoints are compared
         self.is_closed = False  # whether the last epoch is complete
         self.larger_is_better: dict[str, bool] = {}
         self._reduces: dict[str, str] = {}
@@ -48,14 +48,17 @@ class LoggedNumbers:
     def apart(self, sets: Iterable[str]) -> Iterator[LoggedNumbers]:
         """Keep what is logged within the context apart, as numbers of a validation of sets with names, or of one ""."""
         prefixes = ["val_", *(f"val_{each}_" for each in sets if each)]
-        best = {name.removeprefix(each) for each in prefixes for name in self.best_names if name and each in name}
+        best: set[str] = set()
+        for prefix in prefixes:
+            best.update(name.removeprefix(prefix) for name in self.best_names if name and prefix in name)
         inner = self._apart = LoggedNumbers(self.reserved, best)
         try:
             yield inner
         finally:
             self._apart = None
-            found = inner.larger_is_better.items()
-            self.larger_is_better |= {each + name: better for each in prefixes for name, better in found}
+            for prefix in prefixes:
+                for name, is_better in inner.larger_is_better.items():
+                    self.larger_is_better[prefix + name] = is_better
 
     @contextlib.contextmanager
     def repeating(self) -> Iterator[None]:
@@ -69,7 +72,8 @@ class LoggedNumbers:
 
     def begin(self, rows: int, place: int) -> None:
         """Begin a step or a batch with so many rows."""
-        self.rows, self.place = rows, place
+        self.rows = rows
+        self.place = place
 
     def keep(self) -> Callable[[], None]:
         """Return what forgets the numbers that are added from now on."""
@@ -84,7 +88,7 @@ class LoggedNumbers:
     def add(
         self, name: str, value: Any, reduce: str = "mean", weight: Any = None, larger_is_better: bool | None = None
     ) -> None:
-        """Add a number, as `DistributedTrainer.log`; an accelerator is not waited for."""
+        """Add a number, as `DistributedTrainer.log`, without waiting for an accelerator."""
         if self._is_repeating or _is_recomputing():
             return
         if self._apart is not None:
@@ -112,15 +116,16 @@ class LoggedNumbers:
             self._apart.add_parts(parts, known)
             return
         for name, part in parts.items():
-            if name not in known:
-                if name not in self._reduces:
-                    self._check_name(name, None, ())
-                reduce = self._reduces.setdefault(name, "mean")
-                if reduce != "mean":
-                    raise _changed(name, reduce, "mean")
-                numbers = (part.value, part.weight, part.sum_factor)
-                value, weight, sum_factor = (_as_number(name, "value", each) for each in numbers)
-                self._numbers.add(name, value, weight, sum_factor=sum_factor)
+            if name in known:
+                continue
+            if name not in self._reduces:
+                self._check_name(name, None, ())
+            reduce = self._reduces.setdefault(name, "mean")
+            if reduce != "mean":
+                raise _changed(name, reduce, "mean")
+            numbers = (part.value, part.weight, part.sum_factor)
+            value, weight, sum_factor = (_as_number(name, "value", each) for each in numbers)
+            self._numbers.add(name, value, weight, sum_factor=sum_factor)
 
     def add_norms(self, norms: Mapping[str, Tensor], *, may_be_skipped: bool) -> None:
         """Add norms of averaged gradients by optimizer; only finite ones if it is not known whether the step counts."""
@@ -160,10 +165,10 @@ class LoggedNumbers:
                 if better is not None:
                     self.larger_is_better[name] = better
                 first, second = (*sums, 0.0)[:2]  # earlier versions have one number of a sum
-                found[name] = (
-                    reduce,
-                    joined(reduce, found[name][1], (first, second)) if name in found else (first, second),
-                )
+                pair = (first, second)
+                if name in found:
+                    pair = joined(reduce, found[name][1], pair)
+                found[name] = reduce, pair
         self._numbers.clear()
         self._numbers.load(found)
 
@@ -191,7 +196,7 @@ class NumberLogger:
     """The part of a trainer that takes numbers of the user's own."""
 
     _logged: LoggedNumbers | None = None
-    """Where they go; None: outside of a fit or an evaluation."""
+    """Where the numbers go; None: outside of a fit or an evaluation."""
 
     @names_checked
     def log(
@@ -207,7 +212,7 @@ class NumberLogger:
 
         Call it in a step, a loss function or a callback's hook. The calls of all ranks count; a rank need not call it.
         What runs again, as in gradient checkpointing, counts once, and what a skipped step has logged does not count.
-        Ranks join the numbers once, at the end of the epoch or validation; an accelerator is not waited for.
+        Ranks join the numbers once, at the end of the epoch or validation; the host does not wait for an accelerator.
 
         Args:
             name: In history, logs, `keep_best` and `monitor`.
@@ -231,7 +236,8 @@ class NumberLogger:
     @contextlib.contextmanager
     def _logging(self) -> Iterator[LoggedNumbers]:
         """Keep what is logged within the context."""
-        before, self._logged = self._logged, LoggedNumbers()
+        before = self._logged
+        self._logged = LoggedNumbers()
         try:
             yield self._logged
         finally:
@@ -245,7 +251,7 @@ def check_free(name: str, what: str, reserved: Collection[str] = ()) -> None:
 
 
 def _is_recomputing() -> bool:
-    """Return whether a backward runs a part of a forward again, with a graph; hooks of gradients have none."""
+    """Return whether a backward runs a part of a forward again, with a graph; hooks of gradients have no graph."""
     return torch.is_grad_enabled() and torch_compat.current_autograd_node() is not None
 
 
@@ -258,10 +264,10 @@ def _as_number(name: str, what: str, value: Any) -> Number:
         return float(value)
     if isinstance(value, (np.ndarray, np.bool_)) and value.size == 1 and value.dtype.kind in "biuf":
         return float(value.item())
-    is_array = isinstance(value, (Tensor, np.ndarray))
-    got = f"{type(value).__name__} of shape {list(value.shape)}" if is_array else f"{brief(value)}"
-    kind = "" if is_array else f" ({type(value).__name__})"
-    raise ConfigError(f"log({name!r}): {what} must be a number, got {got}{kind}. Log a number of it, such as its mean.")
+    got = f"{brief(value)} ({type(value).__name__})"
+    if isinstance(value, (Tensor, np.ndarray)):
+        got = f"{type(value).__name__} of shape {list(value.shape)}"
+    raise ConfigError(f"log({name!r}): {what} must be a number, got {got}. Log a number of it, such as its mean.")
 
 
 def _changed(name: str, known: str, reduce: str) -> ConfigError:

@@ -70,8 +70,9 @@ class MeanMetric(Metric):
     numbers: Accumulator
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], larger_is_better: bool | None = None) -> None:
-        own = getattr(function, "higher_is_better", None)
-        super().__init__(name, own if larger_is_better is None else larger_is_better)
+        if larger_is_better is None:
+            larger_is_better = getattr(function, "higher_is_better", None)
+        super().__init__(name, larger_is_better)
         self._function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
         self.reset()
 
@@ -83,20 +84,27 @@ class MeanMetric(Metric):
         if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
             total, weight = map(_own_number, result)
             self.numbers.add(self.name, total, weight, sum_factor=1.0)
-            return
+        else:
+            self.numbers.add(self.name, self._total(result, rows), rows, sum_factor=1.0)
+
+    def _total(self, result: Any, rows: int) -> Tensor:
+        """Return the sum over rows of a number per row, or of their mean; raise ConfigError for other results."""
         if not isinstance(result, (Tensor, tuple)):
-            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a text, None, a dictionary
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a string, None, a dictionary
                 result = as_tensor(result)
-        found = result.detach().double() if isinstance(result, Tensor) else None
-        per_row = found is not None and found.dim() > 0 and len(found) == rows
-        if found is None or not (per_row or found.numel() == 1):
-            what = f"{type(result).__name__} {brief(result)}" if found is None else f"shape {list(found.shape)}"
-            raise ConfigError(
-                f"the metric {self.name} must return a number per row, or their mean, or (sum, weight); for {rows} "
-                f"rows it returned {what}."
-            )
-        total = found.reshape(rows, -1).mean(1).sum() if per_row else found.reshape(()) * rows
-        self.numbers.add(self.name, total, rows, sum_factor=1.0)
+        if isinstance(result, Tensor):
+            found = result.detach().double()
+            if found.dim() > 0 and len(found) == rows:
+                return found.reshape(rows, -1).mean(1).sum()
+            if found.numel() == 1:
+                return found.reshape(()) * rows
+            returned = f"shape {list(found.shape)}"
+        else:
+            returned = f"{type(result).__name__} {brief(result)}"
+        raise ConfigError(
+            f"the metric {self.name} must return a number per row, or their mean, or (sum, weight); for {rows} "
+            f"rows it returned {returned}."
+        )
 
     @override
     def over_ranks(self, world: World) -> list[float]:
@@ -107,38 +115,40 @@ class MeanMetric(Metric):
         self.numbers = Accumulator([self.name])
         if isinstance(self._function, nn.Module):
             self._function.eval()
-        self._begun = {name: (id(each), torch_compat.version_of(each)) for name, each in self._own().items()}
+        self._begun = {name: _version(each) for name, each in self._module_state().items()}
 
-    def _own(self) -> dict[str, Tensor]:
-        """Return the state of a module."""
-        found = self._function.state_dict(keep_vars=True) if isinstance(self._function, nn.Module) else {}
+    def _module_state(self) -> dict[str, Tensor]:
+        """Return the state of a module, {} of a function."""
+        if not isinstance(self._function, nn.Module):
+            return {}
+        found = self._function.state_dict(keep_vars=True)
         return {name: each for name, each in found.items() if isinstance(each, Tensor)}
 
     def state(self) -> dict[str, Any]:
         """Return sum and count, and the tensors of a module's state that have changed."""
-        changed = {
-            name: each
-            for name, each in self._own().items()
-            if self._begun[name] != (id(each), torch_compat.version_of(each))
-        }
-        return {
-            "sums": [*self.numbers.pairs()[self.name]],
-            "own": {name: _plain(each) for name, each in changed.items()},
-        }
+        own = self._module_state()
+        changed = {name: _plain(each) for name, each in own.items() if self._begun[name] != _version(each)}
+        return {"sums": [*self.numbers.pairs()[self.name]], "own": changed}
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Add the sums; a module continues from the first state."""
         for state in states:
             total = joined("mean", self.numbers.pairs()[self.name], state["sums"])
             self.numbers.load({self.name: ("mean", total)})
-        own = states[0].get("own") if states else None
-        if own and isinstance(self._function, nn.Module):
-            found = {name: _tensor(each, torch.device("cpu")) for name, each in own.items()}
+        if states and states[0].get("own") and isinstance(self._function, nn.Module):
+            found = {name: _tensor(each, torch.device("cpu")) for name, each in states[0]["own"].items()}
             self._function.load_state_dict(found, strict=False)
 
 
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Return what differs after a tensor was replaced or written to in place."""
+    return id(tensor), torch_compat.version_of(tensor)
+
+
 def _is_number(part: Any) -> bool:
-    return part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, (Number, np.bool_, np.ndarray))
+    if isinstance(part, Tensor):
+        return part.numel() == 1
+    return isinstance(part, (Number, np.bool_, np.ndarray))
 
 
 def _own_number(number: Any) -> Tensor | float:
@@ -167,7 +177,8 @@ class LibraryMetric(Metric):
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         # compute() synchronizes with the other ranks only while all ranks call it.
-        self._metric.dist_sync_fn, self._metric.distributed_available_fn = self._gathered, self._is_collective
+        self._metric.dist_sync_fn = self._gathered
+        self._metric.distributed_available_fn = self._is_collective
         self._world = World()  # in which it is computed
         self._metric.compute_with_cache = False
         self._has_seen = False
@@ -177,10 +188,13 @@ class LibraryMetric(Metric):
 
     @override
     def add(self, output: Any, target: Any, rows: int) -> None:
-        prediction, answer = (output, target) if self._prepare is None else self._prepare(output, target)
-        if isinstance(prediction, Tensor) and self._metric.device != prediction.device:
-            self._metric.to(prediction.device)
-        prediction = own_copy(prediction) if isinstance(prediction, Tensor) else prediction
+        prediction, answer = output, target
+        if self._prepare is not None:
+            prediction, answer = self._prepare(output, target)
+        if isinstance(prediction, Tensor):
+            if self._metric.device != prediction.device:
+                self._metric.to(prediction.device)
+            prediction = own_copy(prediction)
         self._has_seen = True
         if self._prepare is None or prediction.is_cpu:
             self._metric.update(prediction, answer)
@@ -193,8 +207,8 @@ class LibraryMetric(Metric):
 
     def _update_with_kept(self) -> None:
         if self._kept:
-            kept, self._kept = self._kept, []
-            predictions, answers = zip(*kept, strict=True)
+            predictions, answers = zip(*self._kept, strict=True)
+            self._kept = []
             self._metric.update(torch.cat(predictions), torch.cat(answers))
 
     @override
@@ -221,43 +235,41 @@ class LibraryMetric(Metric):
                 result = self._metric.compute()
             except ValueError:  # too few rows, on all ranks alike
                 return [math.nan] * len(self.names)
-        is_number = not isinstance(result, (tuple, list, dict))
-        value = as_tensor(result if is_number else [])
-        if not is_number or (value.numel() != 1 and value.dim() != 1):
-            has = f"shape {list(value.shape)}" if is_number else f"{len(result)} parts"
-            raise ConfigError(
-                f"the metric {self.name} has {has}, and the history takes a number, or one for each class: build it "
-                'with an average, such as average="macro", or pass cx.metrics.WholeSet(function).'
-            )
+        if isinstance(result, (tuple, list, dict)):
+            raise self._not_one_number(f"{len(result)} parts")
+        value = as_tensor(result)
+        if value.numel() != 1 and value.dim() != 1:
+            raise self._not_one_number(f"shape {list(value.shape)}")
         found: list[float] = value.double().reshape(-1).tolist()
         if len(found) > 1:  # the dry run is the first to see how many
             self.names = [f"{self.name.removesuffix('_per_class')}_class_{number}" for number in range(len(found))]
         return found
 
+    def _not_one_number(self, has: str) -> ConfigError:
+        return ConfigError(
+            f"the metric {self.name} has {has}, and the history takes a number, or one for each class: build it "
+            'with an average, such as average="macro", or pass cx.metrics.WholeSet(function).'
+        )
+
     @override
     def reset(self) -> None:
         self._metric.reset()
-        self._has_seen, self._kept = False, []
+        self._has_seen = False
+        self._kept = []
 
     @override
     def state(self) -> dict[str, Any]:
         if not self._has_seen:
             return {}
         self._update_with_kept()
-        states = {
-            name: [_plain(part) for part in value] if isinstance(value, list) else _plain(value)
-            for name, value in self._metric.metric_state.items()
-        }
+        states = {name: _plain(value) for name, value in self._metric.metric_state.items()}
         return {"updates": self._metric.update_count, "states": states}
 
     @override
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         for number, state in enumerate(filter(None, states)):
             device = self._metric.device
-            found = {
-                name: [_tensor(part, device) for part in value] if isinstance(value, list) else _tensor(value, device)
-                for name, value in state["states"].items()
-            }
+            found = {name: _tensor(value, device) for name, value in state["states"].items()}
             self._metric._update_count += state["updates"]
             if number == 0:
                 for name, value in found.items():
@@ -273,15 +285,24 @@ class LibraryMetric(Metric):
                 ) from error
 
 
-def _plain(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor as JSON values, its bytes in base64: lists of numbers would take long."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-    return {**kind, "data": base64.b64encode(data).decode()}
+def _plain(value: Tensor | list[Tensor]) -> Any:
+    """Return a tensor, or a list, as JSON values, the bytes in base64: lists of numbers would take long."""
+    if isinstance(value, list):
+        return [_plain(tensor) for tensor in value]
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "data": base64.b64encode(data).decode(),
+    }
 
 
-def _tensor(state: Mapping[str, Any], device: torch.device) -> Tensor:
-    data, dtype = bytearray(base64.b64decode(state["data"])), getattr(torch, state["dtype"])
+def _tensor(state: Any, device: torch.device) -> Any:
+    """Return the tensor, or the list, of which `_plain` made JSON values."""
+    if isinstance(state, list):
+        return [_tensor(each, device) for each in state]
+    data = bytearray(base64.b64decode(state["data"]))
+    dtype = getattr(torch, state["dtype"])
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(state["shape"]).to(device)
 
@@ -309,15 +330,18 @@ def gathered_states(tensor: Tensor, world: World) -> list[Tensor]:
     largest = max(kinds, key=lambda kind: (len(kind["shape"]), math.prod(kind["shape"])))
     found = []
     for rank, kind in enumerate(kinds):
-        is_empty = math.prod(kind["shape"]) == 0
-        shape = [0, *largest["shape"][1:]] if is_empty and largest["shape"] else kind["shape"]
+        shape = kind["shape"]
+        dtype = kind["dtype"]
+        is_empty = math.prod(shape) == 0
+        if is_empty:
+            dtype = largest["dtype"]
+            if largest["shape"]:
+                shape = [0, *largest["shape"][1:]]
         shape = shape or largest["shape"]  # a rank without rows has one sum, others have one for each output
-        dtype = largest["dtype"] if is_empty else kind["dtype"]
-        mine = rank == world.rank
         part = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        if mine and not is_empty:
-            part.copy_(tensor)
         if not is_empty:
+            if rank == world.rank:
+                part.copy_(tensor)
             world.broadcast(part, rank)
         found.append(part.to(tensor.device))
     return found
@@ -345,8 +369,11 @@ class Metrics:
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Whether larger values are better, by name, if known."""
-        known = {name: each.larger_is_better for each in self._all for name in each.names}
-        return {name: is_better for name, is_better in known.items() if is_better is not None}
+        known: dict[str, bool] = {}
+        for each in self._all:
+            if each.larger_is_better is not None:
+                known.update(dict.fromkeys(each.names, each.larger_is_better))
+        return known
 
     def copy(self) -> Metrics:
         """Return metrics of the same kinds without any rows."""
@@ -364,11 +391,11 @@ class Metrics:
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate each number over this rank's rows."""
-        return {
-            name: functools.partial(lambda metric, place: metric.over_ranks(World())[place], metric, place)
-            for metric in self._metrics
-            for place, name in enumerate(metric.names)
-        }
+        found: dict[str, Callable[[], float]] = {}
+        for metric in self._metrics:
+            for place, name in enumerate(metric.names):
+                found[name] = functools.partial(_value_of_rank, metric, place)
+        return found
 
     def cheap_values(self) -> dict[str, float]:
         """Return the means of this rank, as `Accumulator.lately`."""
@@ -392,3 +419,7 @@ class Metrics:
         """Continue from the states of one or several ranks; metrics without a state start empty."""
         for metric in self._metrics:
             metric.merge([state[metric.name] for state in states if metric.name in state])
+
+
+def _value_of_rank(metric: Metric, place: int) -> float:
+    return metric.over_ranks(World())[place]

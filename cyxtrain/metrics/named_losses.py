@@ -53,7 +53,9 @@ def loss_function(loss_fn: Any) -> Any:
         raise ConfigError(f"loss_fn must be callable, a name or None, got {brief(loss_fn)}.")
     if isinstance(loss_fn, nn.Module) or loss_fn is None:
         return loss_fn
-    return _BY_FUNCTION[loss_fn]() if loss_fn in _BY_FUNCTION else loss_fn
+    if loss_fn in _BY_FUNCTION:
+        return _BY_FUNCTION[loss_fn]()
+    return loss_fn
 
 
 def name_of_loss(loss_fn: Any) -> str:

@@ -33,7 +33,9 @@ class ItemRule:
         if batch.items is not None:
             return batch.items
         count = self.count(batch)
-        return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        if isinstance(count, Tensor):
+            return count.clamp(min=1)
+        return max(count, 1)
 
 
 _ROWS = ItemRule("rows", lambda batch: batch.rows)
@@ -59,14 +61,19 @@ def _kinds(model: nn.Module) -> dict[str, object]:
 
 def usual_rule(batch: Batch) -> ItemRule:
     """Return Hugging Face's rule: count labels that are not -100; rows if there are no labels."""
-    found = next(_labels(batch), None)
-    return _ROWS if found is None else _of_labels(found[0], -100, 0)
+    first = next(_labels(batch), None)
+    if first is None:
+        return _ROWS
+    name, _ = first
+    return _of_labels(name, -100, 0)
 
 
 def find_rule(batches: Sequence[Batch], counts: Sequence[int]) -> ItemRule | None:
     """Return the first rule that counts in each batch what the model counts, or None."""
-    fits = (rule for rule in _rules(batches[0]) if [int(rule.count(batch)) for batch in batches] == list(counts))
-    return next(fits, None)
+    for rule in _rules(batches[0]):
+        if [int(rule.count(batch)) for batch in batches] == list(counts):
+            return rule
+    return None
 
 
 def rule_named(name: str, batch: Batch) -> ItemRule:
@@ -75,32 +82,41 @@ def rule_named(name: str, batch: Batch) -> ItemRule:
 
 
 def _rules(batch: Batch) -> list[ItemRule]:
-    rules = [
-        _of_labels(name, ignored, first)
-        for ignored in (*_IGNORED, None)
-        for name, labels in _labels(batch)
-        for first in ((1, 0) if labels.dim() > 1 else (0,))
-    ]
+    rules = []
+    for ignored in (*_IGNORED, None):
+        for name, labels in _labels(batch):
+            if labels.dim() > 1:
+                rules.append(_of_labels(name, ignored, 1))
+            rules.append(_of_labels(name, ignored, 0))
     return [*rules, _ROWS]
 
 
 def _labels(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of possible labels, the most likely first."""
     inputs = named_tensors(batch.inputs, "X")
-    targets = [each for each in inputs if each[0] in [f"X[{name!r}]" for name in TARGET_NAMES]]
-    others = [each for each in inputs if each[0] not in [name for name, _ in targets]]
+    usual = [f"X[{name!r}]" for name in TARGET_NAMES]
+    targets = [each for each in inputs if each[0] in usual]
+    others = [each for each in inputs if each[0] not in usual]
     for name, tensor in (*named_tensors(batch.targets, "y"), *targets, *others):
         if not tensor.is_floating_point() and not tensor.is_complex():
             yield name, tensor
 
 
 def _of_labels(name: str, ignored: int | None, first: int) -> ItemRule:
+    """Return the rule that counts labels from the place `first` on, except those that are ignored."""
+
     def count(batch: Batch) -> Tensor | int:
-        labels = dict(_labels(batch))[name][..., first:] if first else dict(_labels(batch))[name]
+        labels = dict(_labels(batch))[name]
+        if first:
+            labels = labels[..., first:]
         if ignored is None:
             return labels.numel()
         found = (labels != ignored).sum()
         return int(found) if found.is_cpu else found
 
-    place = f"{name}[..., 1:]" if first else name
-    return ItemRule(place if ignored is None else f"{place} != {ignored}", count)
+    rule = name
+    if first:
+        rule += "[..., 1:]"
+    if ignored is not None:
+        rule += f" != {ignored}"
+    return ItemRule(rule, count)

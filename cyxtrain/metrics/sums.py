@@ -51,19 +51,23 @@ class MetricSums:
         return [*self._loss.shown]
 
     def restore(self, row: Sequence[float], names: Sequence[str] | None, logged: list[dict[str, Any]]) -> None:
-        """Start with an earlier row of numbers with these names; None: of the same.
+        """Start with an earlier row of numbers with these names; None: the same names as now.
 
         Numbers keep their names: those that are new here are moved from what was `logged` before, others to it.
         """
         shown = self.shown
-        columns = [_LOSS, _CORRECT, *(shown if names is None else names)]
+        if names is None:
+            names = shown
+        columns = [_LOSS, _CORRECT, *names]
         require(
-            len(row) == 2 * len(columns) and (columns[2:] == shown or not self._loss.weightings),
-            f"it has the sums of other losses or numbers ({', '.join(columns[2:]) or 'none'}) than this program "
+            len(row) == 2 * len(columns) and ([*names] == shown or not self._loss.weightings),
+            f"it has the sums of other losses or numbers ({', '.join(names) or 'none'}) than this program "
             f"({', '.join(shown) or 'none'}): return the same, or resume from the end of an epoch.",
         )
         sums = dict(zip(columns, zip(row[::2], row[1::2], strict=True), strict=True))
-        logged += [{name: ["mean", None, [*sums[name]]]} for name in columns[2:] if name not in shown]
+        for name in names:
+            if name not in shown:
+                logged.append({name: ["mean", None, [*sums[name]]]})
         for state in logged:
             for name in state.keys() & {*shown}:
                 sums[name] = joined("mean", sums.get(name, (0.0, 0.0)), state.pop(name)[2])
@@ -78,32 +82,37 @@ class MetricSums:
         return _measured(self._numbers.over(world), self._loss) | self.metrics.over_ranks(world)
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
-        """Return functions that calculate loss, accuracy (if there is one) and each metric of this rank."""
+        """Return functions that calculate loss, accuracy (unless nothing counted) and each metric of this rank."""
         measured = _measured(self._numbers.pairs(), self._loss)
-        found = {name: value for name, value in measured.items() if name != "accuracy" or not math.isnan(value)}
-        return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazy_values()
+        if math.isnan(measured.get("accuracy", 0.0)):
+            del measured["accuracy"]
+        return {name: functools.partial(float, value) for name, value in measured.items()} | self.metrics.lazy_values()
 
     def cheap_values(self) -> dict[str, float]:
-        """Return this rank's loss, accuracy and means; of an accelerator, those at the call before, without waiting."""
+        """Return this rank's loss, accuracy and means; on an accelerator of the call before, without waiting."""
         pairs = self._numbers.lately()
-        return _measured(pairs, self._loss) | self.metrics.cheap_values() if pairs else {}
+        if not pairs:
+            return {}
+        return _measured(pairs, self._loss) | self.metrics.cheap_values()
 
 
 def _measured(pairs: Mapping[str, Pair], loss: Loss) -> dict[str, float]:
     """Return the loss, the accuracy (if targets are classes; NaN if none counted) and a loss's other numbers."""
-    shown = {
-        name: number_of("sum" if loss.weightings.get(name) is Weighting.NOTHING else "mean", pairs[name])
-        for name in loss.shown
-    }
-    total = number_of("sum" if loss.weighting is Weighting.NOTHING else "mean", pairs[_LOSS])
+    shown = {name: _number_by(loss.weightings.get(name), pairs[name]) for name in loss.shown}
+    found = {_LOSS: _number_by(loss.weighting, pairs[_LOSS])}
     if loss.weightings:
-        total = loss.combined(shown)
-    accuracy = {} if loss.accuracy is None else {"accuracy": mean_of(pairs[_CORRECT])}
-    return {_LOSS: total, **accuracy, **shown}
+        found[_LOSS] = loss.combined(shown)
+    if loss.accuracy is not None:
+        found["accuracy"] = mean_of(pairs[_CORRECT])
+    return {**found, **shown}
+
+
+def _number_by(weighting: Weighting | None, pair: Pair) -> float:
+    return number_of("sum" if weighting is Weighting.NOTHING else "mean", pair)
 
 
 def correct_of(output: Any, target: Tree | None, loss: Loss) -> Correct:
-    """Return the correct predictions in an output; none if targets are not classes."""
+    """Return the numbers of correct predictions in an output; zeros if targets are not classes."""
     found = predicted_classes(output, target, loss)
     if found is None:
         return Correct(0, 0)
@@ -117,7 +126,9 @@ def correct_of(output: Any, target: Tree | None, loss: Loss) -> Correct:
 
 def predicted_classes(output: Any, target: Tree | None, loss: Loss) -> tuple[Tensor, Tensor, int] | None:
     """Return the predicted classes, the right ones and their number; None if targets are not classes."""
-    pair = None if loss.accuracy is None else loss.accuracy.pair(output, target)
+    if loss.accuracy is None:
+        return None
+    pair = loss.accuracy.pair(output, target)
     if pair is None:
         return None
     scores, classes = pair

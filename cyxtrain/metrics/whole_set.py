@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,7 +40,7 @@ class WholeSet:
             its largest class, to save memory on rank 0.
 
     Raises:
-        ConfigError: The function is none.
+        ConfigError: `function` is not a function.
     """
 
     def __init__(
@@ -48,8 +48,9 @@ class WholeSet:
     ) -> None:
         is_function = callable(function) and not isinstance(function, type)
         require(is_function, f"WholeSet.function must be a function, got {brief(function)}.")
-        own = getattr(function, "higher_is_better", None)
-        self.higher_is_better = own if higher_is_better is None else higher_is_better
+        if higher_is_better is None:
+            higher_is_better = getattr(function, "higher_is_better", None)
+        self.higher_is_better = higher_is_better
         self.__name__ = str(getattr(function, "__name__", type(function).__name__))
         self._function = function
         self._preprocess = preprocess
@@ -58,7 +59,9 @@ class WholeSet:
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """Call the function."""
-        return self._function(_HuggingFace(outputs, targets)) if self._takes_one else self._function(outputs, targets)
+        if self._takes_one:
+            return self._function(_HuggingFace(outputs, targets))
+        return self._function(outputs, targets)
 
     def _kept(self, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
         """Return what is gathered of a batch."""
@@ -74,11 +77,12 @@ class WholeSet:
         """Return the numbers over all rows, by name in the history; `name`: of a single number, `prefix`: of others."""
         self._set = of_set
         result = self(*rows)
-        has_names = isinstance(result, Mapping)
-        found = {f"{prefix}{own}": each for own, each in result.items()} if has_names else {name: result}
+        found = {name: result}
+        if isinstance(result, Mapping):
+            found = {f"{prefix}{own}": each for own, each in result.items()}
         numbers = None
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what float raises for other libraries' values
-            numbers = {each: float("" if isinstance(value, str) else value) for each, value in found.items()}
+            numbers = {each: _as_float(value) for each, value in found.items()}
         if numbers is None or any(each == "loss" or each.startswith("val_") for each in numbers):
             raise ConfigError(
                 f"the metric {name} must return a number, or numbers by name ('loss' and names that begin with 'val_' "
@@ -92,11 +96,21 @@ class WholeSet:
             warnings.simplefilter("ignore")
             try:
                 return [*results()]
-            except (ConfigError, *_MISTAKES) as error:
-                what = f"the metric {name} failed when it was tried on a few rows: {type(error).__name__}: {error}"
-                raise error if isinstance(error, ConfigError) else ConfigError(what) from error
+            except ConfigError:
+                raise
+            except _MISTAKES as error:
+                raise ConfigError(
+                    f"the metric {name} failed when it was tried on a few rows: {type(error).__name__}: {error}"
+                ) from error
             except Exception:
                 return [name]
+
+
+def _as_float(value: Any) -> float:
+    """Return a number as a float; a string is not a number, even if it has only digits."""
+    if isinstance(value, str):
+        raise TypeError
+    return float(value)
 
 
 class TriedSet(NamedTuple):
@@ -113,35 +127,49 @@ class TriedSet(NamedTuple):
 def tried_sets(
     given: Mapping[str, Any], outputs: Mapping[str, str], loss: Loss, output: Any, target: Any, rows: int
 ) -> list[TriedSet]:
-    """Return the metrics over whole sets among a user's, tried on the output and the targets of some rows.
+    """Return a user's metrics over whole sets, tried on the output and the targets of some rows.
 
-    `outputs`: of those that are of one of several outputs, its name.
+    `outputs` has the output's name of each metric that is of one output.
     """
     tried = []
-    for name, metric in [(name, each) for name, each in given.items() if isinstance(each, WholeSet)]:
-        whose = outputs.get(name, "")
-        keep = functools.partial(_kept_of, metric, whose)
+    for name, metric in given.items():
+        if not isinstance(metric, WholeSet):
+            continue
+        output_name = outputs.get(name, "")
+        keep = functools.partial(_kept_of, metric, output_name)
         kept = keep(output, target, loss)
         parts = dict(leaves(kept))
-        for part in parts.values():
-            if not isinstance(part, Tensor) or not part.dim() or len(part) != rows:
-                what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-                raise ConfigError(
-                    f"the metric {name} needs outputs with one row per input row; for {rows} rows, {what} is among "
-                    "them. Pass preprocess=..., a function of (output, target) that returns what the metric needs."
-                )
+        _check_rows(name, parts.values(), rows)
         found = with_parts(kept, {each: as_numpy(part.detach().cpu()) for each, part in parts.items()})
         empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
-        results = functools.partial(metric._results, name, f"{whose}_" if whose else "")
+        prefix = f"{output_name}_" if output_name else ""
+        results = functools.partial(metric._results, name, prefix)
         names = metric._names(name, functools.partial(results, found))
         tried.append(TriedSet(name, keep, results, with_parts(kept, empty), names, metric.higher_is_better))
     return tried
 
 
-def _kept_of(metric: WholeSet, name: str, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
-    return metric._kept(*loss.of_output(name, output, target), loss.outputs.get(name, loss))
+def _check_rows(name: str, parts: Iterable[Any], rows: int) -> None:
+    """Raise ConfigError unless all parts are tensors with so many rows."""
+    for part in parts:
+        what = type(part).__name__
+        if isinstance(part, Tensor):
+            if part.dim() and len(part) == rows:
+                continue
+            what = f"a tensor of shape {list(part.shape)}"
+        raise ConfigError(
+            f"the metric {name} needs outputs with one row per input row; for {rows} rows, {what} is among them. Pass "
+            "preprocess=..., a function of (output, target) that returns what the metric needs."
+        )
+
+
+def _kept_of(metric: WholeSet, output_name: str, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
+    own, answer = loss.of_output(output_name, output, target)
+    return metric._kept(own, answer, loss.outputs.get(output_name, loss))
 
 
 def as_numpy(tensor: Tensor) -> Any:
     """Return a tensor of the CPU as a NumPy array; bfloat16, which NumPy does not have, as float32."""
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.numpy()
