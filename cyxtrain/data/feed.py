@@ -49,7 +49,7 @@ class Feed(ABC):
         return None
 
     def rows_of(self, steps: int | None) -> int | None:
-        """Return how many rows so many steps have, over all ranks; None: unknown."""
+        """Return how many rows a number of steps has, over all ranks; None: unknown."""
         return None
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Feed(ABC):
         return 0, 0, 0
 
     def seconds_communicated(self) -> float:
-        """Return how long this rank has waited for the others' numbers of rows, since the last call."""
+        """Return how long this rank has waited for other ranks' numbers of rows since the last call."""
         return 0.0
 
     def check_world(self, world_size: int, place: Place) -> None:  # noqa: B027
@@ -93,18 +93,18 @@ class Feed(ABC):
         return UnevenStep()
 
     def resume_from(self, effective_batch_size: int) -> None:  # noqa: B027
-        """Continue with steps of so many rows, over all ranks."""
+        """Continue with steps of this many rows, over all ranks."""
 
 
 class RowSource(Protocol):
-    """What a feed needs of data with rows by number."""
+    """Data with rows by number, as a feed uses them."""
 
     batch_size: int | None
     is_whole: bool
     drop_last: bool
 
     def begin_pass(self, number: int) -> bool:
-        """Begin a pass; return whether the data may have another length now."""
+        """Begin a pass; return whether the length of the data may have changed."""
 
     def fetch(self, order: EpochOrder, places: range, epoch: int) -> Rows:
         """Return copies of the rows at places in an order."""
@@ -112,7 +112,7 @@ class RowSource(Protocol):
     def fetcher(
         self, order: EpochOrder, pieces: Iterable[range], epoch: int, *, pinned: bool
     ) -> Callable[[Indices], Rows]:
-        """Return a function that fetches rows by number: those at pieces of the order, in turn."""
+        """Return a function that fetches rows by number: the pieces of the order, one after the other."""
 
 
 class RowFeed(Feed):

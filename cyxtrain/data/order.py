@@ -1,4 +1,4 @@
-"""The order of a dataset's rows in each epoch: our own, or that of a DataLoader's sampler, equal on every rank."""
+"""The order of a dataset's rows in each epoch: our own, or a DataLoader's sampler's; the same on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cyxtrain.data.rng import begin_pass, generators_kept, generators_of
 from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
 from cyxtrain.errors import ConfigError
 
-# Rows are sorted by length within at most so many steps, and within at most a fifth of an epoch.
+# Rows are sorted by length within at most 50 steps, and within at most a fifth of an epoch.
 _SORTED_STEPS = 50
 _SORTED_PARTS = 5
 
@@ -148,8 +148,8 @@ class SamplerOrder(Order):
             self._size = len(sampler)
         except TypeError as error:
             raise ConfigError(
-                f"the DataLoader's {self._name} has no length, and each epoch must have as many steps on all ranks: "
-                "give it a __len__."
+                f"the DataLoader's {self._name} has no length, and each epoch must have the same number of steps on "
+                "all ranks: give it a __len__."
             ) from error
 
     @override
@@ -214,7 +214,7 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
 
 
 def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
-    """Return the length of each row: as given, by a function of a sample, or that of its first part (True)."""
+    """Return the length of each row: as given, by a function of a sample, or of its first part (True)."""
     if asked is True:
         asked = _first_length
     if callable(asked):

@@ -163,7 +163,7 @@ class DistributedSampler(Sampler[int]):
             state: What `state_dict` returned.
 
         Raises:
-            ConfigError: The state has another dataset size, seed or shuffle, hence another order of samples.
+            ConfigError: The state has a different dataset size, seed or shuffle, hence a different order of samples.
         """
         own = self.state_dict()
         for name in ("dataset_size", "seed", "shuffle"):
@@ -281,7 +281,7 @@ class DistributedBatchIterator:
     def reset(self, epoch: int | None = None, batch: int = 0) -> None:
         """Set the batch, and if given the epoch, from which `next` continues.
 
-        A `for` begins at the first batch all the same.
+        A `for` loop still begins at the first batch.
 
         Args:
             epoch: Of the sampler; None: unchanged.

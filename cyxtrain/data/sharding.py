@@ -2,8 +2,8 @@
 
 The rows of a step are divided among the ranks one by one, and each rank's part into micro-batches. Batch norm cannot
 train on a single row, so the tail of an epoch goes to fewer ranks if each of them then gets two rows or more. The
-numbers of rows, ranks and micro-batches decide alone: the rows of a step are the same on any number of ranks, and a
-resumed run shards alike.
+numbers of rows, ranks and micro-batches decide alone: the rows of a step are the same on any number of ranks, and in a
+resumed run.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Sharding(ABC):
 
     @abstractmethod
     def shard(self, number: int, step: int) -> Shard:
-        """Return what a slice has of a step."""
+        """Return a slice's shard of a step."""
 
     @abstractmethod
     def single_row(self, *, together: bool = False) -> SingleRow | None:
-        """Return a micro-batch of a single row on any rank; `together`: those of all ranks at one time count as one."""
+        """Return a micro-batch of a single row on any rank; `together`: all ranks' rows at a time count as one."""
 
     def count_ranks(self, step: int) -> int:
         """Return how many ranks have rows in a step: those from 0 on."""
@@ -68,7 +68,7 @@ class Sharding(ABC):
         return None
 
     def _kinds_of_steps(self) -> list[int]:
-        """Return a step of each kind: all but the last one are sharded alike."""
+        """Return a step of each kind: all but the last one are sharded the same way."""
         if not self.steps:
             return []
         return sorted({0, self.steps - 1})
@@ -112,7 +112,7 @@ def micro_batches_of(own: range, rows_at_once: int) -> list[range]:
 
 
 class RowSharding(Sharding):
-    """Rows are divided one by one: step k has those from k times the effective batch size on."""
+    """Rows divided one by one: step k has the rows from k times the effective batch size on."""
 
     def __init__(
         self, rows: int, effective_batch_size: int, rows_at_once: int, num_slices: int, *, drop_last: bool
@@ -144,7 +144,7 @@ class RowSharding(Sharding):
 
 
 class BatchSharding(Sharding):
-    """Batches of a batch sampler, which end at `ends`, are divided: one micro-batch each."""
+    """Batches of a batch sampler, which end at `ends`, divided: one micro-batch each."""
 
     def __init__(self, ends: Indices, batches_per_step: int, num_slices: int, *, drop_last: bool) -> None:
         self._ends = [0, *ends.tolist()]

@@ -18,7 +18,7 @@ Pair = tuple[float, float]
 number, and 0."""
 
 REDUCES = ("mean", "sum", "max", "min", "last")
-# the mean of a number that every rank has alike; the ranks do not add it up
+# the mean of a number that is the same on every rank; the ranks do not add it up
 ALIKE = "alike"
 # Numbers of an accelerator that are added at once: single additions would cost a step more.
 _FOLD = 16
@@ -56,10 +56,10 @@ class Accumulator:
         row: int = 0,
         reduce: str = "mean",
     ) -> None:
-        """Add a number to those of its name.
+        """Add a number to the column of its name.
 
         To a mean, `value` times `sum_factor` (None: `weight`) over `weight`; 0 if the weight is 0. The weight of the
-        "last" number is its place; that of others is not used.
+        "last" number is its place; other weights are not used.
         """
         if name not in self._columns:
             self._columns[name] = _Column(reduce, self._rows)

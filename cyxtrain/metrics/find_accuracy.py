@@ -1,4 +1,4 @@
-"""What accuracy is in a fit, found in the dry run from an output, its targets and their loss."""
+"""The search for what accuracy is, in the dry run: from an output, its targets and their loss."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class LoggedNumbers:
 
     @contextlib.contextmanager
     def repeating(self) -> Iterator[None]:
-        """Ignore what is logged within: rows that count already, or no rows, go through the model once more."""
+        """Ignore what is logged within: the model runs again on rows that count already, or on no rows."""
         before = self._is_repeating
         self._is_repeating = True
         try:
@@ -71,12 +71,12 @@ class LoggedNumbers:
             self._is_repeating = before
 
     def begin(self, rows: int, place: int) -> None:
-        """Begin a step or a batch with so many rows."""
+        """Begin a step or a batch with this many rows."""
         self.rows = rows
         self.place = place
 
     def keep(self) -> Callable[[], None]:
-        """Return what forgets the numbers that are added from now on."""
+        """Return a function that forgets the numbers that are added from now on."""
         self._numbers.keep()
         return self._numbers.roll_back
 
@@ -193,7 +193,7 @@ class LoggedNumbers:
 
 
 class NumberLogger:
-    """The part of a trainer that takes numbers of the user's own."""
+    """The part of a trainer that takes a user's own numbers."""
 
     _logged: LoggedNumbers | None = None
     """Where the numbers go; None: outside of a fit or an evaluation."""

@@ -54,7 +54,7 @@ class Metric(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return what was accumulated, as JSON values."""
+        """Return the accumulated state, as JSON values."""
 
     @abstractmethod
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -233,7 +233,7 @@ class LibraryMetric(Metric):
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
             try:
                 result = self._metric.compute()
-            except ValueError:  # too few rows, on all ranks alike
+            except ValueError:  # too few rows, on all ranks
                 return [math.nan] * len(self.names)
         if isinstance(result, (tuple, list, dict)):
             raise self._not_one_number(f"{len(result)} parts")
@@ -280,8 +280,8 @@ class LibraryMetric(Metric):
                 self._metric.merge_state(found)
             except (RuntimeError, TypeError) as error:
                 raise ConfigError(
-                    f"the metric {self.name} cannot continue in the middle of an epoch on another number of ranks "
-                    f"({error}): resume from a checkpoint between two epochs, or on as many ranks."
+                    f"the metric {self.name} cannot continue in the middle of an epoch on a different number of ranks "
+                    f"({error}): resume from a checkpoint between two epochs, or on the same number of ranks."
                 ) from error
 
 
@@ -308,13 +308,13 @@ def _tensor(state: Any, device: torch.device) -> Any:
 
 
 def _refuse_what_cannot_be_joined(name: str, metric: Any) -> None:
-    """Refuse nested metrics, and lists of which each rank has as many entries as batches."""
+    """Refuse nested metrics, and lists that have an entry per batch on each rank."""
     from torchmetrics import Metric as TheirMetric
     from torchmetrics.utilities import dim_zero_cat
 
     parts = [each for each in (*metric.modules(), *vars(metric).values()) if isinstance(each, TheirMetric)]
     if any(part is not metric for part in parts):
-        raise ConfigError(f"the metric {name} is made of other metrics: pass each of them by itself, or a function.")
+        raise ConfigError(f"the metric {name} is made of other metrics: pass each of them separately, or a function.")
     for state, default in metric.metric_state.items():
         if isinstance(default, list) and metric._reductions[state] is not dim_zero_cat:
             raise ConfigError(

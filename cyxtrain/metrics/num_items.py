@@ -1,4 +1,4 @@
-"""What a model counts when it divides its loss by `num_items_in_batch`, as Hugging Face's models do.
+"""The count by which a model divides its loss (`num_items_in_batch`), as Hugging Face's models do.
 
 A model that uses this argument returns the sum of its terms divided by it: the count of all ranks and micro-batches of
 a step, needed before the first forward. A rule finds the count in the labels.
@@ -29,7 +29,7 @@ class ItemRule:
     count: Callable[[Batch], Tensor | int]  # on an accelerator a tensor there, so that the host does not wait
 
     def items(self, batch: Batch) -> Tensor | int:
-        """Return what the model is given: the step's number if known, or this batch's; at least 1."""
+        """Return the model's argument: the step's number if known, or this batch's; at least 1."""
         if batch.items is not None:
             return batch.items
         count = self.count(batch)

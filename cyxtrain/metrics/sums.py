@@ -29,7 +29,7 @@ class Correct(NamedTuple):
 
 
 class MetricSums:
-    """What is measured of batches: one row of sums for a running epoch, or one row per batch."""
+    """Sums of losses and metrics: one row for a running epoch, or one row per batch."""
 
     def __init__(self, rows: int, loss: Loss, metrics: Metrics) -> None:
         self.metrics = metrics.copy()
@@ -53,7 +53,7 @@ class MetricSums:
     def restore(self, row: Sequence[float], names: Sequence[str] | None, logged: list[dict[str, Any]]) -> None:
         """Start with an earlier row of numbers with these names; None: the same names as now.
 
-        Numbers keep their names: those that are new here are moved from what was `logged` before, others to it.
+        Numbers keep their names: numbers that are new here are moved from `logged`, others to it.
         """
         shown = self.shown
         if names is None:

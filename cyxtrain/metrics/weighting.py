@@ -28,7 +28,7 @@ NO_LOSS = (
 
 
 class Weighting(enum.Enum):
-    """What the sum of a batch's terms is divided by."""
+    """The divisor of the sum of a batch's terms."""
 
     # the number of samples, which every rank knows
     SAMPLES = "mean over samples"
@@ -45,7 +45,7 @@ class BatchLoss:
     value: Tensor  # what the loss function returned, 0-dim; with a graph while training
     sum_factor: Tensor | float  # `value` times this is the sum of the terms
     weight: Tensor | float  # what that sum is divided by; a tensor if it depends on the data
-    # other losses of the same rows by name: those that `value` adds up, and numbers that are only reported
+    # other losses of the same rows by name: the terms of `value`, and numbers that are only reported
     parts: Mapping[str, BatchLoss] = field(default_factory=dict)
 
     @property

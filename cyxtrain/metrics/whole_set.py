@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HuggingFace = collections.namedtuple("_HuggingFace", ("predictions", "label_ids"))
 _Function: TypeAlias = Callable[..., Any]
-# Errors of a function that more rows would not mend.
+# Errors of a function that more rows would not fix.
 _MISTAKES = (TypeError, AttributeError, NameError, ImportError)
 
 
@@ -64,7 +64,7 @@ class WholeSet:
         return self._function(outputs, targets)
 
     def _kept(self, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
-        """Return what is gathered of a batch."""
+        """Return the output and the target to gather of a batch."""
         output = loss.without_own(output)
         if self._preprocess is not None:
             output = self._preprocess(output, target)
@@ -150,7 +150,7 @@ def tried_sets(
 
 
 def _check_rows(name: str, parts: Iterable[Any], rows: int) -> None:
-    """Raise ConfigError unless all parts are tensors with so many rows."""
+    """Raise ConfigError unless all parts are tensors with this many rows."""
     for part in parts:
         what = type(part).__name__
         if isinstance(part, Tensor):

@@ -76,7 +76,7 @@ def register_model(name: str) -> Callable[[_Maker], _Maker]:
     def register(make: _Maker) -> _Maker:
         there = _MODELS.get(name)
         if there is not None and there.__module__ != make.__module__:
-            raise ConfigError(f"the model '{name}' is already {there!r}: register {make!r} by another name.")
+            raise ConfigError(f"the model '{name}' is already {there!r}: register {make!r} under a different name.")
         _MODELS[name] = make
         return make
 

@@ -97,7 +97,7 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 def batches(tensors: Iterable[Tensor], limit: int, size_of: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
-    """Yield tensors in order, as many together as reach a limit."""
+    """Yield tensors in order, in lists that reach a limit."""
     batch: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -83,7 +83,7 @@ def write(tensor: Tensor, new: Tensor) -> None:
 
     Args:
         tensor: Not quantised, nested or meta.
-        new: Of the same type and layout; elements that share memory must be equal. A plain tensor takes another shape.
+        new: Of the same type and layout; elements that share memory must be equal. A plain tensor may get a new shape.
     """
     if not is_plain(tensor):
         new = new.to(tensor.device)

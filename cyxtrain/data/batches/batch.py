@@ -51,7 +51,7 @@ class Share(ABC):
         self.next: Share | None = None
         """The share of the next step, if its rows may be fetched before this step is complete."""
         self.count_ranks: Callable[[], int] | None = None
-        """Returns how many ranks, from 0, have rows in this step; None: nobody knows before asking."""
+        """Returns how many ranks, from 0, have rows in this step; None: no rank knows before they communicate."""
         self._copier = copier
         self._latest = -1
         self._early: tuple[int, Callable[[], Callable[[], Rows] | None]] | None = None
@@ -67,7 +67,7 @@ class Share(ABC):
 
     @abstractmethod
     def _fetch(self, index: int) -> Rows:
-        """Return the rows of a micro-batch, as the data give them."""
+        """Return the rows of a micro-batch, before they are placed on the device."""
 
     @abstractmethod
     def names(self, rows: Sequence[int]) -> list[str]:
@@ -208,7 +208,7 @@ class BatchShare(NamedTuple):
     done: frozenset[int] = frozenset()  # groups that are left out
 
     def has(self, number: int) -> bool:
-        """Return whether the rank has a batch, in turns."""
+        """Return whether it is the rank's turn to evaluate a batch."""
         group = number // max(self.group, 1)
         return group % self.slices.count in self.slices.owned and group not in self.done
 

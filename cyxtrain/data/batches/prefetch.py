@@ -102,7 +102,7 @@ class DeviceCopier:
         self._place = placement.place
 
     def clone(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """Return a copy that no one else changes."""
+        """Return a copy, which the data cannot change."""
         return tensor.clone(memory_format=memory_format)
 
     def send(self, rows: Rows) -> Callable[[], Rows]:
@@ -161,7 +161,7 @@ class Prefetcher(DeviceCopier):
 
 
 def make_copier(placement: Placement) -> DeviceCopier:
-    """Return what copies rows to where the model computes."""
+    """Return the copier to a placement's device."""
     if accelerator.has_side_streams(placement.device):
         return Prefetcher(placement)
     return DeviceCopier(placement)

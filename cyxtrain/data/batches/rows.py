@@ -190,7 +190,7 @@ def _as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 def _not_numbers(values: Any, array: np.ndarray[Any, Any], name: str) -> ConfigError:
-    """Return the error for an array of another type than numbers, made of a user's values."""
+    """Return the error for an array, made of a user's values, that does not hold numbers."""
     columns = columns_of(values)
     wrong = []
     for column in columns:
@@ -211,7 +211,7 @@ def _not_numbers(values: Any, array: np.ndarray[Any, Any], name: str) -> ConfigE
 
 
 def _first_bad(array: np.ndarray[Any, Any]) -> str:
-    """Return the first value that is NaN or not a number; "" if there is none."""
+    """Return the first value that is NaN or not a number; "" if all are numbers."""
     if array.dtype.kind in "iub":
         return ""
     for value in array.reshape(-1):

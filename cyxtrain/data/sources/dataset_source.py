@@ -1,4 +1,4 @@
-"""Rows of a Dataset, loaded by number; workers, collate_fn and pinning are those of the user's DataLoader.
+"""Rows of a Dataset, loaded by number, with the workers, collate_fn and pinning of the user's DataLoader.
 
 One order of each epoch is divided among the ranks, from any step on. What a dataset draws for a row, such as its
 augmentation, depends on seed, epoch and the row's place in the epoch alone: it is the same on any number of ranks and

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from cyxtrain.data.rng import GeneratorStates, generators_kept, seed_for_row, set_epoch_of
 from cyxtrain.environment import loader_workers
 
-_COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into that of its collate_fn
+_COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into its collate_fn's seed
 
 
 class RowRequest(NamedTuple):
@@ -74,7 +74,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class _SeededBatches(Dataset[Any]):
-    """Collated batches of a dataset, whose random numbers depend on the seeds of their rows alone."""
+    """Collated batches of a dataset, whose random numbers depend only on the seeds of their rows."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -125,7 +125,7 @@ class _SeededBatches(Dataset[Any]):
 
 @contextlib.contextmanager
 def _naming(what: str, rows: Any) -> Iterator[None]:
-    """Add to an error within which rows it concerns; Python 3.10 has no notes."""
+    """Add the rows that it concerns to an error; Python 3.10 has no notes."""
     try:
         yield
     except Exception as error:

@@ -28,7 +28,7 @@ _Source = TypeVar("_Source", bound="Source")
 class Source(ABC):
     """Rows of data: arrays, a dataset, a loader, or a stream of batches.
 
-    Each rank makes one by itself; then the ranks exchange their `summary` and `reconcile`.
+    Each rank makes its own; then the ranks exchange their `summary` and `reconcile`.
     """
 
     example: Rows  # all rows if they are in memory, otherwise the first ones
@@ -75,14 +75,14 @@ class Source(ABC):
             self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs), device="cpu"))
 
     def first(self, rows: int) -> Rows:
-        """Return copies of up to so many rows to try a model on; the same on all ranks with the same data."""
+        """Return copies of up to this many rows to try a model on; the same on all ranks with the same data."""
         if self.no_rows:
             return self.example.mapped(Tensor.clone)
         return self.example.mapped(lambda tensor: tensor[:rows].clone())
 
     @abstractmethod
     def facts(self, name: str) -> dict[str, Any]:
-        """Return what must be the same on every rank; `name`, such as "training", says which rows these are."""
+        """Return facts that must be the same on every rank; `name`, such as "training", says which rows these are."""
 
     def digest(self) -> str:
         """Return a digest of all facts, by which a checkpoint recognizes the data of its run."""

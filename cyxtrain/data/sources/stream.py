@@ -38,7 +38,7 @@ _OWN = 1  # `Place.order` if each rank has its own data
 
 
 class Pass:
-    """A pass through the batches of `make()`, whose random generators, also those of `parts`, are not training's."""
+    """A pass through the batches of `make()`; its random generators, and its `parts`' own, are not training's."""
 
     def __init__(
         self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
@@ -175,7 +175,7 @@ class StreamSource(Source):
         super().reconcile(summaries, rank, sharded=sharded)
 
     def _first_with_batch(self, summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the first rank's summary that has a batch; raise ConfigError unless all batches are alike."""
+        """Return the first summary with a batch; raise ConfigError unless all ranks' batches are alike."""
         ranks = [rank for rank, summary in enumerate(summaries) if summary["form"] is not None]
         if not ranks:
             raise ConfigError(f"the {self._what} gives no batch: there is nothing to do.")
@@ -220,7 +220,7 @@ class StreamSource(Source):
 
     @override
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
-        """Yield the share of shared data, in turns; otherwise all of this rank's own, numbered by themselves."""
+        """Yield this rank's turns of shared data; otherwise all of its own batches, numbered on this rank."""
         copier = make_copier(placement)
 
         def own() -> Iterator[tuple[int, Rows]]:
@@ -263,7 +263,7 @@ class StreamSource(Source):
 
 
 class StreamFeed(Feed):
-    """The batches of a stream, in passes that continue over epochs as those of a `RowFeed`."""
+    """The batches of a stream, in passes that continue over epochs as in a `RowFeed`."""
 
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
         ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
@@ -326,7 +326,8 @@ class StreamFeed(Feed):
         if place.batches and own and world_size != self._world.size:
             raise ConfigError(
                 f"the checkpoint was made by {counted(world_size, 'rank')} in the middle of each rank's own data, and "
-                f"there are {self._world.size} now: use as many, or a checkpoint from the end of the data."
+                f"there are {self._world.size} now: use the same number of ranks, or a checkpoint from the end of the "
+                "data."
             )
 
     @override
@@ -390,7 +391,7 @@ class StreamFeed(Feed):
             found = [batches.read(copier.clone) for _ in range(count)]
         except DataInterruptedError:
             return [], _INTERRUPTED
-        # A rank that has read the last of its own batches counts on, so that the position is the same on all ranks.
+        # A rank whose own batches have ended still counts them, so that the position is equal on all ranks.
         num_read = count
         if is_shared:
             num_read = sum(rows is not None for rows in found)
