@@ -48,6 +48,15 @@ def test_each_way_of_combining_has_the_number_that_python_finds(place, reduce):
     assert pair[0] == 36 or reduce != "last"
 
 
+def test_a_number_of_the_host_is_added_to_a_table_on_the_accelerator(place):
+    """A callback may log a float after a step has logged the accelerator's numbers."""
+    table = Accumulator(["loss"])
+    table.add("loss", torch.tensor(1.0), 1.0)
+    assert table.pairs() == {"loss": (1.0, 1.0)}
+    table.add("loss", 2.0, 1.0)
+    assert table.pairs() == {"loss": (3.0, 2.0)}
+
+
 @pytest.mark.parametrize("reduce", ["max", "min"])
 def test_nan_stays_the_largest_and_the_smallest(place, reduce):
     found = Accumulator()
