@@ -53,7 +53,7 @@ class Loss:
         loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns the
             mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
             name: the losses are added, and None is no loss. `WeightedLosses` have factors.
-        used: The loss that a step of the user's own may use; the step returns its loss as a model does.
+        used: The loss that a user's own step may use; the step returns its loss as a model does.
     """
 
     def __init__(self, loss_fn: Any, used: Loss | None = None) -> None:
@@ -61,7 +61,7 @@ class Loss:
         factors: Any = {}
         if isinstance(loss_fn, WeightedLosses):
             loss_fn, factors = loss_fn
-        # Both by output name; outputs: those with a loss, and with the cross-entropy, further ones that have metrics.
+        # Losses by output name; `outputs` has the cross-entropy for further outputs that have only metrics.
         self.by_output = _losses_by_output(loss_fn)
         self.outputs: dict[str, Loss] = {**self.by_output} if used is None else used.outputs
         self.weightings: dict[str, Weighting] = {}  # of each of several losses, by name in the history
@@ -75,7 +75,9 @@ class Loss:
         self._gives_pairs: bool | None = None
         self.function: Any = loss_fn if self.by_output else loss_function(loss_fn)
         self.functions = self._all_functions()
-        self.modules = [*self.named_modules("").values()]  # among these functions, or whose methods they are
+        self.modules = [
+            *self.named_modules("").values()
+        ]  # among these functions, or owners of functions that are methods
         kind = type(self.function)
         self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
         seen = (used or self).function
@@ -86,7 +88,7 @@ class Loss:
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self.weighting = Weighting.NOTHING if self._reduction == "sum" else Weighting.SAMPLES
         self._summing: nn.Module | None = None  # the same function, which adds up its terms
-        self._of_each: Any = None  # the same function, which returns a loss per row; of rows with weights
+        self._per_row: Any = None  # the same function, which returns a loss per row; of rows with weights
         self.ignored: int | None = None  # the class number that does not count, if the data has it
         self.accuracy: Accuracy | None = None  # as the dry run found it; None if targets are not classes
         self._name_parts()
@@ -216,10 +218,10 @@ class Loss:
             "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
             "weights to the model, as part of X.",
         )
-        self._of_each = self.function
+        self._per_row = self.function
         if self.is_known:
-            self._of_each = copy.copy(self.function)
-            self._of_each.reduction = "none"
+            self._per_row = copy.copy(self.function)
+            self._per_row.reduction = "none"
 
     def _weigh_classes(self, targets: Tree | None) -> None:
         """Set the weighting by classes, if they have weights or one does not count."""
@@ -241,7 +243,7 @@ class Loss:
             found = self._of_several(output, batch, is_first=True)
         elif self.function is None:
             self._inspect_model_losses(output)
-            found = self._own(output, batch)
+            found = self._of_model(output, batch)
         else:
             found = self._of_function(output, batch, is_first=True)
         self.weight_per_row = float(found.weight) / (batch.rows or 1)
@@ -251,7 +253,7 @@ class Loss:
 
     def _inspect_result(self, result: Any, rows: int) -> None:
         """Set the weighting by what the user's function returned for some rows."""
-        if self._of_each is not None and not self.is_known:
+        if self._per_row is not None and not self.is_known:
             _check_one_per_row(result, rows)
         is_pair = isinstance(result, tuple) and len(result) == 2
         if is_pair:
@@ -340,7 +342,7 @@ class Loss:
         if self.by_output:
             return self._of_several(output, batch)
         if self.function is None:
-            return self._own(output, batch)
+            return self._of_model(output, batch)
         return self._of_function(output, batch)
 
     def _of_function(self, output: Any, batch: Batch, *, is_first: bool = False) -> BatchLoss:
@@ -392,7 +394,7 @@ class Loss:
             self._name_parts()
         return self._sum_of_losses(parts, batch.rows)
 
-    def _own(self, output: Any, batch: Batch) -> BatchLoss:
+    def _of_model(self, output: Any, batch: Batch) -> BatchLoss:
         """Return the loss and the other scalars that a model computed."""
         rows = batch.rows
         own, scalars = loss_in_output(output)
@@ -460,9 +462,9 @@ class Loss:
 
     def _weighted(self, output: Any, target: Any, weights: Tensor) -> BatchLoss:
         """Return the loss of rows with weights; the divisor is as without weights."""
-        assert self._of_each is not None
+        assert self._per_row is not None
         rows = len(weights)
-        terms = self._of_each(output, target).reshape(rows, -1)
+        terms = self._per_row(output, target).reshape(rows, -1)
         adds = self._reduction in ("sum", "batchmean") or self.weighting is Weighting.WEIGHTS
         of_row = terms.sum(1) if adds else terms.mean(1)
         total = (of_row * weights).sum()
