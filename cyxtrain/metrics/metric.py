@@ -27,7 +27,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import own_copy
 from cyxtrain.errors import ConfigError, brief
 from cyxtrain.metrics.accumulator import Accumulator, joined, mean_of
-from cyxtrain.metrics.whole_set import TriedSet
+from cyxtrain.metrics.whole_set import CheckedWholeSet
 from cyxtrain.world.world import World
 
 
@@ -350,12 +350,12 @@ def gathered_states(tensor: Tensor, world: World) -> list[Tensor]:
 class Metrics:
     """The metrics of a fit, an evaluation or a validation, besides loss and accuracy; `whole_sets`: of all rows."""
 
-    def __init__(self, metrics: Sequence[Metric] = (), whole_sets: Sequence[TriedSet] = ()) -> None:
+    def __init__(self, metrics: Sequence[Metric] = (), whole_sets: Sequence[CheckedWholeSet] = ()) -> None:
         self._metrics = list(metrics)
         self.whole_sets = whole_sets
 
     @property
-    def _all(self) -> list[Metric | TriedSet]:
+    def _all(self) -> list[Metric | CheckedWholeSet]:
         return [*self._metrics, *self.whole_sets]
 
     def __bool__(self) -> bool:

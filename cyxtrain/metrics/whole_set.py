@@ -113,7 +113,7 @@ def _as_float(value: Any) -> float:
     return float(value)
 
 
-class TriedSet(NamedTuple):
+class CheckedWholeSet(NamedTuple):
     """A metric over a whole set that was tried on a few rows."""
 
     name: str
@@ -124,9 +124,9 @@ class TriedSet(NamedTuple):
     larger_is_better: bool | None
 
 
-def tried_sets(
+def checked_whole_sets(
     given: Mapping[str, Any], outputs: Mapping[str, str], loss: Loss, output: Any, target: Any, rows: int
-) -> list[TriedSet]:
+) -> list[CheckedWholeSet]:
     """Return a user's metrics over whole sets, tried on the output and the targets of some rows.
 
     `outputs` has the output's name of each metric that is of one output.
@@ -145,7 +145,7 @@ def tried_sets(
         prefix = f"{output_name}_" if output_name else ""
         results = functools.partial(metric._results, name, prefix)
         names = metric._names(name, functools.partial(results, found))
-        tried.append(TriedSet(name, keep, results, with_parts(kept, empty), names, metric.higher_is_better))
+        tried.append(CheckedWholeSet(name, keep, results, with_parts(kept, empty), names, metric.higher_is_better))
     return tried
 
 

@@ -27,7 +27,7 @@ from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
-from cyxtrain.metrics.whole_set import TriedSet
+from cyxtrain.metrics.whole_set import CheckedWholeSet
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display, Measured, Verbosity, make_display, numbers, pace
@@ -158,7 +158,7 @@ def evaluate_rows(
     return None if is_stopped else measured
 
 
-def _over_whole_set(world: World, tried: TriedSet, kept: _Outputs, data: CheckedData) -> dict[str, float]:
+def _over_whole_set(world: World, tried: CheckedWholeSet, kept: _Outputs, data: CheckedData) -> dict[str, float]:
     """Return the numbers of a metric over all rows, which rank 0 computes; none if the fit stops on any rank."""
     found: dict[str, float] = {}
     rows = _gathered_rows(world, kept, data.source, only_first=True)

@@ -30,7 +30,7 @@ from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.named_metrics import ACCURACY, NamedMetrics, make_metrics
 from cyxtrain.metrics.weighting import BatchLoss
-from cyxtrain.metrics.whole_set import WholeSet, tried_sets
+from cyxtrain.metrics.whole_set import WholeSet, checked_whole_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
 from cyxtrain.training.inputs.checks import check_classes, warn_of_activation
@@ -163,7 +163,7 @@ class DryRun:
             metrics = self._measuring(output, batch, loss)
             output = self._loss.measured_part(output)
             given = (self._metrics, self._metrics.outputs)
-            metrics.whole_sets = tried_sets(*given, self._loss, output, batch.labels, batch.rows)
+            metrics.whole_sets = checked_whole_sets(*given, self._loss, output, batch.labels, batch.rows)
             return Tried(metrics=metrics)
 
     def predict(self, source: Source) -> Tried:
