@@ -202,15 +202,24 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
     sampler: Any = loader.sampler
     if batches is not None:
         sampler = batches.sampler  # a DataLoader that is given a batch_sampler does not use its own sampler
+    shuffle = _shuffle_of(sampler, size)
+    if shuffle is None:
+        return SamplerOrder(sampler, seed, in_batches=False)
+    return SeededOrder(size, shuffle, seed)
+
+
+def _shuffle_of(sampler: Any, size: int) -> bool | None:
+    """Return whether a sampler of all rows shuffles them; None for other samplers."""
     kind = type(sampler)
     if kind is TorchSampler and len(sampler.dataset) == size:
-        return SeededOrder(size, sampler.shuffle, seed)
+        return bool(sampler.shuffle)
     if kind is DistributedSampler and sampler.total_size() == size:
-        return SeededOrder(size, sampler.shuffle, seed)
-    whole = kind in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(sampler) == size
-    if whole and not (kind is RandomSampler and sampler.replacement):
-        return SeededOrder(size, kind is RandomSampler, seed)
-    return SamplerOrder(sampler, seed, in_batches=False)
+        return bool(sampler.shuffle)
+    if kind is SequentialSampler and len(sampler.data_source) == size:
+        return False
+    if kind is RandomSampler and len(sampler.data_source) == len(sampler) == size and not sampler.replacement:
+        return True
+    return None
 
 
 def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:

@@ -98,17 +98,25 @@ class LoggedNumbers:
         if name not in self._reduces:
             self._check_name(name, larger_is_better, self.reserved)
             require_choice("log", "reduce", reduce, REDUCES)
-        known = self._reduces.setdefault(name, reduce)
-        if reduce != known:
-            raise _changed(name, known, reduce)
+        self._set_reduce(name, reduce)
         require(weight is None or reduce == "mean", f"log({name!r}): a weight counts in a mean, not with {reduce!r}.")
         if larger_is_better is not None:
             self.larger_is_better[name] = bool(larger_is_better)
         number = _as_number(name, "value", value)
-        counts = self.rows if weight is None else _as_number(name, "weight", weight)
-        if not isinstance(counts, Tensor) and not 0 <= counts < math.inf:
-            raise ConfigError(f"log({name!r}): weight must be a finite number of at least 0, got {counts}.")
-        self._numbers.add(name, number, counts if reduce == "mean" else self.place, reduce=reduce)
+        if reduce != "mean":
+            self._numbers.add(name, number, self.place, reduce=reduce)
+        elif weight is None:
+            self._numbers.add(name, number, self.rows)
+        else:
+            self._numbers.add(name, number, _as_weight(name, weight))
+
+    def _set_reduce(self, name: str, reduce: str) -> None:
+        """Note how a number is reduced; raise ConfigError if it was reduced differently before."""
+        known = self._reduces.setdefault(name, reduce)
+        if reduce != known:
+            raise ConfigError(
+                f"log({name!r}) was called with reduce={known!r}, and with reduce={reduce!r}. Use one of them."
+            )
 
     def add_parts(self, parts: Mapping[str, BatchLoss], known: Sequence[str]) -> None:
         """Add what a model or a step returned of a batch under names that are not `known` from the dry run."""
@@ -120,9 +128,7 @@ class LoggedNumbers:
                 continue
             if name not in self._reduces:
                 self._check_name(name, None, ())
-            reduce = self._reduces.setdefault(name, "mean")
-            if reduce != "mean":
-                raise _changed(name, reduce, "mean")
+            self._set_reduce(name, "mean")
             numbers = (part.value, part.weight, part.sum_factor)
             value, weight, sum_factor = (_as_number(name, "value", each) for each in numbers)
             self._numbers.add(name, value, weight, sum_factor=sum_factor)
@@ -159,9 +165,7 @@ class LoggedNumbers:
         found: dict[str, tuple[str, Pair]] = {}
         for state in states:
             for name, (reduce, better, sums) in state.items():
-                known = self._reduces.setdefault(name, reduce)
-                if reduce != known:
-                    raise _changed(name, known, reduce)
+                self._set_reduce(name, reduce)
                 if better is not None:
                     self.larger_is_better[name] = better
                 first, second = (*sums, 0.0)[:2]  # earlier versions have one number of a sum
@@ -270,5 +274,9 @@ def _as_number(name: str, what: str, value: Any) -> Number:
     raise ConfigError(f"log({name!r}): {what} must be a number, got {got}. Log a number of it, such as its mean.")
 
 
-def _changed(name: str, known: str, reduce: str) -> ConfigError:
-    return ConfigError(f"log({name!r}) was called with reduce={known!r}, and with reduce={reduce!r}. Use one of them.")
+def _as_weight(name: str, value: Any) -> Number:
+    weight = _as_number(name, "weight", value)
+    # The host does not wait for a weight on an accelerator.
+    if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+        raise ConfigError(f"log({name!r}): weight must be a finite number of at least 0, got {weight}.")
+    return weight

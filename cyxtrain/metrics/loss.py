@@ -75,9 +75,8 @@ class Loss:
         self._gives_pairs: bool | None = None
         self.function: Any = loss_fn if self.by_output else loss_function(loss_fn)
         self.functions = self._all_functions()
-        self.modules = [
-            *self.named_modules("").values()
-        ]  # among these functions, or owners of functions that are methods
+        # Functions that are modules, and the modules whose methods functions are.
+        self.modules = [*self.named_modules("").values()]
         kind = type(self.function)
         self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
         seen = (used or self).function

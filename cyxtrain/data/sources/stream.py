@@ -266,9 +266,23 @@ class StreamFeed(Feed):
     """The batches of a stream, in passes that continue over epochs as in a `RowFeed`."""
 
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
+        self._source = source
+        self._world = world
+        self._endless = config.steps_per_epoch is not None
         ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
-        ends_early = config.steps_per_epoch is not None or ends_by_steps or config.fast_dev_run
-        if source.reads_once and config.epochs > 1 and not ends_early:
+        self._ends_once = source.reads_once and (self._endless or ends_by_steps)
+        ends_early = self._endless or ends_by_steps or bool(config.fast_dev_run)
+        self._check_settings(config, ends_early=ends_early)
+        self.rows_at_once = source.batch_size or 1
+        self._batches_per_step = config.accumulation_steps * world.size
+        self.effective_batch_size = self.rows_at_once * self._batches_per_step
+        self._pass: Pass | None = None
+        self._next = (0, 0)  # the pass, and how many of its batches were read
+        self._is_empty = True  # whether the pass has given no rows so far
+        self._seconds = 0.0
+
+    def _check_settings(self, config: DistributedTrainingConfig, *, ends_early: bool) -> None:
+        if self._source.reads_once and config.epochs > 1 and not ends_early:
             raise ConfigError(
                 f"X gives its batches once, and epochs={config.epochs}: pass the function that makes it, without "
                 "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or set steps_per_epoch "
@@ -284,17 +298,6 @@ class StreamFeed(Feed):
                 "drop_last is set, and the number of rows of X is unknown: let X leave out its last batch, as "
                 "DataLoader(dataset, batch_size=64, drop_last=True) does."
             )
-        self._source = source
-        self._world = world
-        self._endless = config.steps_per_epoch is not None
-        self._ends_once = source.reads_once and (self._endless or ends_by_steps)
-        self.rows_at_once = source.batch_size or 1
-        self._batches_per_step = config.accumulation_steps * world.size
-        self.effective_batch_size = self.rows_at_once * self._batches_per_step
-        self._pass: Pass | None = None
-        self._next = (0, 0)  # the pass, and how many of its batches were read
-        self._is_empty = True  # whether the pass has given no rows so far
-        self._seconds = 0.0
 
     @property
     @override
