@@ -328,14 +328,14 @@ class RowFeed(Feed):
         """Refuse an order that differs between ranks, or from the digest `expected` (0: any)."""
         self._digest = order.digest
         digests = self._world.gather(str(self._digest))
-        another = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         drawn = "must draw from the generators of torch, NumPy or Python, or from one that is its attribute 'generator'"
-        if another is not None:
+        if differing is not None:
             raise on_all_ranks(
                 ConfigError(
-                    f"the DataLoader's sampler gives rank {another} a different order than rank 0: it {drawn}, which "
+                    f"the DataLoader's sampler gives rank {differing} a different order than rank 0: it {drawn}, which "
                     "are seeded alike on all ranks.",
-                    rank=another,
+                    rank=differing,
                 )
             )
         if expected not in (0, self._digest):
