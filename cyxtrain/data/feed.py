@@ -341,7 +341,7 @@ class RowFeed(Feed):
         if expected not in (0, self._digest):
             raise on_all_ranks(
                 ConfigError(
-                    "the DataLoader's sampler gives another order of this epoch than before the checkpoint in the "
+                    "the DataLoader's sampler gives a different order of this epoch than before the checkpoint in the "
                     f"middle of it: some rows would repeat, and others be missing. It {drawn}; or resume from a "
                     "checkpoint between two epochs."
                 )

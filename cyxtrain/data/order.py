@@ -170,7 +170,7 @@ class SamplerOrder(Order):
             return EpochOrder(self._numbers(given))
         batches = [self._numbers(batch) for batch in given]
         if not all(map(len, batches)):
-            raise ConfigError(f"the DataLoader's {self._name} gave a batch without rows: each must have some.")
+            raise ConfigError(f"the DataLoader's {self._name} gave a batch without rows: each batch needs one.")
         sizes = [len(batch) for batch in batches]
         return EpochOrder(np.concatenate(batches), np.cumsum(sizes, dtype=np.int64))
 

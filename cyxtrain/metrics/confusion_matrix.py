@@ -60,7 +60,7 @@ class ConfusionMatrix(WholeSet):
     def _kept(self, output: Any, target: Any, loss: Loss) -> tuple[Any, Any]:
         found = predicted_classes(output, target, loss)
         if found is None:
-            raise ConfigError("ConfusionMatrix is for classes, and there is no accuracy of this output and y.")
+            raise ConfigError("ConfusionMatrix is for classes, and this output and y have no accuracy.")
         predicted, classes, count = found
         given = len(self.class_names or range(count))
         require(given == count, f"ConfusionMatrix.class_names has {given} names, and there are {count} classes.")

@@ -93,7 +93,7 @@ def weighting_of(value: Any) -> Weighting:
     if not weight >= 0:
         raise ConfigError(
             f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of rows or tokens, "
-            "and a number of at least 0. Return the loss of what counts, added up, and how much counts."
+            "and a number of at least 0. Return the sum of the terms that count, and their number."
         )
     return Weighting.WEIGHTS
 

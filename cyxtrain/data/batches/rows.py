@@ -183,7 +183,7 @@ def _as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:  # such as lists of different lengths
-        raise ConfigError(f"{name} cannot be made an array: {error}") from error
+        raise ConfigError(f"{name} cannot be converted to an array: {error}") from error
     if array.dtype.kind not in "fiubc":
         raise _not_numbers(values, array, name)
     return array

@@ -191,7 +191,7 @@ def _with_length(rows: Rows, requested: int) -> Rows:
     """Return rows; raise ConfigError unless as many as requested: gradients are divided by that number."""
     if num_rows(rows.inputs) != requested:
         raise ConfigError(
-            f"of {counted(requested, 'row')} the DataLoader's collate_fn has made {num_rows(rows.inputs)}, and each "
+            f"the DataLoader's collate_fn turned {counted(requested, 'row')} into {num_rows(rows.inputs)}, and each "
             "rank must know how many rows the others have. To leave rows out, use a sampler that does; for batches of "
             "any size, use an IterableDataset or a generator."
         )

@@ -92,11 +92,11 @@ def _open_arrays(inputs: Any, targets: Any, weights: Any, *, is_divided: bool) -
     if targets is None and _are_pairs(inputs):
         raise ConfigError(
             "X is a list of (x, y) pairs, one per row: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
-            "or X and y by themselves: X, y = map(numpy.stack, zip(*pairs))."
+            "or X and y separately: X, y = map(numpy.stack, zip(*pairs))."
         )
     if is_divided:
         raise ConfigError(
-            "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "
+            "sharded_data=True is for data that give batches, and X is arrays: give each rank's own as "
             "DataLoader(TensorDataset(X, y), batch_size=64, shuffle=True)."
         )
     return ArraySource(inputs, targets, weights)
@@ -109,8 +109,8 @@ def _refuse_several(inputs: Any) -> None:
         parts = dict(enumerate(inputs[:2]))
     if any(map(yields_batches, parts.values())):
         raise ConfigError(
-            f"X is a {type(inputs).__name__} of what gives batches, such as DataLoaders: give one as X, and one as "
-            "validation_data; to train on all, join their datasets by torch.utils.data.ConcatDataset."
+            f"X is a {type(inputs).__name__} of DataLoaders, or of other data that give batches: give one as X, and "
+            "one as validation_data; to train on all, join their datasets with torch.utils.data.ConcatDataset."
         )
 
 
@@ -134,7 +134,7 @@ def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
         if not isinstance(made, Iterable):
             raise ConfigError(
                 f"X is the function {getattr(given, '__name__', given)}, which returned a {type(made).__name__}: it "
-                "must return what gives batches, such as a generator."
+                "must return an iterable of batches, such as a generator."
             )
         return iter(made)
 

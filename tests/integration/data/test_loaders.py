@@ -281,7 +281,7 @@ def test_a_sampler_that_gives_another_order_where_a_fit_goes_on_is_refused(tmp_p
             if path.name != "step-00000014.ckpt":  # in the middle of the second epoch
                 path.unlink()
         said = refusals(True, str(tmp_path), "auto")
-    assert "another order of this epoch" in said
+    assert "a different order of this epoch" in said
     shutil.rmtree(tmp_path)
 
 
@@ -463,14 +463,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         rf"length {ROWS}, but gave 2\.",
     ),
     "no count": (DataLoader(Plain(), 4, sampler=map(int, "123")), {}, "the DataLoader's map has no length"),
-    "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "of 2 rows the DataLoader's collate_fn has made 1"),
+    "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "the DataLoader's collate_fn turned 2 rows into 1"),
     "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 rows"),
     "sizes twice": (
         DataLoader(Plain(), batch_sampler=Longer(4)),
         {"effective_batch_size": 8},
         "batch_sampler determines the batches",
     ),
-    "own arrays": (torch.zeros(4, FEATURES), {"sharded_data": True}, "sharded_data=True is about data that give"),
+    "own arrays": (torch.zeros(4, FEATURES), {"sharded_data": True}, "sharded_data=True is for data that give"),
 }
 
 

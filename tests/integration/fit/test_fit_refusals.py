@@ -203,10 +203,10 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: trainer_of().fit(INPUTS, TARGETS, 32, 10),
         r"fit got 32 by position\. Name the rest",
     ),
-    "two loaders": (lambda: trainer_of().fit([LOADER, LOADER]), "X is a list of what gives batches, .*ConcatDataset"),
+    "two loaders": (lambda: trainer_of().fit([LOADER, LOADER]), "X is a list of DataLoaders, .*ConcatDataset"),
     "loaders by name": (
         lambda: trainer_of().fit({"train": LOADER, "val": LOADER}),
-        "X is a dict of what gives batches",
+        "X is a dict of DataLoaders",
     ),
     "a loader and a pair": (
         lambda: trainer_of().fit(LOADER, (INPUTS, TARGETS)),
@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     ),
     "objects": (lambda: trainer_of().fit(np.array([[None]] * 12), TARGETS), "X holds object values"),
     "texts": (lambda: trainer_of().fit(INPUTS, np.array(["a"] * 12)), "y holds <U1 values"),
-    "ragged rows": (lambda: trainer_of().fit([[1.0], [1.0, 2.0]], TARGETS[:2]), "X cannot be made an array"),
+    "ragged rows": (lambda: trainer_of().fit([[1.0], [1.0, 2.0]], TARGETS[:2]), "X cannot be converted to an array"),
     "a masked array": (lambda: trainer_of().fit(np.ma.array(INPUTS.numpy()), TARGETS), "the mask would be lost"),
     "a sparse tensor": (lambda: trainer_of().fit(INPUTS.to_sparse(), TARGETS), "to_dense"),
     "rows of another width": (lambda: trainer_of().fit(INPUTS[:, :3], TARGETS), "the model cannot take X"),
