@@ -140,7 +140,7 @@ class MeanMetric(Metric):
             self._function.load_state_dict(found, strict=False)
 
 
-def _version(tensor: Tensor) -> tuple[int, int]:
+def _version(tensor: Tensor) -> tuple[int, float]:
     """Return what differs after a tensor was replaced or written to in place."""
     return id(tensor), torch_compat.version_of(tensor)
 
