@@ -22,7 +22,7 @@ _WAYS = f" Let the collate_fn pad to one row per sample, as torch.nn.utils.rnn.p
 
 
 def labels_of(inputs: Tree, targets: Tree | None) -> Tree | None:
-    """Return the targets, or those among the inputs by name of a model that computes its own loss."""
+    """Return the targets, or labels among the inputs by name, as of a model that computes its own loss."""
     if targets is not None or not isinstance(inputs, Mapping):
         return targets
     name = _name_of_targets(inputs)
@@ -79,7 +79,7 @@ def target_name(given: Any) -> str | None:
 
 
 def as_given(rows: Rows, name: str | None) -> Any:
-    """Return rows as data gave them whose `target_name` is `name`: (x, y, sample_weight), or a dictionary."""
+    """Return rows in the form of their data, (x, y, sample_weight) or a dictionary with the target `name`."""
     if isinstance(rows.inputs, OpaqueBatch):
         return rows.inputs.given
     if name is None or not isinstance(rows.inputs, dict):
