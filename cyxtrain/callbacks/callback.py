@@ -440,11 +440,7 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
         # The user's class may derive from one of ours, whose constructor must have run.
         own = next(cls for cls in type(callback).__mro__ if cls.__module__.startswith(f"{__package__}."))
         require_constructed(callback._is_constructed, callback, own.__name__)
-        for name in dir(callback):
-            if name.startswith("on_") and name not in _HOOKS:
-                raise unknown_name(type(callback).__name__, name, list(_HOOKS), "hook named")
-            if name in _CALLED:
-                _check_parameters(callback, name)
+        _check_methods(callback)
     return found
 
 
@@ -459,6 +455,15 @@ def _require_callback(callback: object) -> None:
             "a function goes in a LambdaCallback, and a class of yours derives from Callback."
         )
     raise ConfigError(f"callbacks must be instances of cyxtrain.callbacks.Callback, got {got}")
+
+
+def _check_methods(callback: Callback) -> None:
+    """Refuse unknown hooks, and methods with other parameters than a fit passes."""
+    for name in dir(callback):
+        if name.startswith("on_") and name not in _HOOKS:
+            raise unknown_name(type(callback).__name__, name, list(_HOOKS), "hook named")
+        if name in _CALLED:
+            _check_parameters(callback, name)
 
 
 def _check_parameters(callback: Callback, name: str) -> None:

@@ -84,11 +84,14 @@ class CSVLogger(Callback):
             self._lines = [["epoch", *names]]
         if "step" in self._lines[0]:
             logs = {"step": self.trainer.step, **logs}
-            last = dict(zip(self._lines[0], self._lines[-1], strict=False))
-            is_of_this_step = last["epoch"] == str(epoch) and last["step"] == str(logs["step"])
-            if is_of_this_step and last.get("loss") == "":
-                self._lines.pop()  # the validation of the epoch's last step: the epoch's line has its metrics
+            if self._ends_with_validation(epoch, logs["step"]):
+                self._lines.pop()  # the epoch's line has its metrics
         self._write(epoch, logs)
+
+    def _ends_with_validation(self, epoch: int, step: float) -> bool:
+        """Return whether the last line is a validation after a step, without a training loss."""
+        last = dict(zip(self._lines[0], self._lines[-1], strict=False))
+        return last["epoch"] == str(epoch) and last["step"] == str(step) and last.get("loss") == ""
 
     def on_validation_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write a line for a validation within an epoch, with its step."""

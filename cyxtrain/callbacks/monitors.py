@@ -113,9 +113,7 @@ class GradientNormMonitor(_Recording):
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
         if self.is_due():
             norm = gradient_norm(self.model)
-            if norm is None:
-                norm = math.nan
-            self._values.append((self.trainer.step, norm))
+            self._values.append((self.trainer.step, math.nan if norm is None else norm))
 
 
 class ThroughputMonitor(_Recording):

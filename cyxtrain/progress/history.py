@@ -8,7 +8,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +171,9 @@ class TrainingHistory:
             ConfigError: matplotlib is not installed (`pip install 'cyxtrain[plot]'`), or there is no epoch.
         """
         epochs = self._epoch_numbers()
-        curves = {name: (epochs[: len(values)], values) for name, values in self.history.items()}
+        curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        for name, values in self.history.items():
+            curves[name] = (epochs[: len(values)], values)
         ends = set(self.steps)
         if len(self.steps) == len(epochs) and any(row["step"] not in ends for row in self.validations):
             for name in curves:
