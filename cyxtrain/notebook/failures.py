@@ -40,15 +40,22 @@ class Failed:
     @classmethod
     def of(cls, error: BaseException, known: Mapping[str, Any] | None = None) -> Failed:
         """Return an error in a form that can be sent; `known` is what the receiver has."""
-        pickled = None
-        for attributes in (vars(error), {}):
-            try:
-                pickled = pickled or as_bytes((type(error), error.args, attributes), returning(known or {}))
-            except Exception:
-                continue
-        rank = error.rank if isinstance(error, CyxtrainError) else None
-        is_own = not isinstance(error, BLAMING_ANOTHER)
-        return cls(pickled, type(error).__name__, str(error), _traceback_of(error), is_own, rank)
+        return cls(
+            error=_pickled(error, known or {}),
+            name=type(error).__name__,
+            message=str(error),
+            text=_traceback_of(error),
+            is_own=not isinstance(error, BLAMING_ANOTHER),
+            about=error.rank if isinstance(error, CyxtrainError) else None,
+        )
+
+
+def _pickled(error: BaseException, known: Mapping[str, Any]) -> bytes | None:
+    """Pickle an error, without its attributes if one of them cannot be pickled; return None if it cannot at all."""
+    for attributes in (vars(error), {}):
+        with contextlib.suppress(Exception):
+            return as_bytes((type(error), error.args, attributes), returning(known))
+    return None
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -64,7 +71,10 @@ def _traceback_of(error: BaseException) -> str:
             place = place.tb_next
         if place is not None:
             links.append("".join(traceback.format_exception(type(link), link, place, chain=False)))
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        cause = link.__cause__
+        if cause is None and not link.__suppress_context__:
+            cause = link.__context__
+        link = cause
     if not links and not isinstance(error, CyxtrainError):
         return "".join(traceback.format_exception(error))
     return "\nwhich led to:\n".join(reversed(links))
@@ -97,11 +107,13 @@ class WorkerTraceback(Exception):  # noqa: N818 - a cause that only carries text
 
 def _with_sources(text: str) -> str:
     """Return a traceback with the source lines of notebook cells, which a worker does not have."""
-    lines, found = text.splitlines(), []
+    lines = text.splitlines()
+    found = []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         found.append(line)
         place = re.fullmatch(r'  File "(.+)", line (\d+), in .+', line)
         if place and not following.startswith("    "):
             source = linecache.getline(place[1], int(place[2])).strip()
-            found += [f"    {source}"] if source else []
+            if source:
+                found.append(f"    {source}")
     return "\n".join(found) + "\n"

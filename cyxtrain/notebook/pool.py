@@ -100,7 +100,8 @@ class Pool:
     def __init__(self, num_processes: int, variables: Mapping[str, str]) -> None:
         self.num_processes = num_processes
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._is_closed = self._has_ended = False
+        self._is_closed = False
+        self._has_ended = False
         self._problem: OSError | None = None
         self._ready: set[int] = set()
         self._signals: list[int] = []
@@ -114,8 +115,9 @@ class Pool:
         self._port = contextlib.ExitStack()
         specs = _specs(self._ends, variables, str(self._port.enter_context(free_port())))
         self._supervisor = Supervisor(specs, terminal, self._note_exit, _ORPHAN_SECONDS)
-        targets = {"workers": self._supervise}
-        targets |= {f"worker {rank}": partial(self._listen, rank, each) for rank, each in enumerate(self._channels)}
+        targets: dict[str, Callable[[], None]] = {"workers": self._supervise}
+        for rank, channel in enumerate(self._channels):
+            targets[f"worker {rank}"] = partial(self._listen, rank, channel)
         self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()]
 
     def start(self) -> None:
@@ -177,34 +179,21 @@ class Pool:
         self._supervisor.abandon()
 
     def _wait_for_answers(self, apply: Callable[[Any], None], on_signal: Callable[[int], bool]) -> JobAnswers:
+        """Handle events until all workers have answered or exited, or their time after an error is up."""
         answers = JobAnswers()
-        received: set[int] = set()
-        deadline, starts_until = math.inf, time.monotonic() + START_SECONDS
+        passed_on: set[int] = set()
+        start_deadline = time.monotonic() + START_SECONDS
+        deadline = math.inf
         while len(answers.by_rank) + len(answers.ended) < self.num_processes and time.monotonic() < deadline:
-            self._check_start(starts_until)
+            self._check_start(start_deadline)
             event = self._next()
             if isinstance(event, _Wrote):
                 self._print(event)
             elif isinstance(event, _Received):
-                rank, message = event
-                if isinstance(message, Answer):
-                    answers.by_rank[rank] = message.value
-                    answers.can_continue &= message.can_continue
-                elif isinstance(message, Report):
-                    apply(message.value)
-                else:
-                    self._ready.add(rank)
+                self._receive(event, answers, apply)
             elif isinstance(event, Signal) and event.number in self._signals:  # otherwise it was for an earlier call
                 self._signals.remove(event.number)
-                if event.number in received and event.number != signal.SIGINT:
-                    continue  # only Ctrl-C is pressed twice
-                if event.number not in received and on_signal(event.number):
-                    self._send(event)
-                elif event.number == signal.SIGINT:
-                    raise KeyboardInterrupt
-                else:
-                    raise SystemExit(128 + event.number)
-                received.add(event.number)
+                self._pass_on_or_raise(event, passed_on, on_signal)
             elif isinstance(event, RankExit):
                 answers.ended.append(event)
                 answers.can_continue = False
@@ -212,10 +201,34 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
         return answers
 
-    def _check_start(self, until: float) -> None:
+    def _receive(self, event: _Received, answers: JobAnswers, apply: Callable[[Any], None]) -> None:
+        rank, message = event
+        if isinstance(message, Answer):
+            answers.by_rank[rank] = message.value
+            answers.can_continue &= message.can_continue
+        elif isinstance(message, Report):
+            apply(message.value)
+        else:
+            self._ready.add(rank)
+
+    def _pass_on_or_raise(self, event: Signal, passed_on: set[int], on_signal: Callable[[int], bool]) -> None:
+        """Pass a signal on to the workers, or let it take its usual effect; `passed_on` are the earlier ones."""
+        is_repeated = event.number in passed_on
+        if is_repeated and event.number != signal.SIGINT:
+            return  # only Ctrl-C is pressed twice
+        if not is_repeated and on_signal(event.number):
+            self._send(event)
+            passed_on.add(event.number)
+        elif event.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + event.number)
+
+    def _check_start(self, deadline: float) -> None:
+        """Raise RendezvousError if the workers cannot be started, or have not started in time."""
         if self._problem is not None:
             raise RendezvousError(f"worker processes cannot be started: {self._problem}.") from self._problem
-        if len(self._ready) < self.num_processes and time.monotonic() > until:
+        if len(self._ready) < self.num_processes and time.monotonic() > deadline:
             missing = [rank for rank in range(self.num_processes) if rank not in self._ready]
             raise RendezvousError(f"worker processes did not start within {START_SECONDS:g} s: ranks {missing}.")
 
@@ -248,7 +261,9 @@ class Pool:
             if text.endswith(self._mark):
                 self._marks += 1
                 text = text.removesuffix(self._mark)
-                text = b"" if re.fullmatch(rb"(\[rank \d+\] )?", text) else text + b"\n"
+                if re.fullmatch(rb"(\[rank \d+\] )?", text):
+                    continue
+                text += b"\n"  # the mark followed a line that had no end
             stream.write(text.decode(errors="replace"))
         stream.flush()
 
@@ -299,10 +314,11 @@ class Pool:
 def _specs(ends: Sequence[Channel], variables: Mapping[str, str], port: str) -> list[RankSpec]:
     shared = {**variables, "CYXTRAIN_SECRET": variables.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
     shared["CYXTRAIN_PORT"] = f"{port} {port}"
-    specs, path = [], [place for place in sys.path if isinstance(place, str)]
+    path = [place for place in sys.path if isinstance(place, str)]
+    specs = []
     for rank, end in enumerate(ends):
-        settings = json.dumps({"channel": end.fileno(), "path": path})
-        own = {**launch_environment(shared, rank, len(ends), port), process_env.WORKER_CHANNEL: settings}
+        environment = launch_environment(shared, rank, len(ends), port)
+        environment[process_env.WORKER_CHANNEL] = json.dumps({"channel": end.fileno(), "path": path})
         command = (sys.executable, "-c", _START, NAME, f"{rank} of {len(ends)}")
-        specs.append(RankSpec(f"rank {rank}", command, own, inherits=(end.fileno(),)))
+        specs.append(RankSpec(f"rank {rank}", command, environment, inherits=(end.fileno(),)))
     return specs

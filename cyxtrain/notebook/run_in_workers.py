@@ -17,7 +17,7 @@ from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError
-from cyxtrain.notebook.failures import raised
+from cyxtrain.notebook.failures import Failed, raised
 from cyxtrain.notebook.pool import JobAnswers, Pool
 from cyxtrain.notebook.relay import BEGUN, SHOW
 from cyxtrain.notebook.sharing import read, shared_file, write
@@ -47,23 +47,33 @@ def run_in_workers(
     if count < 2:
         return None
     with workers.used_for(method):
-        return _Call(trainer, method, arguments, dict(keywords)).run_by(*workers.pool(count, trainer))
+        call = _Call(trainer, method, arguments, dict(keywords))
+        pool, why_new = workers.pool(count, trainer)
+        return call.run_by(pool, why_new)
 
 
 def _num_workers(
     trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> int:
     """Return how many processes run a call; below 2: this one."""
-    launched = process_env.is_launched() or (runtime.is_initialized() and runtime.current().size > 1)
-    if launched or parts_of_trainer(trainer).is_fitting or keywords.get("distributed") is False:
+    is_launched = process_env.is_launched() or (runtime.is_initialized() and runtime.current().size > 1)
+    if is_launched or parts_of_trainer(trainer).is_fitting or keywords.get("distributed") is False:
         return 1
-    given = [each for each in (*arguments, keywords.get("config")) if isinstance(each, DistributedTrainingConfig)]
-    given = given or [DistributedTrainingConfig() if method == FIT else trainer.config]
-    asked = keywords.get("num_processes", given[0].num_processes)
+    asked = keywords.get("num_processes", _config_of(trainer, method, arguments, keywords).num_processes)
     if asked == "auto":
-        on_gpus = is_on_gpu(trainer)
-        return accelerator.count() if on_gpus else ranks_by_cores(process_env.to_pass_on())
+        if is_on_gpu(trainer):
+            return accelerator.count()
+        return ranks_by_cores(process_env.to_pass_on())
     return asked if type(asked) is int else 1  # the call itself refuses anything else
+
+
+def _config_of(
+    trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> DistributedTrainingConfig:
+    for given in (*arguments, keywords.get("config")):
+        if isinstance(given, DistributedTrainingConfig):
+            return given
+    return DistributedTrainingConfig() if method == FIT else trainer.config
 
 
 class _Call:
@@ -77,18 +87,25 @@ class _Call:
         self._arguments = arguments
         self._keywords = keywords
         self._callbacks: list[Callback] = []
+        self._not_sent: list[str] = []
         self._display: Display | None = None
-        self._has_begun = self._is_interrupted = self._verbose = self._stops = False
+        self._verbose = False
+        self._has_begun = False
+        self._is_interrupted = False
+        self._stops = False
         self._problem: BaseException | None = None
         if method == FIT:  # raise errors before anything starts
-            self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
+            self._callbacks = checked_callbacks(keywords.get("callbacks"))
+            keywords["callbacks"] = self._callbacks
             self._verbose = parse_fit(*arguments, **keywords).config.verbose
+            for callback in (*trainer.callbacks, *self._callbacks):
+                callback.set_trainer(trainer)  # otherwise the trainer of an earlier fit would be sent too
+        else:
+            self._not_sent = sorted(parts_of_trainer(trainer).of_fits)
         self._parts = parts_of(trainer, self._callbacks)
-        self._idle = [] if method == FIT else sorted(parts_of_trainer(trainer).of_fits)
-        stays = [name for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook]
-        self._staying = {name: self._parts[name] for name in stays}
-        for callback in (*trainer.callbacks, *self._callbacks) if method == FIT else ():
-            callback.set_trainer(trainer)  # otherwise that of an earlier fit would be sent too
+        self._staying = {
+            name: part for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook
+        }
 
     def run_by(self, pool: Pool, why_new: str) -> Any:
         """Run the call in the workers and return its value; `why_new` tells why they are starting, or is empty."""
@@ -100,7 +117,7 @@ class _Call:
                     self._show("header", ([("workers", why_new)],))
                 with shared_file() as trainer, shared_file() as given, shared_file() as result:
                     self._send(trainer, given)
-                    call = (self._method, trainer, given, result, list(self._staying), self._idle)
+                    call = (self._method, trainer, given, result, list(self._staying), self._not_sent)
                     answers = pool.run(run_call, call, partial(self._on_report, pool), self._on_signal)
                     can_continue = answers.can_continue
                     return self._apply(answers, result, pool.num_processes)
@@ -116,7 +133,7 @@ class _Call:
         """Write the trainer and the rest of the call to the files at two paths."""
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
         call = (settings_here(), self._arguments, data)
-        stays = {name: self._parts[name] for name in self._idle} | self._staying
+        stays = {name: self._parts[name] for name in self._not_sent} | self._staying
         try:
             sent: dict[str, Any] = {}
             write((self._trainer, self._callbacks), trainer, stays, sent=sent)
@@ -139,15 +156,19 @@ class _Call:
         elif report[0] == SHOW:
             self._show(*report[1:])
         elif self._problem is None:
-            _, name, hook, arguments = report
-            try:
-                getattr(self._staying[name], hook)(*arguments)
-            except BaseException as error:  # stop the fit at a step, so that its work is kept
-                self._problem = error
-                pool.interrupt()
-            if self._trainer.stop_training or vars(self._trainer.model).pop("stop_training", False):
-                self._trainer.stop_training, self._stops = False, True
-                pool.interrupt()
+            self._call_hook(pool, *report[1:])
+
+    def _call_hook(self, pool: Pool, name: str, hook: str, arguments: tuple[Any, ...]) -> None:
+        """Call a hook of a callback that stays here; its error or request stops the fit at a step, as Ctrl-C does."""
+        try:
+            getattr(self._staying[name], hook)(*arguments)
+        except BaseException as error:  # raised once the fit's work is kept
+            self._problem = error
+            pool.interrupt()
+        if self._trainer.stop_training or vars(self._trainer.model).pop("stop_training", False):
+            self._trainer.stop_training = False
+            self._stops = True
+            pool.interrupt()
 
     def _show(self, method: str, arguments: Any) -> None:
         self._display = self._display or make_display(True)
@@ -167,41 +188,61 @@ class _Call:
         ranks: dict[int, CallResult] = answers.by_rank
         value = None
         if 0 in ranks and ranks[0].has_result:
-            value = read(result, self._parts, mapped=os.name == "posix" and self._method != FIT)
-            if isinstance(value, Changes):
-                merge(value, self._trainer, self._parts)
+            value = self._read_result(result)
         if self._problem is not None:
             raise self._problem
         answers.check()
         failures = {rank: answer.failed for rank, answer in sorted(ranks.items()) if answer.failed is not None}
         if failures:
-            rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
-            about = failures[rank].about
-            rank = about if about in failures else rank  # the other rank has the original error
+            rank = _rank_at_fault(failures)
             error = raised(failures[rank], rank, num_ranks, self._parts)
             continues = self._stops or runtime.is_interactive()
             if not (isinstance(error, KeyboardInterrupt) and continues):
                 raise error from error.__cause__
         return self._trainer.history if self._method == FIT else value
 
+    def _read_result(self, path: str) -> Any:
+        """Return a call's value, or apply a fit's changes to the notebook's own objects."""
+        value = read(path, self._parts, mapped=os.name == "posix" and self._method != FIT)
+        if isinstance(value, Changes):
+            merge(value, self._trainer, self._parts)
+        return value
+
+
+def _rank_at_fault(failures: Mapping[int, Failed]) -> int:
+    """Return the rank whose error to raise: the lowest with its own error, or the one that this error names."""
+    rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
+    named = failures[rank].about
+    return rank if named is None or named not in failures else named
+
 
 def _unsendable_part(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> str:
-    parts = {
-        "the model": trainer.model,
-        "loss_fn": trainer.loss_fn,
-        **{f"the {described_name(name)}": each for name, each in trainer.optimizers.items()},
-        "metrics": parts_of_trainer(trainer).given.metrics,
-        **{f"the {described_name(name, 'scheduler')}": each for name, each in trainer.schedulers.items()},
-        **{f"the callback {type(each).__name__}": vars(each) for each in checked_callbacks(keywords.get("callbacks"))},
-        **{f"the callback {type(each).__name__}": vars(each) for each in trainer.callbacks},
-        **{("X", "y")[place] if place < 2 else f"argument {place + 1}": each for place, each in enumerate(arguments)},
-        **{name: each for name, each in keywords.items() if name != "callbacks"},
-    }
+    """Return the name of the first part of a call that cannot be sent."""
     known = parts_of(trainer)
-    for name, part in parts.items():
+    for name, part in _named_parts(trainer, arguments, keywords).items():
+        receiver_has = {} if part is trainer.model else known  # otherwise only the model's name would be sent
         try:
             with shared_file() as path:
-                write(part, path, {} if part is trainer.model else known)
+                write(part, path, receiver_has)
         except Exception:
             return name
     return "a part of this call"
+
+
+def _named_parts(
+    trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all that a call sends, by the names that errors use."""
+    parts: dict[str, Any] = {"the model": trainer.model, "loss_fn": trainer.loss_fn}
+    for name, optimizer in trainer.optimizers.items():
+        parts[f"the {described_name(name)}"] = optimizer
+    parts["metrics"] = parts_of_trainer(trainer).given.metrics
+    for name, scheduler in trainer.schedulers.items():
+        parts[f"the {described_name(name, 'scheduler')}"] = scheduler
+    for callback in (*checked_callbacks(keywords.get("callbacks")), *trainer.callbacks):
+        parts[f"the callback {type(callback).__name__}"] = vars(callback)
+    names = ["X", "y", *(f"argument {place}" for place in range(3, len(arguments) + 1))]
+    parts.update(zip(names, arguments, strict=False))
+    parts.update(keywords)
+    parts.pop("callbacks", None)  # each has its own name above
+    return parts

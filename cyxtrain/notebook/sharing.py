@@ -38,12 +38,12 @@ from cyxtrain.environment.regular_files import open_regular
 
 _SHARED_BYTES = 4096
 """Smaller arrays are pickled."""
-_KINDS = "biufc"
-"""NumPy's kinds of types that PyTorch has too."""
+_ITEM_BYTES = {"b": 8, "i": 8, "u": 8, "f": 8, "c": 16}
+"""The largest type that PyTorch has of each kind, by NumPy's letters of kinds."""
 _WRAPPED = "step"
 """Attribute that a learning-rate schedule sets on an optimizer; `LearningRates` sets it again."""
 CODE = (type, types.FunctionType)
-"""Classes and functions: on the way back they are the sender's very own, and their attributes are not sent."""
+"""Classes and functions: they come back by name as the sender's own, without their attributes."""
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
 
 
@@ -75,7 +75,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     names: Mapping[int, str] = {}
     """Objects that the receiver has: names by id."""
     is_data = False
-    """Whether tensors are rows: a small view of a large tensor is then copied, not sent with all of it."""
+    """Whether tensors are samples: a small view of a large tensor is then copied, not sent with all of it."""
     storages: Mapping[int, str] = {}
     """Tensors whose memory the receiver has: names by address."""
     sent: dict[str, Any] | None = None
@@ -96,11 +96,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is types.CodeType:
             make, arguments = self.dispatch_table[types.CodeType](obj)
             return _code_of, (make, arguments, obj.co_filename)
-        if type(obj) is Tensor and self.storages and (name := self.storages.get(address_of(obj))):
-            return _part_of_known, (name, obj.dtype, obj.size(), obj.stride(), obj.storage_offset())
-        if self.is_data and type(obj) is Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
-            return _same, (obj.detach().clone(),)
-        return _reduced(obj) or super().reducer_override(obj)
+        reduced = self._reduced_view(obj) if type(obj) is Tensor else None
+        return reduced or _reduced(obj) or super().reducer_override(obj)
+
+    def _reduced_view(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """Return how to rebuild a view of memory that the receiver has, or needs little of; None for any other."""
+        name = None
+        if self.storages:
+            name = self.storages.get(address_of(tensor))
+        if name is not None:
+            return _part_of_known, (name, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if self.is_data and tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
+            return _same, (tensor.detach().clone(),)
+        return None
 
 
 def write(
@@ -170,12 +178,14 @@ def from_bytes(data: bytes, known: Mapping[str, Any] | None = None) -> Any:
 
 def address_of(tensor: Tensor) -> int:
     """Return where a tensor's memory is; 0 if it is not in this process's memory."""
-    on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return tensor.untyped_storage().data_ptr() if on_cpu else 0
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def _pickler(known: Mapping[str, Any], **options: Any) -> type[Pickler]:
-    return type("Pickler", (Pickler,), {"names": {id(part): name for name, part in known.items()}, **options})
+    names = {id(part): name for name, part in known.items()}
+    return type("Pickler", (Pickler,), {"names": names, **options})
 
 
 def _module(pickler: type, unpickler: type) -> Any:
@@ -207,14 +217,14 @@ def _part_of_known(
 
 
 def _named(numbered: Iterable[tuple[int, Any]], *, only_code: bool) -> dict[str, Any]:
-    """Return the classes and functions of a memo, and its plain objects, by name: both sides number them alike."""
+    """Return the classes, functions and plain objects of a memo by name: both sides number them alike."""
     if only_code:
         return {f"code {number}": each for number, each in numbered if _is_own_code(each)}
     return {f"object {number}": each for number, each in numbered if _is_own_code(each) or _is_plain(each)}
 
 
 def _is_own_code(obj: Any) -> bool:
-    """Return whether an object is a class or function that is sent by value; others each process imports."""
+    """Return whether an object is a class or function that is sent by value; each process imports the others."""
     return isinstance(obj, CODE) and not cloudpickle._should_pickle_by_reference(obj)
 
 
@@ -236,17 +246,19 @@ def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], fi
 
 
 def _reduced(obj: Any) -> tuple[Any, ...] | None:
-    """Return how to rebuild an object whose own pickle would lose something; None: any other."""
+    """Return how to rebuild an object whose own pickle would lose something; None for any other."""
     if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
         return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
     if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
         return _cached, (obj.__wrapped__, obj.cache_parameters())
     if isinstance(obj, torch.optim.Optimizer):  # its own pickle has neither hooks nor further attributes
         return _bare, (type(obj),), {name: value for name, value in vars(obj).items() if name != _WRAPPED}
-    if isinstance(obj, Tensor) and obj.is_leaf and any(hooks := torch_compat.hooks_of(obj)):
-        plain = obj.__reduce_ex__(5)
-        assert isinstance(plain, tuple)
-        return _with_hooks, (*plain[:2], *hooks)
+    if isinstance(obj, Tensor) and obj.is_leaf:
+        hooks = torch_compat.hooks_of(obj)
+        if any(hooks):
+            plain = obj.__reduce_ex__(5)
+            assert isinstance(plain, tuple)
+            return _with_hooks, (*plain[:2], *hooks)
     return None
 
 
@@ -284,12 +296,14 @@ def _with_hooks(
 
 
 def _reduced_array(array: np.ndarray[Any, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Return how to share an array; None: it is pickled."""
-    if type(array) is np.memmap and (place := _place_in_file(array)) is not None:
-        return _open_array, place
-    kind, size = array.dtype.kind, array.dtype.itemsize
-    shared = kind in _KINDS and array.dtype.isnative and size <= (16 if kind == "c" else 8)
-    if type(array) not in (np.ndarray, np.memmap) or not shared or array.nbytes < _SHARED_BYTES:
+    """Return how to share an array; None if it is pickled."""
+    if type(array) is np.memmap:
+        place = _place_in_file(array)
+        if place is not None:
+            return _open_array, place
+    dtype = array.dtype
+    is_torch_type = dtype.kind in _ITEM_BYTES and dtype.isnative and dtype.itemsize <= _ITEM_BYTES[dtype.kind]
+    if type(array) not in (np.ndarray, np.memmap) or not is_torch_type or array.nbytes < _SHARED_BYTES:
         return None
     return _as_array, (torch.from_numpy(np.ascontiguousarray(array)),)  # a view of a large array is copied
 
@@ -303,17 +317,22 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     mapping: Any = array
     root = array
     while isinstance(mapping, np.ndarray):
-        root = mapping if isinstance(mapping, np.memmap) else root
+        if isinstance(mapping, np.memmap):
+            root = mapping
         mapping = mapping.base
-    name, private = root.filename, root.mode == "c"
-    if not isinstance(mapping, mmap.mmap) or name is None or private or array.dtype.hasobject or array.size == 0:
+    name = root.filename
+    if not isinstance(mapping, mmap.mmap) or name is None or array.dtype.hasobject or array.size == 0:
+        return None
+    if root.mode == "c":  # its changes are not in the file
         return None
     begins = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
     if min(array.strides, default=0) < 0 or not _is_mapped_at(str(name), begins):
         return None
-    skipped = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY
-    offset = skipped + array.__array_interface__["data"][0] - begins
-    extent = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
+    # A mapping begins at a multiple of the granularity, at or before NumPy's own offset.
+    mapping_offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY
+    offset = mapping_offset + array.__array_interface__["data"][0] - begins
+    last_item = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    extent = last_item + array.itemsize
     return os.path.realpath(name), offset, extent, array.shape, array.strides, array.dtype
 
 

@@ -37,15 +37,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), *CODE, torch.dtype,
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Return the parts of a trainer, and of a call's callbacks, that both sides have, by name."""
     own = parts_of_trainer(trainer)
+    schedules: list[Any] = []
+    for owner in own.owners.values():
+        if isinstance(owner, LearningRates):
+            schedules += schedules_in(owner.scheduler)
     parts = dict(own.owners)
-    schedules = [
-        each for rates in parts.values() if isinstance(rates, LearningRates) for each in schedules_in(rates.scheduler)
-    ]
     parts |= {f"schedule {number}": schedule for number, schedule in enumerate(schedules)}
-    for what, module in own.modules.items():
-        parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
-        parts |= {f"{what} parameter {name}": each for name, each in module.named_parameters()}
-        parts |= {f"{what} buffer {name}": each for name, each in module.named_buffers()}
+    for root, module in own.modules.items():
+        parts |= {f"{root} module {name}": each for name, each in module.named_modules()}
+        parts |= {f"{root} parameter {name}": each for name, each in module.named_parameters()}
+        parts |= {f"{root} buffer {name}": each for name, each in module.named_buffers()}
     parts |= {f"callback {number}": each for number, each in enumerate([*trainer.callbacks, *callbacks])}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -89,7 +90,8 @@ class AttributeDigests:
     def __init__(self, trainer: DistributedTrainer, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
         self._trainer = trainer
         named = {id(part) for part in parts.values()}
-        self._parts = {**{name: each for name, each in objects.items() if id(each) not in named}, **parts}
+        others = {name: each for name, each in objects.items() if id(each) not in named}
+        self._parts = {**others, **parts}
         self._pickler = returning(self._parts)
         self._known = {id(part) for part in self._parts.values()}
         self._addresses = {address_of(part) for part in self._parts.values() if isinstance(part, Tensor)}
@@ -98,18 +100,25 @@ class AttributeDigests:
 
     def changes(self) -> tuple[Changes, dict[str, Any]]:
         """Return the changes, and the parts that they may refer to."""
-        found, now = Changes(), set()
+        found = Changes()
         for part, module in self._parts.items():
             if isinstance(module, nn.Module) and " module " in part:
                 new = {name: each for name, each in module.named_children() if id(each) not in self._known}
                 found.children |= {(part, name): each for name, each in new.items()}
-        for what, module in parts_of_trainer(self._trainer).modules.items():
+        for root, module in parts_of_trainer(self._trainer).modules.items():
+            # Detached: the parameter or buffer itself would be sent by name, without its values.
             for name, parameter in module.named_parameters():
-                found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
-            for name, buffer in module.named_buffers():  # detached: the buffer itself would be sent by name
-                found.tensors[f"{what} buffer {name}"] = buffer.detach(), False
-        for own, optimizer in self._trainer.optimizers.items():
-            found.optimizers[own] = dict(optimizer.state), optimizer.param_groups
+                found.tensors[f"{root} parameter {name}"] = (parameter.detach(), parameter.requires_grad)
+            for name, buffer in module.named_buffers():
+                found.tensors[f"{root} buffer {name}"] = (buffer.detach(), False)
+        for name, optimizer in self._trainer.optimizers.items():
+            found.optimizers[name] = (dict(optimizer.state), optimizer.param_groups)
+        self._compare_attributes(found)
+        return found, self._parts
+
+    def _compare_attributes(self, found: Changes) -> None:
+        """Add the attributes that were changed or removed, and those that cannot be sent."""
+        now = set()
         for part, name, value in _attributes(self._parts):
             now.add((part, name))
             digest, sent = self._digest(value)
@@ -121,7 +130,6 @@ class AttributeDigests:
                 is_same = value is self._values.get((part, name), _NOTHING)
                 found.attributes.setdefault(part, {})[name] = _Attribute(sent, is_same)
         found.removed = [each for each in self._before if each not in now]
-        return found, self._parts
 
     def _digest(self, value: Any) -> tuple[Any, Any]:
         """Return (a digest of a value, what to send of it, or the error of one that cannot be pickled)."""
@@ -132,8 +140,7 @@ class AttributeDigests:
         try:
             in_a_part = isinstance(value, Tensor) and address_of(value) in self._addresses
             if type(value) in (np.ndarray, Tensor) and _is_contiguous(value) and not in_a_part:
-                array = value.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value
-                return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(array.data)), value
+                return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(_memory_of(value))), value
             data = as_bytes(value, self._pickler)
         except Exception as error:
             return ("cannot be sent", id(value)), error
@@ -141,10 +148,18 @@ class AttributeDigests:
 
 
 def _is_contiguous(array: Any) -> bool:
+    """Return whether the memory of an array or tensor is exactly its values, at least one."""
     if isinstance(array, Tensor):
         plain = address_of(array) != 0 and not array.is_conj() and not array.is_neg() and not array.requires_grad
         return plain and array.is_contiguous() and array.numel() > 0
     return bool(array.flags.c_contiguous and array.dtype.kind in "biufc" and array.size > 0)
+
+
+def _memory_of(array: Any) -> memoryview:
+    if isinstance(array, Tensor):
+        array = array.detach().reshape(-1).view(torch.uint8).numpy()
+    memory: memoryview = array.data
+    return memory
 
 
 def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -171,58 +186,77 @@ def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any
         vars(parts[part]).pop(name, None)
         torch_compat.own_modules(parts[part])[name] = child
     with torch.no_grad():
-        for name, (tensor, is_trained) in changes.tensors.items():
-            _merge_tensor(modules, name, tensor, is_trained)
-        for what, module in modules.items():
-            for name in [name for name, _ in module.named_buffers() if f"{what} buffer {name}" not in changes.tensors]:
-                place, _, last = name.rpartition(".")
-                torch_compat.own_buffers(module.get_submodule(place))[last] = None
+        _merge_tensors(changes.tensors, modules)
     trainer.model.zero_grad()
     for name, (state, groups) in changes.optimizers.items():
-        optimizer = trainer.optimizers[name]
-        merged = _in_place(dict(optimizer.state), state)
-        optimizer.state.clear()
-        optimizer.state.update(merged)
-        for group, new in zip(optimizer.param_groups, groups, strict=False):
-            _in_place(group, new)
-        optimizer.param_groups.extend(groups[len(optimizer.param_groups) :])
-        place_state(optimizer)
-    for part, attributes in changes.attributes.items():
-        for name, sent in attributes.items():
-            try:
-                value = from_bytes(sent.value.data, parts) if isinstance(sent.value, _Packed) else sent.value
-            except Exception as error:
-                changes.lost.append((part, name, f"{type(error).__name__}: {error}"))
-                continue
-            own = vars(parts[part])
-            own[name] = _refilled(own[name], value) if sent.is_same and name in own else value
+        _merge_optimizer(trainer.optimizers[name], state, groups)
+    _merge_attributes(changes, parts)
     for part, name in changes.removed:
         vars(parts[part]).pop(name, None)
     for part, name, why in changes.lost:
-        what = f"{part} ({type(parts[part]).__name__})"
-        warn(f"{what} has changed .{name} in the workers, which cannot be sent back: {why}.")
+        owner = f"{part} ({type(parts[part]).__name__})"
+        warn(f"{owner} has changed .{name} in the workers, which cannot be sent back: {why}.")
 
 
-def _merge_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor, is_trained: bool) -> None:
-    what, kind, path = name.split(" ", 2)
-    place, _, last = path.rpartition(".")
-    module = modules[what].get_submodule(place)
-    is_parameter = kind == "parameter"
-    held: Any = torch_compat.own_parameters(module) if is_parameter else torch_compat.own_buffers(module)
-    own = held.get(last)
+def _merge_tensors(tensors: Mapping[str, tuple[Tensor, bool]], modules: Mapping[str, nn.Module]) -> None:
+    """Set parameters and buffers, and clear the buffers that the other process no longer has."""
+    for name, (tensor, is_trained) in tensors.items():
+        root, kind, path = name.split(" ", 2)
+        _merge_tensor(modules[root], path, tensor, is_parameter=kind == "parameter", is_trained=is_trained)
+    for root, module in modules.items():
+        for path in [path for path, _ in module.named_buffers()]:
+            if f"{root} buffer {path}" not in tensors:
+                owner, _, name = path.rpartition(".")
+                torch_compat.own_buffers(module.get_submodule(owner))[name] = None
+
+
+def _merge_tensor(root: nn.Module, path: str, tensor: Tensor, *, is_parameter: bool, is_trained: bool) -> None:
+    owner, _, name = path.rpartition(".")
+    module = root.get_submodule(owner)
+    held: Any = torch_compat.own_buffers(module)
+    if is_parameter:
+        held = torch_compat.own_parameters(module)
+    own = held.get(name)
     if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
         new = tensor.clone() if own is None else tensor.to(own.device, copy=True)
-        held[last] = nn.Parameter(new, is_trained) if is_parameter else new
+        held[name] = nn.Parameter(new, is_trained) if is_parameter else new
         return
     own.copy_(tensor)
     if is_parameter:
         own.requires_grad_(is_trained)
 
 
+def _merge_optimizer(optimizer: torch.optim.Optimizer, state: Any, groups: Sequence[dict[str, Any]]) -> None:
+    merged = _in_place(dict(optimizer.state), state)
+    optimizer.state.clear()
+    optimizer.state.update(merged)
+    for group, new in zip(optimizer.param_groups, groups, strict=False):
+        _in_place(group, new)
+    optimizer.param_groups.extend(groups[len(optimizer.param_groups) :])
+    place_state(optimizer)
+
+
+def _merge_attributes(changes: Changes, parts: Mapping[str, Any]) -> None:
+    """Set the changed attributes; add those whose value cannot be rebuilt here to `changes.lost`."""
+    for part, attributes in changes.attributes.items():
+        own = vars(parts[part])
+        for name, sent in attributes.items():
+            value = sent.value
+            if isinstance(value, _Packed):
+                try:
+                    value = from_bytes(value.data, parts)
+                except Exception as error:
+                    changes.lost.append((part, name, f"{type(error).__name__}: {error}"))
+                    continue
+            if sent.is_same and name in own:
+                value = _refilled(own[name], value)
+            own[name] = value
+
+
 def _in_place(own: Any, new: Any) -> Any:
     """Return an optimizer's value, filled recursively into the existing objects."""
     if isinstance(own, dict) and isinstance(new, dict):
-        return _refilled(own, {key: _in_place(own[key], each) if key in own else each for key, each in new.items()})
+        return _refilled(own, {key: _in_place(own.get(key), each) for key, each in new.items()})
     return _refilled(own, new) if isinstance(own, Tensor) else new
 
 
@@ -235,10 +269,14 @@ def _refilled(own: Any, new: Any) -> Any:
         own.update(new)
     elif isinstance(own, list):
         own[:] = new
-    elif type(own) is Tensor and own.shape == new.shape and own.dtype == new.dtype and not own.requires_grad:
+    elif type(own) is Tensor and _is_alike(own, new) and not own.requires_grad:
         own.copy_(new)
-    elif type(own) is np.ndarray and own.shape == new.shape and own.dtype == new.dtype and own.flags.writeable:
+    elif type(own) is np.ndarray and _is_alike(own, new) and own.flags.writeable:
         own[...] = new
     else:
         return new
     return own
+
+
+def _is_alike(own: Any, new: Any) -> bool:
+    return bool(own.shape == new.shape and own.dtype == new.dtype)

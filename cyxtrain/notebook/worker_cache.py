@@ -48,58 +48,69 @@ class Workers:
 
     def pool(self, count: int, trainer: DistributedTrainer) -> tuple[Pool, str]:
         """Return workers equal to new ones, and why they have been started, or "" if they existed."""
-        variables, sources = process_env.to_pass_on(), _own_sources()
+        variables = process_env.to_pass_on()
         if accelerator.visible() is not None and not is_on_gpu(trainer):
             variables.setdefault("DISTRIBUTED_BACKEND", "cpu")  # otherwise the workers would use NCCL
-        pool, why = self._pool, self._why_others(count, variables, sources)
+        sources = _own_sources()
+        why = ""
+        pool = self._pool
+        if pool is not None:
+            why = self._why_not(pool, count, variables, sources)
         if pool is None or why:
             self.end()
-            if not self._is_registered:
-                self._is_registered = True
-                runtime.before_leaving(self.end)
-                if sys.platform != "win32":
-                    os.register_at_fork(after_in_child=self.abandon)
+            self._end_with_process()
             cores = usable_cores(variables)
             if count > cores and not is_on_gpu(trainer):
                 warn(f"num_processes={count}, but this process may use {counted(cores, 'core')}: workers share them.")
-            self._pool = pool = Pool(count, variables)
-            self._variables, self._sources = variables, {}
+            pool = Pool(count, variables)
+            self._pool = pool
+            self._variables = variables
+            self._sources = {}
             pool.start()
             why = f"{count} processes are starting{why}; they stay for the next calls"
         self._sources |= sources
         return pool, why
 
-    def _why_others(self, count: int, variables: Mapping[str, str], sources: Mapping[str, int]) -> str:
-        """Return why the existing workers cannot be used; "" if they can, or if there are none."""
-        pool = self._pool
-        if pool is None:
-            return ""
-        changed = [name for name, _ in sorted(variables.items() ^ self._variables.items())]
-        edited = [name for name, time in self._sources.items() if sources.get(name, time) != time]
+    def _end_with_process(self) -> None:
+        if self._is_registered:
+            return
+        self._is_registered = True
+        runtime.before_leaving(self.end)
+        if sys.platform != "win32":
+            os.register_at_fork(after_in_child=self.abandon)
+
+    def _why_not(self, pool: Pool, count: int, variables: Mapping[str, str], sources: Mapping[str, int]) -> str:
+        """Return why existing workers cannot be used, or "" if they can."""
         if not pool.is_usable:
             return ", because the previous ones have exited"
         if pool.num_processes != count:
             return f", because there were {pool.num_processes}"
+        edited = [name for name, time in self._sources.items() if sources.get(name, time) != time]
         if edited:
             return f", because {shortened(edited)} was edited: reload it here too (importlib.reload)"
-        return f", because the environment has changed: {shortened(dict.fromkeys(changed))}" if changed else ""
+        changed = dict.fromkeys(name for name, _ in sorted(variables.items() ^ self._variables.items()))
+        if changed:
+            return f", because the environment has changed: {shortened(changed)}"
+        return ""
 
     def end(self) -> None:
         """End them, if there are any."""
-        pool, self._pool = self._pool, None
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             pool.close()
 
     def abandon(self) -> None:
         """Release them in a forked child: they belong to its parent."""
         self._one_at_a_time = threading.Lock()  # another thread of the parent may hold it
-        pool, self._pool = self._pool, None
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             pool.abandon()
 
 
 def _own_sources() -> dict[str, int]:
-    """Return when each imported file of no installed package was modified: a worker has imported its own copy."""
+    """Return when each imported file was modified, except those of installed packages."""
     installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(torch.__file__)})
     found = {}
     for module in list(sys.modules.values()):
@@ -114,9 +125,10 @@ def _own_sources() -> dict[str, int]:
 
 def is_on_gpu(trainer: DistributedTrainer) -> bool:
     """Return whether a trainer's workers use accelerators."""
-    device, parameter = parts_of_trainer(trainer).given.device, next(trainer.model.parameters(), None)
+    device = parts_of_trainer(trainer).given.device
     if device != "auto":
         return accelerator.is_accelerator(torch.device(device))
+    parameter = next(trainer.model.parameters(), None)
     if parameter is not None and accelerator.is_accelerator(parameter.device):
         return True
     return accelerator.visible() is not None and requested_backend() in (None, BackendType.NCCL)

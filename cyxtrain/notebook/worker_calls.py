@@ -39,15 +39,16 @@ def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any]
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
+def _set_default_device(kind: str) -> None:
+    # Without a number: each rank has its own device.
+    torch.set_default_device(None if kind == "cpu" else kind)
+
+
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (os.getcwd, os.chdir),
     _attribute(sys, "path"),
     (torch.get_default_dtype, torch.set_default_dtype),
-    # Without a number: each rank has its own device.
-    (
-        lambda: torch.get_default_device().type,
-        lambda device: torch.set_default_device(None if device == "cpu" else device),
-    ),
+    (lambda: torch.get_default_device().type, _set_default_device),
     (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda chosen: torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1]),
@@ -81,6 +82,7 @@ def settings_here() -> list[Any]:
 def enter(settings: Sequence[Any]) -> None:
     """Apply the settings of another process to this one."""
     for (read_here, change), value in zip(_SETTINGS, settings, strict=True):
+        # Not if it is the same already: use_deterministic_algorithms imports PyTorch's compiler.
         with contextlib.suppress(OSError, RuntimeError):  # OSError: this process's folder was removed
             if value is None or read_here() == value:
                 continue
@@ -109,13 +111,13 @@ def run_call(
     """Run a trainer's call on this rank; return its result, and whether this rank can take another job.
 
     The file at `call_path` holds (settings, arguments, keyword arguments); the empty one at `result_path` is for rank
-    0. `staying` are the names of callbacks that stay in the notebook, `not_sent` those of parts that the call does not
-    need.
+    0. `staying` names the callbacks that stay in the notebook, and `not_sent` the parts that the call does not need.
     """
     known: dict[str, Any] = {}
     try:
         is_first = runtime.current().is_first
-        relays = {name: Relay(name, report if is_first else None) for name in staying}
+        report_of_hooks = report if is_first else None
+        relays = {name: Relay(name, report_of_hooks) for name in staying}
         sent: dict[str, Any] = {}
         trainer, callbacks = _read_trainer(trainer_path, {**dict.fromkeys(not_sent), **relays}, sent)
         parts = parts_of(trainer, callbacks)
@@ -128,21 +130,30 @@ def run_call(
     except BaseException as error:
         _announce(error)
         return CallResult(Failed.of(error, known)), False
-    value, failed, can_continue = None, None, True
-    try:
-        with displays_by(partial(display_here, report)):
-            # The base class's method: a subclass's override runs in the notebook.
-            value = getattr(DistributedTrainer, method)(trainer, *arguments, **keywords)
-    except BaseException as error:
-        failed, can_continue = Failed.of(error, known), is_on_all_ranks(error)
-        if not can_continue:
-            _announce(error)
+    # The base class's method: a subclass's override runs in the notebook.
+    call = partial(getattr(DistributedTrainer, method), trainer, *arguments, **keywords)
+    value, failed, can_continue = _outcome_of(call, known, report)
     try:
         if is_first:
             _write_result(value, digests, known, result_path)
         return CallResult(failed, has_result=is_first), can_continue
     except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
         return CallResult(failed or Failed.of(error)), False
+
+
+def _outcome_of(
+    call: Callable[[], Any], known: Mapping[str, Any], report: Callable[[Any], None]
+) -> tuple[Any, Failed | None, bool]:
+    """Return a call's value, its error, and whether this rank can take another job."""
+    try:
+        with displays_by(partial(display_here, report)):
+            return call(), None, True
+    except BaseException as error:
+        failed = Failed.of(error, known)
+        can_continue = is_on_all_ranks(error)
+        if not can_continue:
+            _announce(error)
+        return None, failed, can_continue
 
 
 def _read_trainer(path: str, known: Mapping[str, Any], sent: dict[str, Any]) -> tuple[DistributedTrainer, Any]:
@@ -155,13 +166,17 @@ def _read_trainer(path: str, known: Mapping[str, Any], sent: dict[str, Any]) -> 
 
 
 def _write_result(value: Any, digests: AttributeDigests | None, known: Mapping[str, Any], path: str) -> None:
-    """Write what a call has changed, or its value, of which only classes and functions are those that were sent."""
-    code = {name: each for name, each in known.items() if isinstance(each, CODE)}
-    result, named = (value, code) if digests is None else digests.changes()
-    write(result, path, named)
+    """Write what a fit has changed, or another call's value, whose classes and functions are sent by name."""
+    if digests is not None:
+        changes, parts = digests.changes()
+        write(changes, path, parts)
+    else:
+        code = {name: each for name, each in known.items() if isinstance(each, CODE)}
+        write(value, path, code)
 
 
 def _announce(error: BaseException) -> None:
     """Inform the other ranks of an error of this one."""
-    told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
-    runtime.end_group(told, in_training=True)
+    if isinstance(error, SystemExit):
+        error = DistributedTrainingError("sys.exit was called")
+    runtime.end_group(error, in_training=True)
