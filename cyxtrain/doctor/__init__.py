@@ -1,4 +1,4 @@
-"""`cyxtrain doctor`: check this machine, or the network between ranks, without joining them; no training.
+"""`cyxtrain doctor`: check this machine, or the network between ranks, without joining or training.
 
 1. `examine`: one process, or ranks that find each other; the exit code.
 2. `local_checks`: what a process finds on its machine.

@@ -32,7 +32,7 @@ _LEAVING_SECONDS = 2.0
 
 
 def examine(config: DistributedConfig) -> int:
-    """Print what works on this machine and between ranks, what is broken, and what to do; return the exit code.
+    """Print what works on this machine and between ranks, and how to fix the rest; return the exit code.
 
     A single process checks its machine. Several ranks register at the store, test every pair over plain TCP in both
     directions, one pair per rank at a time, and rank 0, which waits `timeout_ms` for the others, prints all results;
@@ -55,13 +55,15 @@ def examine(config: DistributedConfig) -> int:
 
 def _examine_world(config: DistributedConfig) -> report.World | None:
     """Return what all ranks have found, on rank 0."""
-    rank, world_size, seconds = config.rank or 0, config.world_size or 1, config.timeout_ms / 1000
+    rank = config.rank or 0
+    world_size = config.world_size or 1
+    seconds = config.timeout_ms / 1000
     options = RingOptions.from_environment()
     deadline = Deadline(seconds)
     if rank == 0:
         address = f"{config.master_addr}:{config.master_port}"
         print(f"waiting for {counted(world_size, 'rank')} at {address}, for at most {seconds:g} s\n", flush=True)
-    # Without the run's secret: it must find secrets that differ.
+    # Without the run's secret: the doctor must find secrets that differ.
     store = dist.PrefixStore(_KEYS, open_world_store(config, None, seconds))
     answer_deadline = store_exchange.AnswerDeadline(_ANSWER_SECONDS)
     client = StoreClient(store, f"rank {rank}", answer_deadline)
@@ -74,14 +76,16 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
             roster = store_exchange.publish_roster(client, world_size, deadline)
         else:
             roster = store_exchange.read_roster(client, rank, Deadline(seconds + _GRACE_SECONDS))
-        limit = Deadline((len(pairs.rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
-        tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), probe)
+        num_rounds = len(pairs.rounds(roster.ranks)) + 1  # a rank may be late by one
+        limit = Deadline(num_rounds * pairs.ROUND_SECONDS + _READING_SECONDS)
+        infos = store_exchange.read_infos(client, roster.ranks)
+        tests = pairs.PairTests(client, rank, roster, infos, probe)
         tests.run()
         client_with_secret.set(f"done/{rank}", roster.token)
-        if rank:
-            _wait_for_rank_0(client, tests, rank, limit)
-            return None
-        return _collect(config, client, client_with_secret, tests, limit)
+        if rank == 0:
+            return _collect(config, client, client_with_secret, tests, limit)
+        _wait_for_rank_0(client, tests, rank, limit)
+        return None
 
 
 def _collect(
@@ -97,13 +101,15 @@ def _collect(
         tests.wait_for_key(f"done/{other}", other, limit)
     found = []
     for low, high in itertools.combinations(ranks, 2):
-        keys = filter(client.has, (f"result/{low}/{high}", f"result/{high}/{low}"))
-        found.append(Pair(low, high, tuple(client.read(PeerResult, key) for key in keys)))
-    wrong_secret = [
-        other
-        for other, info in tests.infos.items()
-        if info.record.has_secret and client.has(f"done/{other}") and not client_with_secret.has(f"done/{other}")
-    ]
+        keys = (f"result/{low}/{high}", f"result/{high}/{low}")
+        results = [client.read(PeerResult, key) for key in keys if client.has(key)]
+        found.append(Pair(low, high, tuple(results)))
+    wrong_secret = []
+    for other, info in tests.infos.items():
+        done = f"done/{other}"
+        # The client with rank 0's secret does not see a value that was proved with a different one.
+        if info.record.has_secret and client.has(done) and not client_with_secret.has(done):
+            wrong_secret.append(other)
     client.set("over", "yes")
     patience = Deadline(_LEAVING_SECONDS)
     for other in ranks[1:]:

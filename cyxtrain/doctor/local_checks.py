@@ -1,8 +1,7 @@
-"""What a process finds on its machine, and checks: versions, cores, memory, backends, GPUs, transports, port."""
+"""Checks of one process's machine: versions, cores, memory, backends, GPUs, transports, port."""
 
 from __future__ import annotations
 
-import itertools
 import platform
 import socket
 from collections import Counter
@@ -28,7 +27,10 @@ from cyxtrain.world import devices
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_OK, _NO, _UNTESTED, _BROKEN = "ok", "no", "untested", "BROKEN"
+_OK = "ok"
+_NO = "no"
+_UNTESTED = "untested"
+_BROKEN = "BROKEN"
 _ENVIRONMENT = "environment"
 
 
@@ -45,7 +47,8 @@ class Check(NamedTuple):
 
 def run_checks(config: DistributedConfig) -> list[Check]:
     """Return all checks of this process."""
-    requested, failure = "auto", ""
+    requested = "auto"
+    failure = ""
     try:
         requested = RingOptions.from_environment().transport
     except ConfigError as error:
@@ -65,16 +68,31 @@ def is_healthy(checks: Sequence[Check]) -> bool:
 
 def report_of(checks: Sequence[Check]) -> list[RenderableType]:
     """Return tables of the checks and a verdict."""
-    found: list[RenderableType] = []
-    for is_environment in (False, True):  # apart, because names of variables are long
-        rows: list[Sequence[str]] = []
-        for section, group in itertools.groupby(checks, lambda check: check.section):
-            if (section == _ENVIRONMENT) is is_environment:
-                rows += [(section if not number else "", *check[1:]) for number, check in enumerate(group)]
-        found += [table((), rows)] if rows else []
-    broken = ", ".join(check.name or check.section for check in checks if check.state == _BROKEN)
-    more = "nothing is broken here; cyxtrain launch -n 2 -- cyxtrain doctor also tests the connection between processes"
-    return [*found, f"broken: {broken}" if broken else more]
+    # The names of variables are long: in one table they would push the other columns to the right.
+    variables = [check for check in checks if check.section == _ENVIRONMENT]
+    others = [check for check in checks if check.section != _ENVIRONMENT]
+    found: list[RenderableType] = [table((), _rows(part)) for part in (others, variables) if part]
+    broken = [check.name or check.section for check in checks if check.state == _BROKEN]
+    text = "nothing is broken here; cyxtrain launch -n 2 -- cyxtrain doctor also tests the connection between processes"
+    if broken:
+        text = f"broken: {', '.join(broken)}"
+    return [*found, text]
+
+
+def _rows(checks: Sequence[Check]) -> list[tuple[str, ...]]:
+    """Return the cells of a table, with the name of a section only in its first row."""
+    rows = []
+    previous = ""
+    for section, *cells in checks:
+        rows.append(("" if section == previous else section, *cells))
+        previous = section
+    return rows
+
+
+def _state_of(failure: str, *, is_needed: bool) -> str:
+    if not failure:
+        return _OK
+    return _BROKEN if is_needed else _NO
 
 
 def _versions() -> list[Check]:
@@ -108,44 +126,52 @@ def _backends(config: DistributedConfig) -> list[Check]:
         (BackendType.GLOO, gloo, "PyTorch's, for CPU tensors"),
         (BackendType.NCCL, devices.why_no_nccl(), "NVIDIA's, for CUDA tensors"),
     ):
-        state = _OK if not failure else _BROKEN if backend is requested else _NO
-        hint = ". DISTRIBUTED_BACKEND requests it: cpu works everywhere" if state == _BROKEN else ""
-        found.append(Check("backends", backend.value, state, (failure or text) + hint))
+        state = _state_of(failure, is_needed=backend is requested)
+        result = failure or text
+        if state == _BROKEN:
+            result += ". DISTRIBUTED_BACKEND requests it: cpu works everywhere"
+        found.append(Check("backends", backend.value, state, result))
     return found
 
 
 def _gpus() -> list[Check]:
-    found = [
-        Check("GPUs", device, "", f"{name}, {size(memory)}" if memory else name)
-        for device, name, memory in accelerator.all_with_memory()
-    ]
+    found = []
+    for device, name, memory in accelerator.all_with_memory():
+        text = f"{name}, {size(memory)}" if memory else name
+        found.append(Check("GPUs", device, "", text))
     return found or [Check("GPUs", "none", "", "PyTorch sees none: training runs on CPUs")]
 
 
 def _transports(failures: Mapping[str, str], requested: str) -> list[Check]:
     """Return the transports; TCP and the one that CYXTRAIN_TRANSPORT requests must work."""
     texts = {"unix": "Unix sockets, and memory that processes share", "tcp": "the loopback interface"}
-    used = requested if requested in failures else next((name for name, failure in failures.items() if not failure), "")
+    working = [name for name, failure in failures.items() if not failure]
+    used = requested if requested in failures else next(iter(working), "")
     found = []
     for name, failure in failures.items():
-        state = _OK if not failure else _BROKEN if name in ("tcp", requested) else _NO
-        text = failure or texts[name] + ("; the ring uses it" if name == used else "")
-        hint = f". CYXTRAIN_TRANSPORT={requested} requests it: unset it" if failure and name == requested else ""
-        found.append(Check("transports", name, state, text + hint))
+        text = failure or texts[name]
+        if failure and name == requested:
+            text += f". CYXTRAIN_TRANSPORT={requested} requests it: unset it"
+        elif not failure and name == used:
+            text += "; the ring uses it"
+        state = _state_of(failure, is_needed=name in ("tcp", requested))
+        found.append(Check("transports", name, state, text))
     return found
 
 
 def _port(config: DistributedConfig) -> Check:
-    """Return whether rank 0 could listen at MASTER_PORT on this machine."""
-    port, state = config.master_port, _OK
+    """Check whether rank 0 could listen at MASTER_PORT on this machine."""
+    port = config.master_port
+    state = _OK
     text = f"{port} is free here"
-    if process_env.agent_store_prefix(config.master_addr, config.master_port) is not None:
+    if process_env.agent_store_prefix(config.master_addr, port) is not None:
         text = f"{port}: torchrun's agent listens there"
     else:
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
-            state, reason = _NO, reason_of(error).lower()
+            state = _NO
+            reason = reason_of(error).lower()
             text = f"{port}: {reason}. The launcher picks a free port; if you start ranks yourself, set another one"
     return Check("rendezvous", "MASTER_PORT", state, text)
 
@@ -185,5 +211,7 @@ def interface_of(address: str) -> str:
     """Return the network interface that has an address; empty if none has."""
     import psutil
 
-    interfaces = psutil.net_if_addrs().items()
-    return next((str(name) for name, found in interfaces if address in {each.address for each in found}), "")
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [each.address for each in addresses]:
+            return str(name)
+    return ""

@@ -25,7 +25,7 @@ _BYTES = 8 << 20
 _QUICK_SECONDS = 0.05
 _PIECE_BYTES = 256 << 10
 _STALLED_SECONDS = 4.0
-"""After so long, an end means that the kernel gave up on data that never arrived (`watch_over`)."""
+"""An end after this time means that the kernel gave up on data that never arrived (`watch_over`)."""
 
 
 class LargeLostError(Exception):
@@ -33,7 +33,7 @@ class LargeLostError(Exception):
 
 
 class RoundTrip(NamedTuple):
-    """Four times of a request and its reply, in seconds: the first and last by our clock, the others by the peer's."""
+    """Seconds of a request and its reply: the first and last by our clock, the others by the peer's."""
 
     sent: float
     arrived: float
@@ -75,12 +75,13 @@ def lead(sock: socket.socket, seconds: float) -> Figures:
     trip_seconds = statistics.median(trip.seconds for trip in trips)
     begin = time.monotonic()
     try:
-        rates = [_bytes_per_second(sock, there, trip_seconds, deadline) for there in (True, False)]
+        send_rate = _bytes_per_second(sock, True, trip_seconds, deadline)
+        receive_rate = _bytes_per_second(sock, False, trip_seconds, deadline)
     except OSError as error:
         if isinstance(error, TimeoutError) or time.monotonic() - begin > _STALLED_SECONDS:
             raise LargeLostError from None
         raise
-    return Figures(trip_seconds, min(rates), skew_of(trips))
+    return Figures(trip_seconds, min(send_rate, receive_rate), skew_of(trips))
 
 
 def follow(sock: socket.socket, seconds: float) -> None:
@@ -107,13 +108,15 @@ def _exchange(sock: socket.socket, count: int, wanted: int, deadline: Deadline) 
     return RoundTrip(sent, arrived, replied, received)
 
 
-def _bytes_per_second(sock: socket.socket, there: bool, trip_seconds: float, deadline: Deadline) -> float:
-    """Return how fast bytes are sent to the other side, or come back."""
+def _bytes_per_second(sock: socket.socket, sends: bool, trip_seconds: float, deadline: Deadline) -> float:
+    """Return how fast this side sends bytes, or receives them."""
     found = 0.0
     for count in (_FIRST_BYTES, _BYTES):
+        num_sent = count if sends else 0
         begin = time.perf_counter()
-        _exchange(sock, *((count, 0) if there else (0, count)), deadline)
+        _exchange(sock, num_sent, count - num_sent, deadline)
         seconds = time.perf_counter() - begin
+        # Without the time of a round trip, which varies: a fast exchange may be shorter than the median.
         found = count / max(seconds - trip_seconds, seconds / 10, 1e-9)
         if seconds > _QUICK_SECONDS:
             break
@@ -133,12 +136,15 @@ def _send_zeros(sock: socket.socket, count: int, deadline: Deadline) -> None:
 
 def _receive(sock: socket.socket, count: int, deadline: Deadline, *, keep: bool = True) -> bytes:
     """Receive exactly so many bytes and return them, or the last ones unless `keep`."""
-    kept, left = b"", count
+    kept = b""
+    left = count
     while left:
         sock.settimeout(max(deadline.left(), 0.001))
         part = sock.recv(min(left, _PIECE_BYTES))
         if not part:
             raise ConnectionError
         left -= len(part)
-        kept = kept + part if keep else part
+        if keep:
+            part = kept + part
+        kept = part
     return kept

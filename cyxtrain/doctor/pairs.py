@@ -1,4 +1,4 @@
-"""One rank's tests of every pair: each connects to the other, the higher one measures, both try memory access.
+"""One rank's tests of every pair: each rank connects to the other, and the higher one measures.
 
 Both directions are tried: the ring's higher rank connects to the lower one, other libraries do the opposite, and hosts
 may get other ranks in the next run.
@@ -27,7 +27,7 @@ ROUND_SECONDS = CONNECT_SECONDS + MEASURE_SECONDS + _SLACK_SECONDS
 """The longest time for a pair; a rank that is more than one round late counts as absent."""
 _HEARTBEAT_SECONDS = 1.0
 _SILENT_SECONDS = MEASURE_SECONDS + 4.0
-"""Without a heartbeat for so long a rank is stopped or cut off; it sends none while it measures."""
+"""A rank whose heartbeat is missing for longer is suspended or cut off; it sends none while it measures."""
 _POLL_SECONDS = 0.02
 _DETAILS = {
     Cause.ABSENT: "it did not take part in the test",
@@ -42,10 +42,12 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     N - 1 rounds for an even number of ranks, N for an odd one.
     Source: the circle method; Kirkman, On a problem in combinations (1847).
     """
-    circle: list[int | None] = [*sorted(ranks), *([None] if len(ranks) % 2 else [])]
+    circle: list[int | None] = [*sorted(ranks)]
+    if len(circle) % 2 == 1:
+        circle.append(None)  # the rank that faces it pauses
+    half = len(circle) // 2
     found: list[list[tuple[int, int]]] = []
     for _ in range(len(circle) - 1):
-        half = len(circle) // 2
         facing = zip(circle[:half], reversed(circle[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
@@ -82,43 +84,50 @@ class PairTests:
         Without its heartbeat the wait ends early; with `probes_port` also if its port refuses connections, which tells
         sooner about a process on another machine that has exited, or a firewall.
         """
-        record, cause, heartbeat = self.infos[peer].record, Cause.NONE, b""
-        tick, silence = Deadline(_HEARTBEAT_SECONDS), Deadline(_SILENT_SECONDS)
+        record = self.infos[peer].record
+        cause = Cause.NONE
+        heartbeat = b""
+        next_look = Deadline(_HEARTBEAT_SECONDS)
+        silence = Deadline(_SILENT_SECONDS)
 
         def is_decided() -> bool:
-            nonlocal tick, silence, heartbeat, cause
+            nonlocal cause, heartbeat, next_look, silence
             self._serve()
             if self._client.has(key):
                 return True
             if state_of(record.process, self._own.process) is State.GONE:
                 cause = Cause.BROKE
-            elif tick.passed():
-                tick = Deadline(_HEARTBEAT_SECONDS)
+            elif next_look.passed():
+                next_look = Deadline(_HEARTBEAT_SECONDS)
                 if probes_port and record.machine != self._own.machine and self._probe.refuses(record):
                     cause = Cause.REFUSED
-                if (latest := self._client.get(f"heartbeat/{peer}") or b"") != heartbeat:
-                    heartbeat, silence = latest, Deadline(_SILENT_SECONDS)
+                latest = self._client.get(f"heartbeat/{peer}") or b""
+                if latest != heartbeat:
+                    heartbeat = latest
+                    silence = Deadline(_SILENT_SECONDS)
             return cause is not Cause.NONE or silence.passed()
 
         deadline.poll_until(is_decided)
-        return cause if cause is not Cause.NONE or self._client.has(key) else Cause.ABSENT
+        if cause is Cause.NONE and not self._client.has(key):
+            return Cause.ABSENT
+        return cause
 
     def _serve(self, seconds: float = 0.0) -> None:
-        """Accept connections, for at most so long, and write a heartbeat when it is due."""
+        """Accept connections for at most `seconds`, and write a heartbeat when it is due."""
         self._probe.serve(seconds)
         if self._next_heartbeat.passed():
             self._next_heartbeat = Deadline(_HEARTBEAT_SECONDS)
             self._client.set(f"heartbeat/{self._rank}", str(time.monotonic()))
 
     def _test(self, peer: int, number: int) -> PeerResult:
-        """Test one pair, in the round of that number."""
+        """Test the pair with a peer in a round; `number` is the round's."""
         self._client.set(f"ready/{self._rank}/{peer}", "yes")
         until = self._began + (number + 1) * ROUND_SECONDS + _SLACK_SECONDS
         patience = Deadline(until - time.monotonic())
         cause = self.wait_for_key(f"ready/{peer}/{self._rank}", peer, patience, probes_port=True)
         if cause is not Cause.NONE:
             return PeerResult(self._rank, peer, cause.value, _DETAILS[cause])
-        deadline, is_higher = Deadline(CONNECT_SECONDS), self._rank > peer
+        deadline = Deadline(CONNECT_SECONDS)
         dialed, cause, detail = self._dial(peer, deadline)
         while not deadline.passed() and peer not in self._probe.accepted:
             self._serve(_POLL_SECONDS)
@@ -126,9 +135,9 @@ class PairTests:
         with contextlib.ExitStack() as stack:
             for sock in filter(None, (dialed, accepted)):
                 stack.enter_context(sock)
-            result = PeerResult(
-                self._rank, peer, cause.value, detail, self._probe.transport_to(self.infos[peer].record)
-            )
+            transport = self._probe.transport_to(self.infos[peer].record)
+            result = PeerResult(self._rank, peer, cause.value, detail, transport)
+            is_higher = self._rank > peer
             if dialed is not None and is_higher:
                 return _measured(result, dialed)
             if accepted is not None and not is_higher:
@@ -136,8 +145,9 @@ class PairTests:
             return result
 
     def _dial(self, peer: int, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
-        """Return (connection or None, why there is none, the same in words)."""
+        """Return (connection or None, why it failed, the detail for the report)."""
         try:
+            # It serves meanwhile: the peer dials this rank too, and counts on its heartbeat.
             return self._probe.dial(peer, self.infos[peer].record, deadline, self._serve), Cause.NONE, ""
         except ConnectionAbortedError as error:
             return None, Cause.STRANGER, f"another program answers there ({error})"
@@ -158,7 +168,8 @@ def _measured(result: PeerResult, sock: socket.socket) -> PeerResult:
         trip, rate, skew = measure.lead(sock, MEASURE_SECONDS)
         return replace(result, round_trip_seconds=trip, bytes_per_second=rate, skew_seconds=skew)
     except measure.LargeLostError:
-        cause, detail = Cause.LARGE, f"short messages arrive, and 256 KiB do not within {MEASURE_SECONDS:g} s"
+        cause = Cause.LARGE
+        detail = f"short messages arrive, and 256 KiB do not within {MEASURE_SECONDS:g} s"
     except TimeoutError:
         detail = f"connected, and then no answer within {MEASURE_SECONDS:g} s"
     except OSError as error:

@@ -67,7 +67,8 @@ class World:
     def address(self, rank: int) -> str:
         """Return where a rank listens, with the port."""
         record = self.infos[rank].record
-        return f"[{record.host}]:{record.port}" if ":" in record.host else f"{record.host}:{record.port}"
+        host = f"[{record.host}]" if ":" in record.host else record.host
+        return f"{host}:{record.port}"
 
 
 def report_of(world: World) -> list[RenderableType]:
@@ -104,44 +105,57 @@ def faults_of(world: World) -> list[str]:
 
 def verdict(world: World) -> str:
     """Return the last line."""
-    broken, count = world.broken, len(world.pairs)
-    if broken:
-        well = count - len(broken)
-        others = "no pair is OK" if not well else "the other pair is OK" if well == 1 else f"the other {well} are OK"
-        text = f"broken: {shortened(f'{pair.low} - {pair.high}' for pair in broken)}; {others}"
-    else:
-        text = f"all {count} pairs are OK" if count > 1 else "the pair is OK" if count else "there is no pair to test"
+    text = _verdict_of_pairs(world)
     if world.missing:
         text += f"; missing: {', '.join(f'rank {rank}' for rank in world.missing)}"
-    elif not broken and faults_of(world):
+    elif not world.broken and faults_of(world):
         text += ", but the ranks cannot join: see above"
     return text
 
 
+def _verdict_of_pairs(world: World) -> str:
+    num_broken = len(world.broken)
+    num_ok = len(world.pairs) - num_broken
+    if num_broken > 0:
+        others = {0: "no pair is OK", 1: "the other pair is OK"}.get(num_ok, f"the other {num_ok} are OK")
+        return f"broken: {shortened(f'{pair.low} - {pair.high}' for pair in world.broken)}; {others}"
+    return {0: "there is no pair to test", 1: "the pair is OK"}.get(num_ok, f"all {num_ok} pairs are OK")
+
+
 def _notes(world: World) -> list[str]:
-    """Return information that is no fault."""
-    common, found = [], []
-    for what, name in _COMPARED.items():
+    """Return how the ranks' machines compare, and clocks that are far apart: information, not faults."""
+    common = []
+    found = []
+    for title, attribute in _COMPARED.items():
         ranks: dict[str, list[str]] = {}
         for rank, info in world.infos.items():
-            ranks.setdefault(str(getattr(info.machine, name)), []).append(str(rank))
+            ranks.setdefault(str(getattr(info.machine, attribute)), []).append(str(rank))
         if len(ranks) > 1:
-            each = "; ".join(
-                f"{value} on rank{'s' if len(names) > 1 else ''} {', '.join(names)}" for value, names in ranks.items()
-            )
-            found.append(f"note: {what} differs: {each}")
+            values = [f"{value} on {_named_ranks(numbers)}" for value, numbers in ranks.items()]
+            found.append(f"note: {title} differs: {'; '.join(values)}")
         else:
-            common.append(f"{what} {next(iter(ranks))}")
+            common.append(f"{title} {next(iter(ranks))}")
     if common:
         found.insert(0, f"on all ranks: {', '.join(common)}")
-    skews = [(abs(result.skew_seconds), pair) for pair in world.pairs if (result := pair.measured) is not None]
-    skew, pair = max(skews, default=(0.0, None), key=lambda each: each[0])
-    if pair is not None and skew > _MAX_SKEW_SECONDS:
-        found.append(
-            f"note: the clocks of rank {pair.low} and rank {pair.high} are {duration(skew)} apart. Training works; "
-            "times in logs do not match. NTP sets clocks."
-        )
-    return found
+    return [*found, *_clocks_apart(world)]
+
+
+def _named_ranks(numbers: Sequence[str]) -> str:
+    noun = "ranks" if len(numbers) > 1 else "rank"
+    return f"{noun} {', '.join(numbers)}"
+
+
+def _clocks_apart(world: World) -> list[str]:
+    """Return a note of the two ranks whose clocks differ most, if they differ much."""
+    result = max(_measurements(world.pairs), key=lambda result: abs(result.skew_seconds), default=None)
+    if result is None or abs(result.skew_seconds) <= _MAX_SKEW_SECONDS:
+        return []
+    low, high = sorted((result.rank, result.peer))
+    skew = duration(abs(result.skew_seconds))
+    return [
+        f"note: the clocks of rank {low} and rank {high} are {skew} apart. Training works; times in logs do not match. "
+        "NTP sets clocks."
+    ]
 
 
 def _pairs(world: World) -> list[RenderableType]:
@@ -156,31 +170,43 @@ def _pairs(world: World) -> list[RenderableType]:
             found.append(f"the first {len(shown)} of {len(outstanding)} pairs that are broken or slow:")
     rows = []
     for pair in shown:
-        result, figures = pair.measured, ("", "", "")
+        state = "ok" if pair.is_ok else "BROKEN"
+        figures = ("", "", "")
+        result = pair.measured
         if result is not None:
             skew = f"{abs(result.skew_seconds) * 1e3:.1f} ms"
             figures = (duration(result.round_trip_seconds), rate(result.bytes_per_second), skew)
-        rows.append((f"{pair.low} - {pair.high}", "ok" if pair.is_ok else "BROKEN", pair.transport, *figures))
-    return [*found, table(_PAIR_TITLES, rows, right=(3, 4, 5))] if rows else found
+        rows.append((f"{pair.low} - {pair.high}", state, pair.transport, *figures))
+    if rows:
+        found.append(table(_PAIR_TITLES, rows, right=(3, 4, 5)))
+    return found
 
 
 def _summary(world: World) -> list[str]:
     lines = [f"{counted(len(world.pairs), 'pair')}, of which {len(world.pairs) - len(world.broken)} are OK"]
-    results = [result for pair in world.pairs if (result := pair.measured) is not None]
+    results = _measurements(world.pairs)
     if results:
-        fast, slow = (choose(results, key=lambda result: result.round_trip_seconds) for choose in (min, max))
-        low, high = (choose(results, key=lambda result: result.bytes_per_second) for choose in (min, max))
-        for name, best, worst, at in (
-            ("round trip", duration(fast.round_trip_seconds), duration(slow.round_trip_seconds), slow),
-            ("bandwidth", rate(high.bytes_per_second), rate(low.bytes_per_second), low),
-        ):
-            lines.append(f"{name}: {best} to {worst} (ranks {min(at.rank, at.peer)} - {max(at.rank, at.peer)})")
+        shortest = min(result.round_trip_seconds for result in results)
+        slow = max(results, key=lambda result: result.round_trip_seconds)
+        lines.append(f"round trip: {duration(shortest)} to {duration(slow.round_trip_seconds)} ({_ranks_of(slow)})")
+        highest = max(result.bytes_per_second for result in results)
+        narrow = min(results, key=lambda result: result.bytes_per_second)
+        lines.append(f"bandwidth: {rate(highest)} to {rate(narrow.bytes_per_second)} ({_ranks_of(narrow)})")
     return lines
+
+
+def _measurements(pairs: Sequence[Pair]) -> list[PeerResult]:
+    return [pair.measured for pair in pairs if pair.measured is not None]
+
+
+def _ranks_of(result: PeerResult) -> str:
+    low, high = sorted((result.rank, result.peer))
+    return f"ranks {low} - {high}"
 
 
 def _slow(pairs: Sequence[Pair]) -> list[Pair]:
     """Return the pairs that are OK and much slower than the median."""
-    results = [result for pair in pairs if (result := pair.measured) is not None]
+    results = _measurements(pairs)
     if not results:
         return []
     trip = _SLOW_FACTOR * statistics.median(result.round_trip_seconds for result in results)
@@ -195,9 +221,10 @@ def _slow(pairs: Sequence[Pair]) -> list[Pair]:
 def _incompatible(world: World) -> list[str]:
     """Return why ranks that reach each other cannot join."""
     first = world.infos[0].record
-    found = [reason for rank, info in world.infos.items() if (reason := info.record.why_incompatible(rank, first, 0))]
+    reasons = [info.record.why_incompatible(rank, first, 0) for rank, info in world.infos.items()]
+    found = [reason for reason in reasons if reason]
     found += [
-        f"rank {rank} has another secret than rank 0. Set CYXTRAIN_SECRET to the same value on every rank."
+        f"rank {rank} and rank 0 have different secrets. Set CYXTRAIN_SECRET to the same value on every rank."
         for rank in world.wrong_secret
     ]
     requested = first.transport
@@ -222,7 +249,9 @@ def _faults_of_pair(world: World, pair: Pair) -> list[str]:
 
 
 def _fault(world: World, result: PeerResult) -> str:
-    cause, theirs, ours = Cause(result.cause), world.infos[result.peer].record, world.infos[result.rank].record
+    cause = Cause(result.cause)
+    theirs = world.infos[result.peer].record
+    ours = world.infos[result.rank].record
     remedy = _REMEDIES[cause]
     if theirs.host.startswith("127.") and theirs.machine != ours.machine:
         remedy = (

@@ -1,4 +1,4 @@
-"""What ranks send each other through the store: where each runs, who is there, and whether it reaches the others.
+"""Messages of ranks through the store: where each runs, which are there, and which it can reach.
 
 /cyxtrain/doctor/record/R      how to reach rank R, by the first process that registered as R
                  machine/R     where it runs; set last
@@ -49,13 +49,13 @@ class PeerResult:
     cause: str = ""
     """A `Cause`; empty: reachable."""
     detail: str = ""
-    """The cause in words: "no answer within 5 s"."""
+    """Details of the cause, such as "no answer within 5 s"."""
     transport: str = ""
     """How the ring would send data from here: unix or tcp; empty: the peer is on another machine."""
     round_trip_seconds: float = 0.0
     """Median; this and the next two only if this rank has measured."""
     bytes_per_second: float = 0.0
-    """Of the slower direction; 0: not measured."""
+    """Of the slower direction; 0 if not measured."""
     skew_seconds: float = 0.0
     """How far the peer's clock is ahead."""
 
@@ -110,7 +110,7 @@ class Pair:
 
 
 class AnswerDeadline(Deadline):
-    """A deadline for every answer of the store, counted from its request: a store that is alive answers at once."""
+    """A deadline for every answer of the store, from its request on: a store that runs answers at once."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Tables and figures of `cyxtrain doctor` and `cyxtrain bench`: by rich, plain where there is no terminal."""
+"""Tables and figures of `cyxtrain doctor` and `cyxtrain bench`, by rich; colours only in a terminal."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ def print_report(parts: Iterable[RenderableType], *, is_labelled: bool = True) -
     """Print tables and paragraphs, separated by empty lines, in at most 80 columns."""
     from rich.console import Console
 
-    width = min(_COLUMNS, max(_COLUMNS // 2, shutil.get_terminal_size((_COLUMNS, 0)).columns)) - _LABEL * is_labelled
+    columns = shutil.get_terminal_size((_COLUMNS, 0)).columns
+    width = min(max(columns, _COLUMNS // 2), _COLUMNS)
+    if is_labelled:
+        width -= _LABEL
     colours = sys.stdout.isatty()
     console = Console(file=io.StringIO(), width=width, force_terminal=colours, highlight=False, emoji=False)
     with console.capture() as captured:
         for number, part in enumerate(parts):
-            console.print(*([""] if number else []), part, sep="\n", markup=False)
+            if number > 0:
+                console.print()
+            console.print(part, markup=False)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
@@ -37,8 +42,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequen
 
     rows = [*rows]
     found = Table(box=None, show_header=bool(titles), pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number in range(len(titles or rows[0])):
-        title = titles[number] if titles else ""
+    for number, title in enumerate(titles or [""] * len(rows[0])):
         found.add_column(title, justify="right" if number in right else "left", overflow="fold")
     for row in rows:
         found.add_row(*(Text(cell, _COLOURS.get(cell, "")) for cell in row))
@@ -47,23 +51,31 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequen
 
 def duration(seconds: float) -> str:
     """Return seconds as "12.3 us", "8.02 ms" or "1.25 s"."""
-    factor, unit = (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
-    return f"{_three_digits(seconds * factor)} {unit}"
+    if seconds < 1e-3:
+        return f"{_three_digits(seconds * 1e6)} us"
+    if seconds < 1:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s"
 
 
 def size(count: int) -> str:
     """Return bytes as "4 B", "16 KiB" or "1.5 MiB"."""
     power = min(max(count.bit_length() - 1, 0) // 10, 4)
-    return f"{round(count / 1024**power, 1):g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{round(count / 1024**power, 1):g} {unit}"
 
 
 def rate(bytes_per_second: float) -> str:
     """Return bytes per second as "85.1 MB/s" or "1.20 GB/s", in powers of ten as for networks."""
-    factor, unit = next(
-        ((factor, unit) for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")) if bytes_per_second >= factor), (1e3, "kB/s")
-    )
-    return f"{_three_digits(bytes_per_second / factor)} {unit}"
+    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_second >= factor:
+            return f"{_three_digits(bytes_per_second / factor)} {unit}"
+    return f"{_three_digits(bytes_per_second / 1e3)} kB/s"
 
 
 def _three_digits(number: float) -> str:
-    return f"{number:.0f}" if number >= 99.95 else f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
+    if number >= 99.95:
+        return f"{number:.0f}"
+    if number >= 9.995:
+        return f"{number:.1f}"
+    return f"{number:.2f}"

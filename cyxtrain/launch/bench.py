@@ -101,7 +101,7 @@ def _measure(count: int, gloo: Any, seconds: float) -> Row:
     one_turn = sum(_timed(tensor, group, 1)[0] for group in groups.values())
     affordable_calls = int(seconds / _ROUNDS / one_turn)
     calls = torch.tensor([min(max(affordable_calls, 1), _MAX_CALLS)], device="cpu")
-    dist.broadcast(calls, 0)
+    dist.broadcast(calls, 0)  # each call needs all ranks
     found: dict[str, list[float]] = {name: [] for name in groups}
     for _ in range(_ROUNDS):
         for name, group in groups.items():

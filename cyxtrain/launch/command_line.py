@@ -146,7 +146,7 @@ def evaluate(checkpoint: Path, overrides: tuple[str, ...], config: str | None) -
 
 
 def _evaluate(experiment: Experiment) -> None:
-    """Evaluate the test data, if there is any, and print the metrics on rank 0, accuracy last; all ranks call it."""
+    """Evaluate the test data, if there is any; rank 0 prints the metrics, accuracy last."""
     from cyxtrain.world import runtime
 
     measured = experiment.evaluate()
@@ -187,7 +187,7 @@ examples:
   srun cyxtrain bench""",
 )
 def bench() -> int:
-    """Measure all_reduce from 4 B to 16 MiB, alternating between the ring and PyTorch's Gloo, for ten seconds."""
+    """Measure all_reduce from 4 B to 16 MiB over the ring and PyTorch's Gloo in turns, for ten seconds."""
     from cyxtrain.config import DistributedConfig
     from cyxtrain.launch.bench import bench
 

@@ -21,6 +21,7 @@ def run_as_first_process(run: Callable[[], int], *, is_first: bool | None = None
     if sys.platform == "win32" or not is_first:
         return run()
     forwarded = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    # Blocked before the fork, so that none arrives before `sigwaitinfo` waits for it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     child = os.fork()
     if child == 0:

@@ -34,7 +34,7 @@ class Start:
     master_addr: str = "127.0.0.1"
     """Of machine 0."""
     master_port: str | None = None
-    """Of the rendezvous; None: a free one."""
+    """Of the rendezvous; None for a free one."""
     restarts: int = 0
     """How often all ranks are restarted after a failure."""
     logs: Path | None = None

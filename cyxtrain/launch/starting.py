@@ -54,13 +54,13 @@ error that would occur again (ConfigError, a missing backend, NaN) if it sees th
 terminal itself, is restarted. On several machines use the same N: if the ranks of one machine fail, all fail, and all
 are restarted.
 
-exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n if signal n stopped the
-launcher or a rank, or 2 for an invalid command line."""
+exit code: 0, or the code of the first rank that failed (128 + n: killed by signal n), or 128 + n if signal n stopped
+the launcher or a rank, or 2 for an invalid command line."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `cyxtrain launch`, as strings; None: not given, taken from Kubernetes (PET_...) if it sets them."""
+    """Options of `cyxtrain launch`, as strings; those not given may come from Kubernetes (PET_...)."""
 
     num_ranks: str | None = None
     gpus: str | None = None
@@ -191,7 +191,7 @@ def _start_of(options: Options, num_ranks: int, command: tuple[str, ...], enviro
 
 
 def _explain_no_start(error: OSError, start: Start) -> int:
-    """Say why the ranks cannot be started; return the exit code, or raise UsageError if it is the command's fault."""
+    """Print why the ranks cannot start, and return the exit code; if it is the command, raise UsageError."""
     program = start.command[0]
     if error.filename == program:
         hint = ""
@@ -244,7 +244,7 @@ def _split(words: Sequence[str], options: Options) -> tuple[str | None, tuple[st
 
 
 def _with_kubernetes(options: Options, environment: Mapping[str, str]) -> Options:
-    """Return options completed from the variables of a Kubernetes TrainJob; `--nnodes` replaces its machines."""
+    """Return options completed by the variables of a Kubernetes TrainJob; `--nnodes` replaces its own."""
     names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
     if options.gpus is None:
         names["num_ranks"] = "NPROC_PER_NODE"
@@ -357,5 +357,5 @@ def _become_torchrun(
         "OMP_NUM_THREADS": str(cores_per_rank(num_ranks, environment)),
         **environment,
     }
-    sys.stdout.flush()
+    sys.stdout.flush()  # exec discards Python's buffers
     os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments, *command], variables)

@@ -1,1 +1,1 @@
-"""A notebook's fit, evaluate and predict in worker processes: pool, calls, transfer of state, relayed output."""
+"""A notebook's fit, evaluate and predict in worker processes: pool, calls, transfer of state, output."""

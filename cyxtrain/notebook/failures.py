@@ -51,7 +51,7 @@ class Failed:
 
 
 def _pickled(error: BaseException, known: Mapping[str, Any]) -> bytes | None:
-    """Pickle an error, without its attributes if one of them cannot be pickled; return None if it cannot at all."""
+    """Pickle an error, without its attributes if they cannot be pickled; return None if nothing can."""
     for attributes in (vars(error), {}):
         with contextlib.suppress(Exception):
             return as_bytes((type(error), error.args, attributes), returning(known))

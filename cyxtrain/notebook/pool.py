@@ -1,4 +1,4 @@
-"""A pool of worker processes: ranks of this machine that one process starts, gives jobs to, and takes down with it."""
+"""A pool of worker processes: ranks of this machine that one process starts, uses and ends."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class _Writer:
 
 
 class Pool:
-    """Worker processes: ranks 0 to `num_processes` - 1 of their own world; one thread at a time may use it.
+    """Worker processes that are ranks 0 to `num_processes` - 1 of their own world.
 
-    When this process ends, however it ends, they end within a second.
+    One thread at a time may use it. When this process ends, however it ends, they end within a second.
     """
 
     def __init__(self, num_processes: int, variables: Mapping[str, str]) -> None:
@@ -254,7 +254,7 @@ class Pool:
                 channel.send(message)
 
     def _print(self, wrote: _Wrote) -> None:
-        """Print output of workers; that of rank 0 without its label, as if this process had written it."""
+        """Print the workers' output, rank 0's without its label, as if this process had written it."""
         stream = standard_streams.STDERR if wrote.to_stderr else standard_streams.STDOUT
         for line in wrote.lines.splitlines(keepends=True):
             text = line.removeprefix(b"[rank 0] ")

@@ -1,4 +1,4 @@
-"""What a worker reports while it works: progress for the display, and hooks for callbacks that stay in the notebook."""
+"""Reports of a worker: progress for the display, and hooks for callbacks that stay in the notebook."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def register() -> None:
 def run_in_workers(
     trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> Any:
-    """Run a trainer's call in worker processes; return None if `num_processes` asks for none or a launcher has any."""
+    """Run a trainer's call in worker processes; return None if it is to run in this process."""
     __tracebackhide__ = True
     count = _num_workers(trainer, method, arguments, keywords)
     if count < 2:
@@ -108,13 +108,14 @@ class _Call:
         }
 
     def run_by(self, pool: Pool, why_new: str) -> Any:
-        """Run the call in the workers and return its value; `why_new` tells why they are starting, or is empty."""
+        """Run the call in the workers and return its value; `why_new` says why they start, or is empty."""
         __tracebackhide__ = True
         can_continue = True
         try:
             with pool.handling_signals():
                 if why_new and self._verbose:
                     self._show("header", ([("workers", why_new)],))
+                # The notebook owns the files: workers keep nothing until the result has been read.
                 with shared_file() as trainer, shared_file() as given, shared_file() as result:
                     self._send(trainer, given)
                     call = (self._method, trainer, given, result, list(self._staying), self._not_sent)
@@ -159,7 +160,7 @@ class _Call:
             self._call_hook(pool, *report[1:])
 
     def _call_hook(self, pool: Pool, name: str, hook: str, arguments: tuple[Any, ...]) -> None:
-        """Call a hook of a callback that stays here; its error or request stops the fit at a step, as Ctrl-C does."""
+        """Call a hook of a callback that stays here; its error or request stops the fit at a step."""
         try:
             getattr(self._staying[name], hook)(*arguments)
         except BaseException as error:  # raised once the fit's work is kept
@@ -210,7 +211,7 @@ class _Call:
 
 
 def _rank_at_fault(failures: Mapping[int, Failed]) -> int:
-    """Return the rank whose error to raise: the lowest with its own error, or the one that this error names."""
+    """Return the rank whose error to raise: the lowest with its own error, or the rank that it names."""
     rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
     named = failures[rank].about
     return rank if named is None or named not in failures else named

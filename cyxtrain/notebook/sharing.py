@@ -1,4 +1,4 @@
-"""Send objects to other processes of this machine: pickled, with large arrays in memory that all of them map.
+"""Send objects to other processes of this machine: pickled, with large arrays in shared memory.
 
 Classes and functions of a notebook are sent by value (cloudpickle). Arrays are written once, into a file without a
 name, which each receiver maps; memory maps are sent as the name of their file. Parts that both sides have, such as a
@@ -100,7 +100,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced or _reduced(obj) or super().reducer_override(obj)
 
     def _reduced_view(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """Return how to rebuild a view of memory that the receiver has, or needs little of; None for any other."""
+        """Return how to rebuild a view of memory that the receiver has, or needs little of; otherwise None."""
         name = None
         if self.storages:
             name = self.storages.get(address_of(tensor))
@@ -121,7 +121,7 @@ def write(
 ) -> None:
     """Write an object and all that it holds to an empty file.
 
-    `known` is what the receiver has, by name; the options are those of `Pickler`. Cost: the bytes of its arrays once,
+    `known` is what the receiver has, by name; `Pickler` describes the options. Cost: the bytes of its arrays once,
     except memory maps. Raises any Exception if it holds something that cannot be sent, such as an open file.
     """
     pickler = _pickler(known, is_data=is_data, sent=sent)
@@ -164,7 +164,7 @@ def returning(known: Mapping[str, Any]) -> type[Pickler]:
 
 
 def as_bytes(value: Any, pickler: type[Pickler]) -> bytes:
-    """Pickle something small, such as an exception; errors are those of `write`."""
+    """Pickle something small, such as an exception; raise what `write` raises."""
     target = io.BytesIO()
     pickler(target, protocol=5).dump(value)
     return target.getvalue()
@@ -224,7 +224,7 @@ def _named(numbered: Iterable[tuple[int, Any]], *, only_code: bool) -> dict[str,
 
 
 def _is_own_code(obj: Any) -> bool:
-    """Return whether an object is a class or function that is sent by value; each process imports the others."""
+    """Return whether an object is a class or function that is sent by value; others are imported."""
     return isinstance(obj, CODE) and not cloudpickle._should_pickle_by_reference(obj)
 
 
@@ -313,7 +313,7 @@ def _as_array(tensor: torch.Tensor) -> Any:
 
 
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
-    """Return (file, offset, bytes, shape, strides, dtype) of a memory map; None if its file does not hold it."""
+    """Return (file, offset, bytes, shape, strides, dtype) of a memory map; None if no file holds it."""
     mapping: Any = array
     root = array
     while isinstance(mapping, np.ndarray):

@@ -85,7 +85,7 @@ class Changes:
 
 
 class AttributeDigests:
-    """Digests of the attributes of a trainer's parts (`parts_of`) and of other plain objects, to detect changes."""
+    """Digests of the attributes of a trainer's parts (`parts_of`) and of other objects, to find changes."""
 
     def __init__(self, trainer: DistributedTrainer, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
         self._trainer = trainer
@@ -182,6 +182,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
     """Apply the changes of another process to a trainer's parts (`parts_of`)."""
     modules = parts_of_trainer(trainer).modules
+    # New modules first: parameters and buffers are set by their path.
     for (part, name), child in changes.children.items():
         vars(parts[part]).pop(name, None)
         torch_compat.own_modules(parts[part])[name] = child

@@ -1,4 +1,4 @@
-"""A notebook's worker, one rank that waits for jobs and exits with its notebook, and the messages between them.
+"""A notebook's worker, a rank that waits for jobs and exits with its notebook, and their messages.
 
     worker: Ready                           once, when it can take jobs
     pool:   Job                             a function to call
@@ -43,7 +43,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Job:
-    """A function of a module to call with these arguments and, as the last one, a function that takes reports."""
+    """A function of a module to call with these arguments and, last, a function that takes reports."""
 
     function: Callable[..., tuple[Any, bool]]
     """Returns (answer, whether the worker can take another job)."""

@@ -33,6 +33,7 @@ class Workers:
     @contextlib.contextmanager
     def used_for(self, method: str) -> Iterator[None]:
         """Reserve them for this thread; raise ConfigError if it uses them already."""
+        # Asked before the lock, for which this thread would wait for ever.
         if self._user == threading.get_ident():
             raise ConfigError(
                 f"{method} was called by a callback that stays in the notebook while the workers are busy with a call. "

@@ -166,7 +166,7 @@ def _read_trainer(path: str, known: Mapping[str, Any], sent: dict[str, Any]) -> 
 
 
 def _write_result(value: Any, digests: AttributeDigests | None, known: Mapping[str, Any], path: str) -> None:
-    """Write what a fit has changed, or another call's value, whose classes and functions are sent by name."""
+    """Write what a fit has changed, or another call's value with the notebook's own code by name."""
     if digests is not None:
         changes, parts = digests.changes()
         write(changes, path, parts)

@@ -1,1 +1,1 @@
-"""Processes of ranks on this machine: start, watch, label their output, stop. They know nothing of training."""
+"""Processes of ranks on this machine: start, watch, label their output, stop; nothing of training."""

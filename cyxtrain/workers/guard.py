@@ -142,7 +142,13 @@ def _guard() -> None:
     # Schedulers and people send a signal to every process of a job: the guard must outlive the supervisor.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    groups = _groups_left_by_supervisor()
+    groups: set[int] = set()
+    for line in sys.stdin.buffer:
+        group = int(line[1:])
+        if line.startswith(b"+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
     grace_seconds = float(sys.argv[1])
     alone_seconds = min(ALONE_SECONDS, grace_seconds / 2)
     # Each rank alone first: children that the same signal ends, such as a DataLoader's workers, take their rank along.
@@ -151,18 +157,6 @@ def _guard() -> None:
             os.kill(group, signal.SIGTERM)
     wait_until(lambda: not any(map(group_is_alive, groups)), alone_seconds)
     end_groups(groups, grace_seconds - alone_seconds)
-
-
-def _groups_left_by_supervisor() -> set[int]:
-    """Read the pipe until the supervisor's end closes it; return the groups that it has not unregistered."""
-    groups: set[int] = set()
-    for line in sys.stdin.buffer:
-        group = int(line[1:])
-        if line.startswith(b"+"):
-            groups.add(group)
-        else:
-            groups.discard(group)
-    return groups
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Copy the output of many ranks to one terminal: whole lines, each with its rank, and the bar of rank 0 below them.
+"""Copy the output of many ranks to one terminal: whole lines with their rank, and rank 0's bar below.
 
 Of errors in stderr a user's mistake is shown once, and no traceback of Ctrl-C. Output that cannot be written is left
 out, with one warning: no rank waits for a terminal, pipe or disk.
@@ -62,7 +62,7 @@ class Terminal:
         self._err = err
         self.columns = columns
         self._bar = b""
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: a write that fails warns, which writes
         self._refused_at: dict[Stream, float] = {}  # since when nobody reads a stream
         self._warned: set[str] = set()
         self.patience_seconds = UNREAD_SECONDS
@@ -159,7 +159,7 @@ def _columns() -> int:
 
 
 class LineAssembler:
-    r"""Splits bytes into lines; reduces a progress bar, which rewrites its line after \r, to what stays visible.
+    r"""Splits bytes into lines; of a progress bar, which rewrites its line after \r, the end stays.
 
     A finished line is reduced to its last state. An unfinished one gives a state every `REFRESH_SECONDS`; with
     `keeps_bar` it gives none, and its newest complete state is in `bar`.
@@ -287,9 +287,9 @@ def _without_ranks(line: bytes) -> bytes:
 
 
 class OutputReader:
-    """A daemon thread that copies one stream of one process; another process may keep the pipe open for ever.
+    """A daemon thread that copies one stream of a process; another process may hold its pipe for ever.
 
-    Without a label it copies what it reads as it is, until lines are to be left out.
+    Without a label it copies bytes unchanged until lines are to be left out.
     """
 
     def __init__(
@@ -320,7 +320,8 @@ class OutputReader:
 
     def last_lines(self) -> bytes:
         """Return the last `KEPT_LINES` lines, without the label."""
-        return b"".join(line + b"\n" for line in list(self._kept))
+        kept = list(self._kept)  # a copy: the thread may still append
+        return b"".join(line + b"\n" for line in kept)
 
     def _read(self) -> None:
         with self._source:

@@ -97,7 +97,7 @@ class RankProcess:
         self._ends_by = 0.0
         self._has_ended = False
         self._process, copied = _spawn(spec)
-        guard.add(self._process.pid)
+        guard.add(self._process.pid)  # at once: until then nobody ends the rank if this process is killed
         self._errors = ErrorFilter(spec.label, terminal.mistakes)
         self._shares_terminal = spec.shares_terminal
         label = "" if spec.shares_terminal else spec.label

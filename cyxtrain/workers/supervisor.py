@@ -25,7 +25,7 @@ from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProc
 OWN_END_SECONDS = 2.0
 """Seconds after a failure in which the other ranks may end by themselves and print their errors."""
 INTERRUPTED_SECONDS = 0.5
-"""Seconds after the second Ctrl-C in which ranks may remove what they have half written."""
+"""Seconds after the second Ctrl-C in which ranks may remove unfinished files."""
 KILLED_SECONDS = DRAIN_SECONDS + 3.0
 """Seconds after SIGKILL until a rank counts as one that cannot be ended."""
 SLICE_SECONDS = 0.5
@@ -45,7 +45,7 @@ class Outcome:
     """How the ranks ended."""
 
     exits: tuple[RankExit, ...]
-    """In the order of time, those of stopped ranks too."""
+    """Sorted by time, stopped ranks included."""
     first_failure: RankExit | None
     """The failure that caused the others (see `find_first_failure`)."""
     last_lines: bytes | None
@@ -211,10 +211,10 @@ _STOPS = {128 + number: number for number in signal.Signals if number.name in _N
 
 
 def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:
-    """Return the failure that caused the others; `exits` are sorted by time and end before we stopped anything.
+    """Return the failure that caused the others.
 
-    It is the earliest one whose stderr blames no other rank; if all do, the earliest. If somebody stopped a rank and no
-    other has its own error, nothing has failed.
+    `exits` are sorted by time, and end before we stopped anything. The failure is the earliest whose stderr blames no
+    other rank; if all do, the earliest. If somebody stopped a rank and no other has its own error, nothing has failed.
     """
     failures = [ended for ended in exits if ended.code != 0 and ended.code not in _STOPS]
     # Time alone does not tell: a rank that raises informs the others, which may leave the interpreter before it does.
@@ -238,7 +238,7 @@ def _find_own_failures(failures: Sequence[RankExit], last_lines: Mapping[int, by
 
 
 def _find_late_error(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:
-    """Return the first of the stopped ranks that was still exiting after its own error, with that error's exit code."""
+    """Return the first stopped rank that was still exiting after its own error, with that error's code."""
     for ended in exits:
         _, _, last_traceback = (last_lines[ended.index] or b"").rpartition(TRACEBACK)
         is_interrupt = b"\nKeyboardInterrupt" in last_traceback

@@ -510,7 +510,7 @@ def test_ranks_with_different_secrets_are_named():
     secrets = ("one", "one", "other")
     environments = [environment(rank, 3, port, CYXTRAIN_SECRET=secret) for rank, secret in enumerate(secrets)]
     out = reported(run_processes(examine_here, environments), 1)
-    assert "rank 2 has another secret than rank 0." in out
+    assert "rank 2 and rank 0 have different secrets." in out
     assert rows(out) == {"0 - 1": "ok", "0 - 2": "ok", "1 - 2": "ok"}
 
 
