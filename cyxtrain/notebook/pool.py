@@ -104,8 +104,8 @@ class Pool:
         self._has_ended = False
         self._problem: OSError | None = None
         self._ready: set[int] = set()
-        self._signals: list[int] = []
-        self._marks = 0
+        self._signals: list[int] = []  # received, and not handled yet
+        self._marks = 0  # streams of workers of which the job's output has arrived
         self._mark = f"\0{secrets.token_hex(8)}\n".encode()
         standard_streams.open_absent()  # otherwise a worker could inherit a channel as its stdout
         self._channels: Sequence[Channel]
@@ -144,9 +144,9 @@ class Pool:
         """Let all workers call a function as in `Job`, and return their answers.
 
         This thread calls `apply` with each report, and prints the workers' output on our stdout and stderr, with the
-        rank for ranks other than 0. It calls `on_signal` for a signal that arrives within `handling_signals`, which
-        returns whether to pass it on to the workers. Otherwise, and at the second signal, they are ended and the signal
-        takes its usual effect.
+        rank for ranks other than 0. For a signal that arrives within `handling_signals` it calls `on_signal`, which
+        returns whether to pass the signal on to the workers. If not, and at the second Ctrl-C, it ends them, and the
+        signal takes its usual effect.
         """
         self._marks = 0
         try:

@@ -188,6 +188,7 @@ class _Call:
         __tracebackhide__ = True
         ranks: dict[int, CallResult] = answers.by_rank
         value = None
+        # Before an error is raised: what was trained until then is kept.
         if 0 in ranks and ranks[0].has_result:
             value = self._read_result(result)
         if self._problem is not None:

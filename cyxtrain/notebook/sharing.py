@@ -49,7 +49,7 @@ _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
 
 @contextlib.contextmanager
 def shared_file() -> Iterator[str]:
-    """Yield the path of an empty file in memory that other processes of this user open, until the end.
+    """Yield the path of an empty file in memory, which other processes of this user can open meanwhile.
 
     Processes that have mapped it keep its content. On Linux it has no name: nothing is left of it when its processes
     end, and a container's small /dev/shm does not limit it. Elsewhere it is a temporary file.
@@ -141,8 +141,8 @@ def read(
 ) -> Any:
     """Return what another process has written, with tensors on the CPU.
 
-    `known` replaces the names that were given there; `is_data` and `sent` are as there. If `mapped`, arrays stay in the
-    file's memory, with changes private to this process; otherwise they are copied.
+    `known` holds the parts that `write` sent by name; `is_data` and `sent` are as for `write`. If `mapped`, arrays stay
+    in the file's memory, with changes private to this process; otherwise they are copied.
     """
 
     class Unpickler(pickle.Unpickler):
