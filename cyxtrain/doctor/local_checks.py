@@ -49,6 +49,7 @@ def run_checks(config: DistributedConfig) -> list[Check]:
     """Return all checks of this process."""
     requested = "auto"
     failure = ""
+    # An invalid setting is a line of the report: the other checks still run.
     try:
         requested = RingOptions.from_environment().transport
     except ConfigError as error:

@@ -128,7 +128,7 @@ def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine
             "that process is left from an earlier run, end it.",
             rank=rank,
         )
-    store.write(f"machine/{rank}", machine)
+    store.write(f"machine/{rank}", machine)  # last: with it the rank has registered
 
 
 def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> Roster:

@@ -138,6 +138,7 @@ class AttributeDigests:
         if type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
             return (type(value), value), value
         try:
+            # A view of a part's memory is pickled, to come back as a view of the same part.
             in_a_part = isinstance(value, Tensor) and address_of(value) in self._addresses
             if type(value) in (np.ndarray, Tensor) and _is_contiguous(value) and not in_a_part:
                 return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(_memory_of(value))), value

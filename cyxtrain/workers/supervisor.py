@@ -185,6 +185,7 @@ class Supervisor:
         for index in self._alive:
             self._ranks[index].stop_others(number)
         self._wait(seconds - ALONE_SECONDS, must_kill)
+        # After a second Ctrl-C, which another SIGINT passes on: ranks may remove unfinished files.
         if signal.SIGKILL not in self._requests and must_kill():
             for index in self._alive:
                 self._ranks[index].stop(signal.SIGINT, 0.0)
