@@ -144,7 +144,5 @@ def _receive(sock: socket.socket, count: int, deadline: Deadline, *, keep: bool 
         if not part:
             raise ConnectionError
         left -= len(part)
-        if keep:
-            part = kept + part
-        kept = part
+        kept = kept + part if keep else part
     return kept

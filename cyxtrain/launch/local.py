@@ -194,9 +194,7 @@ def describe(outcome: Outcome) -> bytes:
     if outcome.stopped_by is not None:
         lines.append(f"all ranks were stopped by {outcome.stopped_by.name}")
     first = outcome.first_failure
-    stderr = None
-    if not is_mistake(outcome.last_lines):
-        stderr = outcome.last_lines
+    stderr = None if is_mistake(outcome.last_lines) else outcome.last_lines
     if first is not None and stderr is not None:
         end = "; its last lines on stderr:" if stderr else " and printed no error"
         lines.append(f"{first.label} failed first ({first.describe()}){end}")

@@ -269,9 +269,7 @@ def _num_ranks(options: Options, environment: Mapping[str, str]) -> tuple[int, d
 
 
 def _one_per_gpu_or_core(word: str | None, environment: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-    gpus = 0
-    if word != "cpu":
-        gpus = _count_gpus(environment)
+    gpus = 0 if word == "cpu" else _count_gpus(environment)
     _require(word != "gpu" or gpus > 0, "PyTorch sees no CUDA GPU on this machine")
     number = gpus or ranks_by_cores(environment)
     device = "GPU" if gpus else "core"

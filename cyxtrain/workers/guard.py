@@ -151,7 +151,7 @@ def _guard() -> None:
             groups.discard(group)
     grace_seconds = float(sys.argv[1])
     alone_seconds = min(ALONE_SECONDS, grace_seconds / 2)
-    # Each rank alone first: children that the same signal ends, such as a DataLoader's workers, take their rank along.
+    # Each rank alone first: a child that the same signal ends, such as a DataLoader's worker, would fail the rank.
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(group, signal.SIGTERM)

@@ -69,9 +69,7 @@ def free_port(*, for_any_program: bool = False) -> Iterator[int]:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         if sys.platform == "linux":
-            option = socket.SO_REUSEPORT
-            if for_any_program:
-                option = socket.SO_REUSEADDR
+            option = socket.SO_REUSEADDR if for_any_program else socket.SO_REUSEPORT
             holder.setsockopt(socket.SOL_SOCKET, option, 1)
         holder.bind(("", 0))
         port = int(holder.getsockname()[1])

@@ -178,7 +178,7 @@ class Supervisor:
         def must_kill() -> bool:
             return signal.SIGKILL in self._requests or self._requests.count(signal.SIGINT) >= interrupts_to_kill
 
-        # Each rank alone first: children that the same signal ends, such as a DataLoader's workers, take it along.
+        # Each rank alone first: a child that the same signal ends, such as a DataLoader's worker, would fail the rank.
         for index in self._alive:
             self._ranks[index].stop(number, seconds)
         self._wait(min(ALONE_SECONDS, seconds), must_kill)
