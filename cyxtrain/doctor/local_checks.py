@@ -82,7 +82,7 @@ def report_of(checks: Sequence[Check]) -> list[RenderableType]:
 
 def _rows(checks: Sequence[Check]) -> list[tuple[str, ...]]:
     """Return the cells of a table, with the name of a section only in its first row."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     previous = ""
     for section, *cells in checks:
         rows.append(("" if section == previous else section, *cells))
