@@ -156,11 +156,10 @@ def _is_contiguous(array: Any) -> bool:
     return bool(array.flags.c_contiguous and array.dtype.kind in "biufc" and array.size > 0)
 
 
-def _memory_of(array: Any) -> memoryview:
+def _memory_of(array: Any) -> Any:
     if isinstance(array, Tensor):
         array = array.detach().reshape(-1).view(torch.uint8).numpy()
-    memory: memoryview = array.data
-    return memory
+    return array.data
 
 
 def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -145,8 +145,7 @@ def _opened(number: int) -> Stream:
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             # Opened anew: O_NONBLOCK on the inherited one would also apply to the processes that share it.
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
-            opened_anew = os.open(f"/proc/self/fd/{number}", flags)
-            return open(opened_anew, "wb", buffering=0, closefd=False)
+            return open(os.open(f"/proc/self/fd/{number}", flags), "wb", buffering=0, closefd=False)
     return open(number, "wb", buffering=0, closefd=False)
 
 

@@ -125,17 +125,16 @@ class Supervisor:
         stopped_by = next(iter(self._requests), None)
         if stopped_by is None and first is None:
             stopped_by = find_stop(before_stop)
+        labels = {rank.index: rank.label for rank in self._ranks}
+        for ended in exits:
+            del labels[ended.index]
         return Outcome(
             exits=tuple(exits),
             first_failure=first,
             last_lines=None if first is None else last_lines[first.index],
             stopped_by=stopped_by,
-            unstoppable=self._labels_without(exits),
+            unstoppable=tuple(labels.values()),
         )
-
-    def _labels_without(self, exits: Sequence[RankExit]) -> tuple[str, ...]:
-        indices = {ended.index for ended in exits}
-        return tuple(rank.label for rank in self._ranks if rank.index not in indices)
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Handle events until the condition holds, the time is up, or no rank is left."""
