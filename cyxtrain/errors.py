@@ -40,6 +40,7 @@ _SHOWN_NAMES = 5
 _SHOWN_CHARACTERS = 200
 _REMEDIES: dict[Any, str] = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    # Sockets have their own number on Windows.
     getattr(errno, "WSAEMFILE", errno.EMFILE): "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "all processes of this machine together have too many files open",
     errno.ENOMEM: "free memory on this machine",

@@ -93,6 +93,7 @@ def _is_frequency(value: object) -> bool:
     if isinstance(value, float):
         return 0 < value < 1
     epochs = value if isinstance(value, list) else [value]
+    # type(), because True is an instance of int.
     return all(type(epoch) is int and epoch >= 1 for epoch in epochs)
 
 

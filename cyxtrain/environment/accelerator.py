@@ -133,6 +133,7 @@ class HostCopy:
         self._event: Any = None
         self._host = tensor
         if is_accelerator(tensor.device):
+            # Only a copy to pinned memory is asynchronous.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = done_on(tensor.device)

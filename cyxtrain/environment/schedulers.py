@@ -78,7 +78,7 @@ class _Scheduler:
         if local_rank is not None and local_size is not None and local_rank >= local_size:
             raise self._disagreement(variables, self.local_rank, self.local_size)
         host = self.host(variables)
-        if world_size in (1, local_size):
+        if world_size in (1, local_size):  # all ranks are on this machine
             host = "127.0.0.1"
         return Identity(self.by, rank, world_size, local_rank, host, self._port(variables), local_size)
 

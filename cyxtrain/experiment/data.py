@@ -80,6 +80,7 @@ def _read_arrays(file: io.BufferedReader, path: str) -> dict[str, Any]:
         for name in names:
             if name not in _ARRAYS:
                 raise unknown_name(path, brief(name), _ARRAYS, "array")
+        # NumPy would allocate what a header announces before it reads the content.
         file_bytes = os.fstat(file.fileno()).st_size
         content_bytes = sum(_content_bytes(archive, entry, file_bytes) for entry in entries)
         allowed_bytes = memory_bytes()

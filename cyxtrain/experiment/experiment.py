@@ -132,6 +132,7 @@ class Experiment:
             raise ConfigError(
                 f"{path} was not saved by an experiment: it has no settings. Pass the experiment's file with --config."
             )
+        # A checkpoint may be somebody else's: it runs no foreign code and connects to nothing.
         kept = {name: value for name, value in values.items() if name not in ("callbacks", "distributed")}
         return cls(Config(kept).with_overrides(overrides), f"checkpoint {path}", own_code=False)
 

@@ -212,6 +212,7 @@ def _make_gloo(
 ) -> Joined:
     """Make Gloo's group the default one."""
     rank, world_size = _identity(config)
+    # Gloo's own errors do not name the ranks that are missing, and its C++ threads need a store of PyTorch.
     await_all_ranks(dist.PrefixStore("roll", store), rank, world_size, deadline, options)
     store = share_tcp_store(store, rank, world_size, deadline)
     try:

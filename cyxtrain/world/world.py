@@ -105,7 +105,7 @@ class World:
         dist.all_gather(lengths, own_length, group=self.cpu_group)
         sizes = [int(length) for length in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        if content:
+        if content:  # frombuffer refuses empty buffers
             padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         contents = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(contents, padded, group=self.cpu_group)

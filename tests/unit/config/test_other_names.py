@@ -171,7 +171,7 @@ def test_a_name_of_another_library_is_answered_by_its_meaning(kind, name):
         ("prog_bar", "leave it out"),
         ("sync_dist", "leave it out"),
         ("reduce_fx", "Did you mean 'reduce'"),
-        ("batch_size", "Did you mean 'weight'? None is the number of rows"),
+        ("batch_size", "Did you mean 'weight'? None is the number of samples"),
         ("wieght", "Did you mean 'weight'"),
     ],
 )
