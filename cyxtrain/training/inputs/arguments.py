@@ -146,13 +146,7 @@ def parse_fit(
     config = _config_of(given, config)
     arrays = _arrays(given, [X_val, y_val], settings)
     lengths = settings.pop("group_by_length", None)
-    if yields_batches(arrays[0]) and arrays[2] is None and yields_batches(arrays[1]):  # fit(loader, val_loader, config)
-        require(validation_data is None, "fit got validation data twice: by position, and as validation_data.")
-        validation_data = arrays[1]
-        arrays[1] = None
-    elif arrays[2] is not None:
-        require(validation_data is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
-        validation_data = (arrays[2], arrays[3])
+    validation = _validation_of(arrays, validation_data)
     is_mapping = class_weight is None or isinstance(class_weight, Mapping)
     require(is_mapping, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
     checked = _with_epochs_left(_settings(config, settings), initial_epoch)
@@ -164,7 +158,7 @@ def parse_fit(
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation_sets(validation_data, checked, validation_groups, arrays),
+        validation=_validation_sets(validation, checked, validation_groups, arrays),
         config=checked,
         resume=path,
         callbacks=checked_callbacks(callbacks),
@@ -198,6 +192,19 @@ def _arrays(given: list[Any], named: list[Any], settings: dict[str, Any]) -> lis
     is_complete = arrays[0] is not None and len(arrays) == 4
     require(is_complete, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count}. {_NAME_THE_REST}")
     return arrays
+
+
+def _validation_of(arrays: list[Any], named: Any) -> Any:
+    """Return the validation data, passed by position or by name; a second loader is taken out of `arrays`."""
+    if yields_batches(arrays[0]) and arrays[2] is None and yields_batches(arrays[1]):  # fit(loader, val_loader, config)
+        require(named is None, "fit got validation data twice: by position, and as validation_data.")
+        loader = arrays[1]
+        arrays[1] = None
+        return loader
+    if arrays[2] is not None:
+        require(named is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
+        return arrays[2], arrays[3]
+    return named
 
 
 def _refuse_settings(arrays: Sequence[Any]) -> None:
