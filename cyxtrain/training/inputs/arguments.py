@@ -309,7 +309,7 @@ def _sets_by_name(validation: Mapping[Any, Any]) -> dict[str, _Set]:
 
 
 def _is_set(given: Any) -> bool:
-    """Return whether a value of a mapping is a set of its own, not an array of one that has its inputs by name."""
+    """Return whether a value of a mapping is a whole validation set, not one of a set's inputs."""
     return isinstance(given, (tuple, Mapping)) or yields_batches(given)
 
 
@@ -319,8 +319,8 @@ def _validation_set(name: str, given: Any) -> _Set:
         return given, None, None
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         raise ConfigError(
-            f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight), without y (X_val, None); or what gives "
-            "them, such as a DataLoader; or several of these by name."
+            f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight), without y (X_val, None); or an iterable "
+            "of batches, such as a DataLoader; or several of these by name."
         )
     weights = given[2] if len(given) == 3 else None
     return given[0], given[1], weights
