@@ -146,13 +146,7 @@ def parse_fit(
     config = _config_of(given, config)
     arrays = _arrays(given, [X_val, y_val], settings)
     lengths = settings.pop("group_by_length", None)
-    if yields_batches(arrays[0]) and arrays[2] is None and yields_batches(arrays[1]):  # fit(loader, val_loader, config)
-        require(validation_data is None, "fit got validation data twice: by position, and as validation_data.")
-        validation_data = arrays[1]
-        arrays[1] = None
-    elif arrays[2] is not None:
-        require(validation_data is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
-        validation_data = (arrays[2], arrays[3])
+    validation = _validation_of(arrays, validation_data)
     is_mapping = class_weight is None or isinstance(class_weight, Mapping)
     require(is_mapping, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
     checked = _with_epochs_left(_settings(config, settings), initial_epoch)
@@ -164,7 +158,7 @@ def parse_fit(
         targets=arrays[1],
         weights=sample_weight,
         class_weights=class_weight,
-        validation=_validation_sets(validation_data, checked, validation_groups, arrays),
+        validation=_validation_sets(validation, checked, validation_groups, arrays),
         config=checked,
         resume=path,
         callbacks=checked_callbacks(callbacks),
@@ -198,6 +192,19 @@ def _arrays(given: list[Any], named: list[Any], settings: dict[str, Any]) -> lis
     is_complete = arrays[0] is not None and len(arrays) == 4
     require(is_complete, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count}. {_NAME_THE_REST}")
     return arrays
+
+
+def _validation_of(arrays: list[Any], named: Any) -> Any:
+    """Return the validation data, passed by position or by name; a second loader is taken out of `arrays`."""
+    if yields_batches(arrays[0]) and arrays[2] is None and yields_batches(arrays[1]):  # fit(loader, val_loader, config)
+        require(named is None, "fit got validation data twice: by position, and as validation_data.")
+        loader = arrays[1]
+        arrays[1] = None
+        return loader
+    if arrays[2] is not None:
+        require(named is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
+        return arrays[2], arrays[3]
+    return named
 
 
 def _refuse_settings(arrays: Sequence[Any]) -> None:
@@ -302,7 +309,7 @@ def _sets_by_name(validation: Mapping[Any, Any]) -> dict[str, _Set]:
 
 
 def _is_set(given: Any) -> bool:
-    """Return whether a value of a mapping is a set of its own, not an array of one that has its inputs by name."""
+    """Return whether a value of a mapping is a whole validation set, not one of a set's inputs."""
     return isinstance(given, (tuple, Mapping)) or yields_batches(given)
 
 
@@ -312,8 +319,8 @@ def _validation_set(name: str, given: Any) -> _Set:
         return given, None, None
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         raise ConfigError(
-            f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight), without y (X_val, None); or what gives "
-            "them, such as a DataLoader; or several of these by name."
+            f"{name} must be (X_val, y_val) or (X_val, y_val, sample_weight), without y (X_val, None); or an iterable "
+            "of batches, such as a DataLoader; or several of these by name."
         )
     weights = given[2] if len(given) == 3 else None
     return given[0], given[1], weights

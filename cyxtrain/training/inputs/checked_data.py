@@ -39,6 +39,10 @@ from cyxtrain.training.model.snapshot import inputs_seen, modes_kept, put_into_t
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world.world import World
 
+_NOT_SHARED = (
+    "output_dir needs samples that all ranks share, and each has its own: let each predict to a separate folder, with "
+    "distributed=False."
+)
 # What a function returns keeps the class of a loss out.
 LossLike = nn.Module | Callable[..., Tensor | tuple[Any, Any]] | str | Mapping[str, Any] | None
 
@@ -198,12 +202,7 @@ def check_data(
     call = _make_call(model, loss, own, source, Precision(config.precision, device), device)
     metrics = NamedMetrics() if predicting else trainer.metrics
     dry_run = DryRun(world, model, loss, call, placement, metrics, is_of_fit=is_of_fit)
-    if trains_on is not None:
-        tried = dry_run.train(source, trains_on, counts_flops=bool(config.profile))
-    elif predicting:
-        tried = dry_run.predict(source)
-    else:
-        tried = dry_run.evaluate(source)
+    tried = _tried(kind, dry_run, source, trains_on, counts_flops=bool(config.profile))
     return CheckedData(
         source=source,
         batch_size=batch_size,
@@ -213,6 +212,13 @@ def check_data(
         metrics=tried.metrics,
         tried=tried,
     )
+
+
+def _tried(kind: str, dry_run: DryRun, source: Source, trains_on: Rows | None, *, counts_flops: bool) -> Tried:
+    """Return the results of a dry run of the step `kind`."""
+    if trains_on is not None:
+        return dry_run.train(source, trains_on, counts_flops=counts_flops)
+    return dry_run.predict(source) if kind == PREDICT else dry_run.evaluate(source)
 
 
 def _make_call(
@@ -247,11 +253,7 @@ def check_rows(
     require(verbose in (0, 1, 2, "auto"), f"{call}.verbose must be 0, 1, 2 or 'auto', got {brief(verbose)}.")
     if output_dir is not None:
         local_path("predict.output_dir", output_dir)
-        require(
-            source.is_shared,
-            "output_dir needs samples that all ranks share, and each has its own: let each predict to a separate "
-            "folder, with distributed=False.",
-        )
+        require(source.is_shared, _NOT_SHARED)
     if steps is not None:
         require_integer(call, "steps", steps, 1)
         source = source.shortened(steps, batch_size)

@@ -229,7 +229,7 @@ class DryRun:
         return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, BatchLoss]:
-        """Return the model's output and its loss; the loss object learns what it is called with."""
+        """Return the model's output and its loss; `Loss.first` adapts the loss object to this output."""
         output = self._output(batch)
         if self._loss.function is None:
             return output, self._own_loss(output, batch)
@@ -352,11 +352,11 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
 
 def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
     """Return what to do if a layer of floats got whole numbers, or an embedding got floats; "" for other errors."""
-    text = str(error)
-    if "scalar types: Long, Int" in text:
+    message = str(error)
+    if "scalar types: Long, Int" in message:
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
-    differ = "same dtype" in text or "should be the same" in text
-    if not differ or not re.search(r"(?i)\b(long|int|short)", text):
+    differ = "same dtype" in message or "should be the same" in message
+    if not differ or not re.search(r"(?i)\b(long|int|short)", message):
         return ""
     given = named_tensors(inputs, "X")
     whole = [name for name, each in given if not (each.is_floating_point() or each.dtype is torch.bool)]

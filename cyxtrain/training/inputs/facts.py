@@ -76,7 +76,7 @@ def differences(policy: Policy, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def differing_settings(saved: Mapping[str, Any], config: DistributedTrainingConfig) -> dict[Policy, dict[str, str]]:
-    """Describe by policy and name the settings that differ from those of a checkpoint (`saved`)."""
+    """Describe by policy and name the settings that differ from a checkpoint's (`saved`)."""
     before = _by_policy(saved)
     now = _by_policy(dataclasses.asdict(config))
     return {policy: differences(policy, before[policy], now[policy]) for policy in POLICIES}

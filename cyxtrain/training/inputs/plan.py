@@ -265,7 +265,7 @@ def requested_steps(config: DistributedTrainingConfig) -> int | None:
 def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
     """Return how many optimizer steps an epoch has, at most; None: unknown until its batches end."""
     if config.steps_per_epoch is not None:
-        return requested_steps(config)  # shorter data are gone through again
+        return requested_steps(config)  # an epoch may pass more than once through shorter data
     return _least(requested_steps(config), feed.steps_per_epoch)
 
 
@@ -475,7 +475,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     ranks call it; like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
 
     Args:
-        *data: As `DistributedTrainer.fit`: X and y, or what gives batches; a `DistributedTrainingConfig`, or none.
+        *data: As `DistributedTrainer.fit`: X and y, or an iterable of batches; perhaps a `DistributedTrainingConfig`.
         **keywords: As `DistributedTrainer.fit`.
 
     Raises:
@@ -499,7 +499,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
 
 
 def _world_of_fit(world: World, config: DistributedTrainingConfig) -> World:
-    """Return the world of this process, or one as large as that of the workers that a notebook would start."""
+    """Return the world of this process, or one as large as the world of workers that a notebook would start."""
     asked = config.num_processes
     if asked is None or world.size > 1 or process_env.is_launched():
         return world

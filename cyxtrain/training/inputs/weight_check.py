@@ -74,7 +74,7 @@ class WeightCheck:
         kind = "which is not a whole number"
         if all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts):
             found = find_rule([self._together, *self._single], [round(count) for count in counts])
-            kind = "which is no count of labels or rows that we know"
+            kind = "which is not the number of labels or rows"
         rule = found or usual_rule(self._together)
         self._loss.use_num_items(rule)
         if found is not None or self._tolerance > _TOLERANCE:

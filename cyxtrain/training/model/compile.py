@@ -124,9 +124,9 @@ def _marked_steps(batches: Iterator[_Batch]) -> Iterator[_Batch]:
 
 
 def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the layers to recompute: those of the classes or names that are `wanted`.
+    """Return the layers to recompute, by the classes or names that are `wanted`.
 
-    By default, those with parameters in the outermost Sequentials and ModuleLists; without these, the model's children.
+    By default, the layers with parameters in the outermost Sequentials and ModuleLists, or else the model's children.
     """
     if wanted:
         found = _layers_named(model, wanted)

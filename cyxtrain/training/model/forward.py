@@ -42,7 +42,7 @@ class ModelCall:
         needs_all_rows: The part of the step that excludes several micro-batches, for an error, or "".
         differentiates: Whether the model computes derivatives in forward, and so needs a graph outside training too.
         left_out: Names of inputs, such as ids, that forward does not take.
-        names_differ: For an error: the names that forward takes, and those of a dictionary that is passed whole.
+        names_differ: For an error: the names that forward takes, and the keys of a dictionary that is passed whole.
     """
 
     step: Callable[[Any], Any] | None = None

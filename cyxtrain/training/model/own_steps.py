@@ -283,7 +283,7 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
 class StepCall(ModelCall):
     """Calls a step of the user's own with batches as the data give them, in the precision of the built-in step.
 
-    `target_name` is that of `collate`. The trainer's other modules, such as a teacher, go to the device.
+    `target_name`: as `collate` finds it. The trainer's other modules, such as a teacher, go to the device.
     """
 
     def __init__(self, step: OwnStep, built_in: BuiltInStep, target_name: str | None, device: torch.device) -> None:

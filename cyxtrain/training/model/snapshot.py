@@ -224,7 +224,7 @@ def _restore_class(cls: type, attributes: dict[str, Any]) -> None:
 
 def _ids(container: Any) -> list[int]:
     """Return the identities of a container's elements, of a dictionary's keys and values."""
-    # Not compared by ==, which for tensors and arrays is no single answer, and is the user's code for other objects.
+    # Not compared by ==, which returns many answers for tensors and arrays, and runs the user's code for other objects.
     if isinstance(container, dict):
         container = itertools.chain.from_iterable(container.items())
     return [id(element) for element in container]

@@ -328,6 +328,7 @@ def _checkpoints_of_call(
     return candidates
 
 
-def _is_of_call(found: Found, number: Any, first_epoch: Any) -> bool:
+def _is_of_call(found: Found, number: object, first_epoch: object) -> bool:
     """Return whether a call of `fit` made a checkpoint, and began at the same epoch."""
-    return found.fits == number and (number == 1 or found.position.get("first_epoch") == first_epoch)
+    begins_alike = number == 1 or bool(found.position.get("first_epoch") == first_epoch)
+    return found.fits == number and begins_alike
