@@ -536,7 +536,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         else:
             world = runtime.join_if_nobody_has()
         try:
-            # Rank 0 alone works alone if the others wait in another call: `if trainer.is_master(): trainer.evaluate()`.
+            # Rank 0 works alone if the others wait in another call: `if trainer.is_master(): trainer.evaluate()`.
             together = distributed and world.check_same_call(call, works_alone=works_alone)
         except CollectiveMismatchError as error:
             if self._fit is None:
