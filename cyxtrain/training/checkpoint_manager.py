@@ -47,7 +47,7 @@ class CheckpointManager:
         self._missing = 0
         all_write = not self._config.save_on_master_only
         self._folder = CheckpointFolder(self._config.checkpoint_dir, self._world.rank if all_write else None)
-        # If the current folder is gone, writing reports it.
+        # The folder that it is when the fit begins; if the current folder is gone, writing reports it.
         with contextlib.suppress(FileNotFoundError):
             self._folder.path = self._folder.path.absolute()
         # The checkpoints in the folder when this fit began.

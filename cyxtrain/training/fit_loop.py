@@ -153,6 +153,7 @@ class FitLoop:
                 except BaseException:
                     self._session.abort()
                     raise
+            # Numbers that are logged from here on do not belong to a batch.
             self._logged.rows = 1
             if self._plan.feed.is_over:
                 position.set(stopped=1)
@@ -204,6 +205,7 @@ class FitLoop:
 
     def _save_if_due(self, share: Share) -> None:
         if self._manager.is_due():
+            # The latest step may still be undone.
             self._session.wait_for_verdict()
             self._manager.save_step(self._session.totals)
 
@@ -368,6 +370,7 @@ class FitLoop:
         received = self._together(self._callbacks.call, "on_validation_end", position.epoch, self._validation)
         self._apply_end(received)
         self._manager.after_validation(self._session.totals)
+        # The time of the epoch is without validations.
         self._epoch_started_at += time.perf_counter() - began
         stop_if_requested(received)
 

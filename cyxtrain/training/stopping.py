@@ -269,6 +269,7 @@ class StopSignals:
             printing.start()
             printing.join(1.0)
         remove_unfinished()
+        # sys.exit would end this thread alone.
         os._exit(128 + number)
 
     def _due(self, now: float) -> list[bool]:
@@ -300,6 +301,7 @@ def _second_ctrl_c_handled(not_before: float) -> Iterator[None]:
     """
     ended = threading.Event()
     reader, writer = socket.socketpair()
+    # As set_wakeup_fd requires.
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 

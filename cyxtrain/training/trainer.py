@@ -150,6 +150,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.stop_evaluating = self.stop_predicting = False
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
+        # Last: attributes that are set from here on are the user's (`TrainerView.__setattr__`).
         super().__init__(train_step, test_step, predict_step)
 
     def __repr__(self) -> str:
@@ -301,6 +302,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
+        # Workers of a stream start when its first batch is looked at, before the fit catches signals.
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
@@ -534,6 +536,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         else:
             world = runtime.join_if_nobody_has()
         try:
+            # Rank 0 works alone if the others wait in another call: `if trainer.is_master(): trainer.evaluate()`.
             together = distributed and world.check_same_call(call, works_alone=works_alone)
         except CollectiveMismatchError as error:
             if self._fit is None:

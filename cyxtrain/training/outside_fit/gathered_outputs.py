@@ -223,6 +223,7 @@ def _gathered(
     """
     counts = [sum(map(math.prod, chain.from_iterable(batches))) for batches in shapes_by_rank]
     flat = [piece.reshape(-1) for piece in own]
+    # The others need no memory for the rows of all ranks.
     if only_first and not world.is_first:
         if counts[world.rank]:
             dist.send(torch.cat(flat), 0, group=world.cpu_group)
