@@ -212,14 +212,17 @@ class Reducer:
         for other in _open_reducers:
             other._newer.discard(self)
 
-    def synchronize(self, world: World, *, absent: bool = False) -> None:
-        """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros."""
+    def synchronize(self, world: World, *, absent: bool = False, refuses_unused: bool = False) -> None:
+        """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros.
+
+        `refuses_unused`: whether unused parameters are refused, unless the config allows them; all ranks alike.
+        """
         self._use(world)
         self._begin()
         self._absent = absent
         if absent:
             self._versions = None  # they are of a forward that does not belong to this backward
-        self._finish(check=absent and not self._allow_unused)
+        self._finish(check=refuses_unused and not self._allow_unused)
 
     @staticmethod
     def _on_gradient(reference: weakref.ref[Reducer], index: int, slot: int, _: Tensor) -> None:

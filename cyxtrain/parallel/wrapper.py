@@ -193,10 +193,16 @@ class DistributedDataParallel(nn.Module):
         """Whether a loss is watched that no backward has averaged the gradients of."""
         return self._reducer is not None and self._reducer.loss is not None
 
-    def backward_without_batch(self) -> None:
-        """Take part in a step's last backward without samples: what has not accumulated is zero."""
+    def backward_without_batch(self, *, others_run_backward: bool = True) -> None:
+        """Take part in a step's last backward without one of this rank's own: what has not accumulated is zero.
+
+        Args:
+            others_run_backward: Whether other ranks average by a backward, which refuses parameters that are unused:
+                then all ranks do. False if all ranks call this method.
+        """
         if self._reducer is not None:
-            self._reducer.synchronize(self.world, absent=not self._reducer.unsynced)
+            is_absent = not self._reducer.unsynced
+            self._reducer.synchronize(self.world, absent=is_absent, refuses_unused=others_run_backward)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

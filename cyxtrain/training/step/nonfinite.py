@@ -306,9 +306,11 @@ class FiniteGuard:
         """Return what is not finite on this rank, as JSON values."""
         parameters = self._ddp.module.named_parameters()
         loss = _first_not_finite(recomputed_losses)
-        loss_before = _first_not_finite(losses)
-        if loss is None and loss_before is not None:
-            loss = f"{loss_before}, and finite when its batch runs again: the computation is random, as with dropout"
+        if loss is None:  # only then: each look at a loss makes the host wait for the device
+            loss_before = _first_not_finite(losses)
+            if loss_before is not None:
+                by_chance = "and finite when its batch runs again: the computation is random, as with dropout"
+                loss = f"{loss_before}, {by_chance}"
         return {
             "data": "; ".join(_describe_rows(share)),
             "parameters": shortened(name for name, value in parameters if not _is_finite(value)),

@@ -149,7 +149,7 @@ class TrainingStep:
                 return
             self._division.of_loss(self._loss.without_rows(), share)
             self._division.send(share)
-            self._ddp.backward_without_batch()
+            self._ddp.backward_without_batch(others_run_backward=not self._updates.parts)
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
         """Unscale; check that gradients are finite, update the loss scale; clip; step the optimizer and the schedule.
@@ -291,7 +291,7 @@ class TrainingStep:
                 backward_alike(self._world, value, gathers)
                 share.prefetch_next(self.clock.data)
         self._division.send(share)
-        self._ddp.backward_without_batch()
+        self._ddp.backward_without_batch(others_run_backward=False)
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
 
@@ -369,7 +369,7 @@ class TrainingStep:
         elif self._updates.parts or self._ddp.awaits_backward:
             # The loss is a constant, such as 0 if there is no pair of rows; or the wrappers of the optimizers were
             # suspended, and backward has only accumulated.
-            self._ddp.backward_without_batch()
+            self._ddp.backward_without_batch(others_run_backward=not self._updates.parts)
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
         """Return what to call `backward` on, scaled."""

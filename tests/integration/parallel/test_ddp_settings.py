@@ -250,8 +250,7 @@ def test_a_rank_without_samples_has_no_say_in_what_was_used():
 
 @on_ranks(2)
 def test_a_parameter_that_no_rank_with_samples_used_is_named_on_every_rank_also_without_samples():
-    model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
-    model.forward = lambda rows: model["used"](rows)
+    model = network_with_an_idle_layer()
     ddp = cx.DistributedDataParallel(model)
     if cx.get_rank() == 0:
         backward = ddp(torch.ones(3, 2)).sum().backward
@@ -261,6 +260,39 @@ def test_a_parameter_that_no_rank_with_samples_used_is_named_on_every_rank_also_
     with pytest.raises(cx.DistributedTrainingError, match=r"idle\.weight"):
         backward()
     assert model["idle"].weight.grad is None
+
+
+def network_with_an_idle_layer():
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
+    model.forward = lambda rows: model["used"](rows)
+    return model
+
+
+@on_ranks(2)
+def test_ranks_that_all_average_without_a_backward_refuse_no_unused_parameter():
+    model = network_with_an_idle_layer()
+    ddp = cx.DistributedDataParallel(model)
+    if cx.get_rank() == 0:
+        with ddp.no_sync():
+            ddp(torch.ones(3, 2)).sum().backward()
+    else:
+        ddp.forward_without_batch()
+    ddp.backward_without_batch(others_run_backward=False)
+    assert model["idle"].weight.grad is None
+    assert model["used"].weight.grad.tolist() == [[1.5, 1.5]]
+
+
+@on_ranks(2)
+def test_a_rank_that_has_accumulated_refuses_what_the_backward_of_others_refuses():
+    ddp = cx.DistributedDataParallel(network_with_an_idle_layer())
+    average = ddp.backward_without_batch
+    if cx.get_rank() == 0:
+        with ddp.no_sync():
+            ddp(torch.ones(3, 2)).sum().backward()
+    else:
+        average = ddp(torch.ones(3, 2)).sum().backward
+    with pytest.raises(cx.DistributedTrainingError, match=r"idle\.weight"):
+        average()
 
 
 @on_ranks(2)
