@@ -104,7 +104,7 @@ class LossScale:
         """Whether a smaller scale may prevent an overflow."""
         return self.is_dynamic and self.value > _LEAST_SCALE
 
-    def of_each(self, world_size: int) -> float:
+    def of_rank(self, world_size: int) -> float:
         """Return the factor of each rank's loss."""
         # In a mean over N ranks a sample counts N times as much on its rank: gradients would overflow earlier.
         return self.value / world_size

@@ -27,7 +27,7 @@ _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LEAST_SAVING = 2  # how many times fewer numbers the thin matrices must have; otherwise a gradient is exchanged whole
 
 
-def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankGradient]:
+def install_compression(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankGradient]:
     """Set the exchange of buckets to the configured compression; return low-rank gradients by name."""
     found = {}
     for bucket in buckets:

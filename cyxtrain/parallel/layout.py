@@ -1,10 +1,10 @@
 """Which gradients are exchanged together: pure arithmetic, fixed when the wrapper is made.
 
 A bucket is one flat tensor: the gradients of some parameters, then a flag per parameter, which is 1 on a rank that has
-not used it, and one that is 1 on a rank without samples; in the last bucket, then, the ranks' signals. All are summed
+not used it, and one that is 1 on a rank without samples; in the last bucket, then, the ranks' signals. All are averaged
 with the gradients, so that all ranks know who used what, and what others signal, without another message. The digits of
 the weight of the rank's loss follow, if the data decide it. The very last number is 0, and NaN on a rank whose loss is
-not finite: the sum is then NaN on every rank.
+not finite: the average is then NaN on every rank.
 """
 
 from __future__ import annotations

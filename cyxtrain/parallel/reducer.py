@@ -23,7 +23,7 @@ from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.environment.allocator import keep_freed_memory
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
 from cyxtrain.parallel.bucket import STEP_LATER, Bucket, checked_gradient
-from cyxtrain.parallel.compression import compress
+from cyxtrain.parallel.compression import install_compression
 from cyxtrain.parallel.consistency.broadcasting import tensors_of
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
@@ -54,18 +54,19 @@ class Reducer:
         dense, sparse = split_sparse(parameters, model)
         self._sparse = SparseGradients(sparse)
         layout = _layout(dense, sparse, config, num_signals)
+        shared_buffers = _gradient_buffers(layout, config, world)
         self._buckets = [
-            Bucket(spec, dense, index, spec is layout[-1], mean, as_view=config.gradient_as_bucket_view)
-            for index, (spec, mean) in enumerate(zip(layout, _gradient_buffers(layout, config, world), strict=True))
+            Bucket(spec, dense, index, spec is layout[-1], shared_buffer, as_view=config.gradient_as_bucket_view)
+            for index, (spec, shared_buffer) in enumerate(zip(layout, shared_buffers, strict=True))
         ]
-        self.low_rank = compress(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
+        self.low_rank = install_compression(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
         self._world = world
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
         self._refuses_unused = False
-        self._unread: accelerator.HostCopy | None = None
+        self._flags_in_flight: accelerator.HostCopy | None = None
         self.held = False  # whether backward accumulates locally
         self.signals = [0.0] * num_signals  # this rank's signals in each synchronisation
         self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
@@ -125,7 +126,7 @@ class Reducer:
                 now.error.copy_(before.error)
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether these, all that the module has, are its parameters of before, of the same kind.
+        """Return whether the module's `parameters` are those that this reducer was built for, of the same kinds.
 
         A parameter that is frozen now still fits: it has no gradient. If tensors were swapped, as by `load_state_dict`
         after torch.__future__.set_swap_module_params_on_conversion(True), the same parameters have lost their hooks:
@@ -158,7 +159,7 @@ class Reducer:
     def _group(self) -> Any:
         return self._world.group_for(self.device)
 
-    def _use(self, world: World) -> None:
+    def _switch_world(self, world: World) -> None:
         if world.group_for(self.device) is not self._group:
             for bucket in self._buckets:
                 bucket.change_group()
@@ -191,7 +192,7 @@ class Reducer:
         unused: list[Tensor] = []
         if self._refuses_unused:
             unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets]
-        merge = functools.partial(self._merge_flags, refuses=self._refuses_unused)
+        merge = functools.partial(self._store_flags, refuses=self._refuses_unused)
         return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, merge)
 
     def exchange_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
@@ -217,7 +218,7 @@ class Reducer:
 
         `refuses_unused`: whether unused parameters are refused, unless the config allows them; all ranks alike.
         """
-        self._use(world)
+        self._switch_world(world)
         self._begin()
         self._absent = absent
         if absent:
@@ -252,7 +253,7 @@ class Reducer:
         self._finish(check=not self._allow_unused)
 
     def _begin_backward(self) -> None:
-        self._use(runtime.following(self._world))
+        self._switch_world(runtime.following(self._world))
         if self._versions is None:  # the loss is not from the wrapper's forward
             self._check_module()
             self.record_forward()
@@ -321,7 +322,7 @@ class Reducer:
                 bucket.exchange.wait()
         self.seconds += time.perf_counter() - began
         is_finite = True
-        if self.low_rank:  # the only exchange that asks
+        if self.low_rank:  # only PowerSGD needs to know, to keep or drop what it has left out
             is_finite = all_finite([each for bucket in self._buckets for each in bucket.exchange.received])
         unused: list[nn.Parameter] = []
         found = self._flags_as_needed()
@@ -331,7 +332,7 @@ class Reducer:
         for bucket, numbers in zip(self._buckets, found, strict=True):
             bucket.finish(numbers, is_finite=is_finite, factor=self.factor)
             # Where flags come late, all ranks read them at one later point, and refuse there together.
-            is_read_later = self.reports or self._unread is not None
+            is_read_later = self.reports or self._flags_in_flight is not None
             if numbers is not None and not is_read_later:
                 unused += bucket.read_flags(numbers)
         began = time.perf_counter()
@@ -370,7 +371,7 @@ class Reducer:
             return [None] * len(flags)
         copy = accelerator.HostCopy(torch.cat(flags))
         if not self.reports:
-            self._unread = copy
+            self._flags_in_flight = copy
         if may_wait:
             return [None] * len(flags)
         return self._split(copy)
@@ -382,19 +383,19 @@ class Reducer:
 
     def read_flags(self) -> None:
         """Wait for the flags of the latest synchronisation, and merge them, unless they were read already."""
-        copy = self._unread
-        self._unread = None
+        copy = self._flags_in_flight
+        self._flags_in_flight = None
         if copy is not None:
-            self._merge_flags(self._split(copy), self._refuses_unused)
+            self._store_flags(self._split(copy), self._refuses_unused)
 
-    def _merge_flags(self, flags: Sequence[Sequence[float]], refuses: bool) -> list[float]:
-        """Store the flags of each bucket; return the ranks' signals."""
+    def _store_flags(self, flags: Sequence[Sequence[float]], refuses: bool) -> list[float]:
+        """Store the averaged flags of each bucket; return the ranks' signals."""
         unused: list[nn.Parameter] = []
         for bucket, own in zip(self._buckets, flags, strict=True):
             unused += bucket.read_flags(own)
         if refuses and unused:
             self._refuse_unused(unused)
-        return self.received
+        return self._buckets[-1].received
 
     def _check_module(self) -> None:
         if not self.fits(tensors_of(self._model)[0]):

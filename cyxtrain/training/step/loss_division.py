@@ -4,9 +4,10 @@ A loss is a sum of terms over a weight, and each rank knows its own terms and we
 averaged, so that backward begins from N x the rank's terms / the divisor. The divisor is learned in one of these ways:
 
 - `DivisionByRows`: a mean over samples is divided by the rows of the step, which every rank knows; a sum by 1.
-- `DivisionAfterExchange`: one weighted loss. Its weight travels with the gradients.
+- `DivisionAfterExchange`: one weighted loss. Its weight travels with the gradients; where gradients have 16 bits and a
+  step several micro-batches, the ranks add it up after backward.
 - `DivisionBeforeBackward`: several weighted losses, or one with gradients of 16 bits: the ranks add the weights up.
-- `DivisionBeforeForward`: the same with several micro-batches: a forward without gradients counts first.
+- `DivisionBeforeForward`: several weighted losses of several micro-batches: a forward without gradients counts first.
 - `DivisionByItems`: a model that divides by num_items itself: the ranks add up what it counts.
 """
 
@@ -61,7 +62,7 @@ class LossDivision(ABC):
         """
         return None if self._loss.items is None else _at_least_one(self._count_items(share))
 
-    def of_loss(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
+    def learn_divisors(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
         """Return the divisor of each loss for the backward of a micro-batch. All ranks call it."""
         self.latest = self._divisors_of(loss, share)
         return self.latest
@@ -124,7 +125,7 @@ class DivisionByRows(LossDivision):
 
 
 class DivisionAfterExchange(LossDivision):
-    """Divides by a power of two before backward, and by the weight that has travelled with the gradients after it."""
+    """Divides by a power of two before backward, and by the weight of all ranks after it."""
 
     @override
     def begin(self) -> None:
@@ -150,6 +151,7 @@ class DivisionAfterExchange(LossDivision):
     @override
     def complete(self, share: Share, parameters: Sequence[nn.Parameter]) -> None:
         if self._ddp.carries_weights:
+            # The wrapper has multiplied the averages; the loss of a closure needs the factor too.
             self._correction = self._ddp.factor
             return
         with self._clock.backward:

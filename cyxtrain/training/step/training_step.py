@@ -59,8 +59,10 @@ class Result(NamedTuple):
 class TrainingStep:
     """One update of the parameters per global batch; `totals` are the sums of the epoch.
 
-    `ends_fit` and `is_fit`: as `FiniteGuard`; `may_defer`: whether all ranks compute on accelerators, and the wrapper
-    uses reports.
+    Args:
+        ends_fit: Whether a step that is not finite ends the fit in good order, instead of raising.
+        may_defer: Whether the verdict on a step may come with the next one: all ranks compute on accelerators.
+        is_fit: Whether `fit` takes the steps, and not a loop of the user's.
     """
 
     def __init__(
@@ -80,21 +82,28 @@ class TrainingStep:
         self._setup = setup
         self._updates = _NoUpdates() if updates is None else updates
         self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
-        self._with_closure = [each for each in state.optimizers.values() if needs_closure(each)]
+        # the optimizer that evaluates the loss itself, such as LBFGS: the only one of its fit
+        self._closure_optimizer = next(filter(needs_closure, state.optimizers.values()), None)
         self._rates = [*state.rates.values()]
         self._clip = make_clip(state.config, state.optimizers)
         self._logged = logged
         self._scale = state.loss_scale
-        self._multiplier = 1.0  # of losses before backward: the loss scale
+        self._multiplier = 1.0  # of this rank's losses before backward: the loss scale over the number of ranks
         self._before_update = state.callbacks.before_optimizer_step
         self._world = ddp.world
         self._device = setup.placement.device
         self._parameters = list(ddp.parameters())
-        defers = may_defer and not (ends_fit or state.config.on_nonfinite == "skip")
-        defers = defers and not (self._scale is not None and self._scale.is_dynamic)
-        # A step whose verdict comes late and is bad ends the fit: what it has logged is of no use.
-        others: list[Participant] = [state.position, *self._rates] if defers else [logged]
-        self._transaction = StepTransaction(StepBuffers(ddp, depth=1 + defers), others)
+        continues_after_bad_step = ends_fit or state.config.on_nonfinite == "skip"
+        has_dynamic_scale = self._scale is not None and self._scale.is_dynamic
+        defers = may_defer and not continues_after_bad_step and not has_dynamic_scale
+        # Besides buffers, a skipped step takes back what it has logged. If the verdict comes late, position and rates
+        # have moved on meanwhile; such a step ends the fit, so that what it has logged is of no use.
+        undone: list[Participant] = [logged]
+        copies_of_buffers = 1
+        if defers:
+            undone = [state.position, *self._rates]
+            copies_of_buffers = 2
+        self._transaction = StepTransaction(StepBuffers(ddp, depth=copies_of_buffers), undone)
         self.guard = FiniteGuard(
             ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=is_fit
         )
@@ -112,6 +121,7 @@ class TrainingStep:
             # The search for the cause has left this rank's own gradients.
             self._zero()
             return
+        # An overflow of the loss scale counts too: only its gradients are wrong.
         for result in results:
             self.totals.add(0, result.loss, result.correct)
             self.totals.metrics.add(*result.measured)
@@ -123,7 +133,7 @@ class TrainingStep:
         self._zero()
         self._transaction.begin()
         if self._scale is not None:
-            self._multiplier = self._scale.of_each(self._world.size)
+            self._multiplier = self._scale.of_rank(self._world.size)
             self._ddp.expect_scale(self._multiplier)
 
     def accumulate_micro_batch(self, batch: Batch, share: Share, *, is_last: bool) -> Result:
@@ -132,9 +142,9 @@ class TrainingStep:
             with self.clock.forward, gathers_kept() as gathers:
                 result = self._updates.run(partial(self._forward, batch), batch.rows, is_last=is_last)
             if self._updates.has_updated:
-                return result
+                return result  # a train_step that calls self.optimize has run backward and stepped within its forward
             with self.clock.backward:
-                divisors = self._division.of_loss(result.loss, share)
+                divisors = self._division.learn_divisors(result.loss, share)
                 if is_last:
                     self._division.send(share)
                 self._backward(result.loss, divisors, gathers, is_last=is_last)
@@ -147,7 +157,7 @@ class TrainingStep:
             self._updates.follow()
             if self._updates.has_updated:
                 return
-            self._division.of_loss(self._loss.without_rows(), share)
+            self._division.learn_divisors(self._loss.without_rows(), share)
             self._division.send(share)
             self._ddp.backward_without_batch(others_run_backward=not self._updates.parts)
 
@@ -197,9 +207,9 @@ class TrainingStep:
 
     def _optimizer_steps(self, share: Share) -> Sequence[Callable[[], object]]:
         """Return what steps the optimizers once the host knows that the gradients are finite."""
-        if not self._with_closure:
+        optimizer = self._closure_optimizer
+        if optimizer is None:
             return self._steps
-        (optimizer,) = self._with_closure
         closure = Closure(optimizer, partial(self._evaluate, share), self._averaged_loss())
         return [partial(optimizer.step, closure)]
 
@@ -216,7 +226,8 @@ class TrainingStep:
         with self._logged.repeating():
             self._accumulate(share)
             self._division.complete(share, self._parameters)
-        self._ddp.is_finite()  # a line search may leave the finite
+        # A line search may leave the finite: that is no error, but the losses count as checked now.
+        self._ddp.is_finite()
         return self._averaged_loss()
 
     def _averaged_loss(self) -> Tensor:
@@ -279,15 +290,13 @@ class TrainingStep:
                 batch = next(batches, None)
                 with gathers_kept() as gathers:
                     if batch is None:
-                        loss = self._loss.without_rows()
                         value = self._forward_without_rows()
+                        self._division.learn_divisors(self._loss.without_rows(), share)
                     else:
                         batch.items = items
-                        results.append(self._forward(batch))
-                        loss = results[-1].loss
-                divisors = self._division.of_loss(loss, share)
-                if batch is not None:
-                    value = self._scaled_loss(loss, divisors)
+                        result = self._forward(batch)
+                        results.append(result)
+                        value = self._scaled_loss(result.loss, self._division.learn_divisors(result.loss, share))
                 backward_alike(self._world, value, gathers)
                 share.prefetch_next(self.clock.data)
         self._division.send(share)
@@ -328,7 +337,7 @@ class TrainingStep:
             self._loss.check_shapes(output, batch.targets)  # there was no dry run
         loss = self._loss(output, batch)
         if self._setup.num_micro_batches is None:
-            self._follow_loss()
+            self._adopt_division_of_loss()
         # Detached: several micro-batches together would keep their graphs.
         output = self._loss.measured_part(output)
         measured: tuple[Any, Any, int] = (None, None, 0)
@@ -339,7 +348,7 @@ class TrainingStep:
     def _choose_division(self) -> LossDivision:
         return choose_division(self._ddp, self._setup, self.clock, self._logged, self._transaction)
 
-    def _follow_loss(self) -> None:
+    def _adopt_division_of_loss(self) -> None:
         """Divide as the forward of a loop of the user's own has shown that the loss is weighted."""
         division = self._choose_division()
         if type(division) is type(self._division):
@@ -365,6 +374,7 @@ class TrainingStep:
             with self._updates.suspended():
                 value.backward()
         if not is_last:
+            # Ranks may have different numbers of micro-batches: only the first forward of a step shares buffers.
             self._ddp.skip_backward()
         elif self._updates.parts or self._ddp.awaits_backward:
             # The loss is a constant, such as 0 if there is no pair of rows; or the wrappers of the optimizers were
