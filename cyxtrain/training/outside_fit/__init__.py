@@ -1,1 +1,1 @@
-"""Predictions in files, as `predict` writes them."""
+"""A model's outputs outside `fit`: gathered from all ranks, or in files, as `predict` writes them."""

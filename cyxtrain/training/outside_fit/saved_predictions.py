@@ -39,10 +39,13 @@ from cyxtrain.world.agreement import agree_on, on_first
 from cyxtrain.world.world import World
 
 Shapes: TypeAlias = list[list[int]]
-INDEX, FORMAT = "index.json", "cyxtrain predictions 1"
+INDEX = "index.json"
+FORMAT = "cyxtrain predictions 1"
 SHARD_BYTES = 64 << 20
-_FEWEST_SHARDS = 64  # if there are as many batches: many ranks then have equal shares
-_STREAM_BATCHES = 16  # of a shard, at most, if their number is unknown
+# If there are as many batches: many ranks then have equal shares.
+_FEWEST_SHARDS = 64
+# Of a shard, at most, if the number of batches is unknown.
+_STREAM_BATCHES = 16
 _SAME = "the folder output_dir (without a file system that all ranks share: distributed=False, and a folder for each)"
 
 
@@ -74,11 +77,13 @@ class Predictions:
         self.folder = Path(local_path("open_predictions.folder", folder)).absolute()
         index = read_index(self.folder)
         self.is_complete: bool = index["complete"]
-        self._example, self._is_numpy, self._pad_value = example_of(index["output"]), index["numpy"], index["pad_value"]
-        self._parts = [
-            _Part(self.folder, number, part["dtype"], part["rows_second"], [shard[number] for shard in index["shards"]])
-            for number, part in enumerate(index["parts"])
-        ]
+        self._example = example_of(index["output"])
+        self._is_numpy: bool = index["numpy"]
+        self._pad_value: float | None = index["pad_value"]
+        self._parts: list[_Part] = []
+        for number, part in enumerate(index["parts"]):
+            shards = [shard[number] for shard in index["shards"]]
+            self._parts.append(_Part(self.folder, number, part["dtype"], part["rows_second"], shards))
 
     def __repr__(self) -> str:
         return f"Predictions({counted(len(self), 'row')} in {self.folder})"
@@ -106,11 +111,7 @@ class Predictions:
         """Return rows by number, as one batch of output; if `single`, the one row without its dimension."""
         found: list[Any] = []
         for part in self._parts:
-            arrays = [part.row(row) for row in rows]
-            shapes = [list(array.shape) for array in arrays] or [[0, *part.shapes[0][1:]]]
-            flat = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.empty(0)
-            values = torch.from_numpy(flat).to(getattr(torch, part.dtype))
-            joined = joined_rows(values, shapes, None, self._pad_value, part.longest)
+            joined = part.rows(rows, self._pad_value)
             if single:
                 joined = joined[0]
             elif isinstance(joined, Tensor) and part.rows_second:
@@ -124,29 +125,53 @@ class _Part:
     """One tensor of the output; `shards` are the shapes of its runs of rows that are alike."""
 
     def __init__(self, folder: Path, number: int, dtype: str, rows_second: bool, shards: list[Shapes]) -> None:
-        self._folder, self._number, self.dtype, self.rows_second = folder, number, dtype, rows_second
-        self.shapes = [shape for shapes in shards for shape in shapes]
+        self._folder = folder
+        self._number = number
+        self.dtype = dtype
+        self.rows_second = rows_second
+        self.shapes: Shapes = [*itertools.chain.from_iterable(shards)]
         self.longest = longest_of(self.shapes)
         self.ends = [*itertools.accumulate(shape[0] for shape in self.shapes)]
-        sizes = [[0, *itertools.accumulate(map(math.prod, shapes))] for shapes in shards]
-        self._places = [(shard, first) for shard, firsts in enumerate(sizes) for first in firsts[:-1]]
-        self._opened: tuple[int, Any] = -1, None
+        # The shard of each run, and where the run begins in the shard's file.
+        self._places: list[tuple[int, int]] = []
+        for shard, shapes in enumerate(shards):
+            first = 0
+            for shape in shapes:
+                self._places.append((shard, first))
+                first += math.prod(shape)
+        self._open_shard = -1
+        self._open_values: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": (-1, None)}
+        # A memory map would be pickled with all its values.
+        return {**vars(self), "_open_shard": -1, "_open_values": None}
 
-    def row(self, row: int) -> Any:
+    def rows(self, numbers: Sequence[int], pad_value: float | None) -> Tensor | list[Tensor]:
+        """Return rows by number, as `joined_rows`."""
+        shapes = [[0, *self.shapes[0][1:]]]
+        flat = np.empty(0)
+        if numbers:
+            arrays = [self._row(number) for number in numbers]
+            shapes = [list(array.shape) for array in arrays]
+            flat = np.concatenate([array.reshape(-1) for array in arrays])
+        values = torch.from_numpy(flat).to(getattr(torch, self.dtype))
+        return joined_rows(values, shapes, None, pad_value, self.longest)
+
+    def _row(self, row: int) -> Any:
         """Return a row, shape (1, ...), as a view of its file."""
         run = bisect.bisect_right(self.ends, row)
-        (count, *shape), (shard, first) = self.shapes[run], self._places[run]
-        if self._opened[0] != shard:
-            self._opened = shard, np.load(file_of(self._folder, shard, self._number), mmap_mode="r").reshape(-1)
-        first += (row - self.ends[run] + count) * math.prod(shape)
-        return self._opened[1][first : first + math.prod(shape)].reshape(1, *shape)
+        count, *shape = self.shapes[run]
+        size = math.prod(shape)
+        shard, first = self._places[run]
+        if self._open_shard != shard:
+            self._open_values = np.load(file_of(self._folder, shard, self._number), mmap_mode="r").reshape(-1)
+            self._open_shard = shard
+        first += (row - self.ends[run] + count) * size
+        return self._open_values[first : first + size].reshape(1, *shape)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the index of a folder; raise ConfigError if there is none."""
+    """Return the index of a folder; raise ConfigError if it has none."""
     index: Any = None
     with contextlib.suppress(OSError, ValueError):
         index = json.loads(read_text(folder / INDEX))
@@ -157,7 +182,17 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def file_of(folder: Path, shard: int, part: int | None = None) -> Path:
     """Return the file of a part of a shard; without a part, the one that completes the shard."""
-    return folder / (f"shard-{shard:06}.json" if part is None else f"shard-{shard:06}-{part}.npy")
+    if part is None:
+        return folder / f"shard-{shard:06}.json"
+    return folder / f"shard-{shard:06}-{part}.npy"
+
+
+def kind_of(part: Any) -> str:
+    """Return what the rows of an output have in common, even if they are padded to different lengths."""
+    if not isinstance(part, Tensor):
+        return type(part).__name__
+    dtype = str(part.dtype).removeprefix("torch.")
+    return f"{dtype} of {part.dim()} dimensions"
 
 
 def longest_of(shapes: Shapes) -> list[int] | None:
@@ -170,7 +205,7 @@ def longest_of(shapes: Shapes) -> list[int] | None:
 def joined_rows(
     values: Tensor, shapes: Shapes, order: Tensor | None, pad_value: float | None, longest: list[int] | None
 ) -> Tensor | list[Tensor]:
-    """Return the rows of several batches in their order, as one tensor; if their shapes differ, padded or as a list.
+    """Return the rows of several batches as one tensor; if their shapes differ, padded or as a list.
 
     Args:
         values: Of all batches, one after the other.
@@ -183,16 +218,24 @@ def joined_rows(
     if longest is None:
         rows = values.view(count, *shapes[0][1:])
         return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
-    order = torch.arange(count, device="cpu") if order is None else order
-    pieces = zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)
-    batches = [piece.view(shape) for piece, shape in pieces]
+    if order is None:
+        order = torch.arange(count, device="cpu")
+    pieces = values.split([math.prod(shape) for shape in shapes])
+    batches = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     if pad_value is None:
-        several = [row for batch in batches for row in batch]
+        several = [*itertools.chain.from_iterable(batches)]
         return [several[number] for number in order.argsort().tolist()]
-    if not (values.is_floating_point() or values.is_complex() or float(pad_value).is_integer()):
-        raise ConfigError(f"pad_value must be an integer for outputs of {values.dtype}, got {pad_value}.")
-    padded = torch.full((count, *longest), pad_value, dtype=values.dtype, device="cpu")
-    for places, batch in zip(order.split([shape[0] for shape in shapes]), batches, strict=True):
+    return _padded(batches, order, pad_value, longest)
+
+
+def _padded(batches: Sequence[Tensor], order: Tensor, pad_value: float, longest: list[int]) -> Tensor:
+    """Return the rows of one or more batches, each at its place, padded to one shape."""
+    dtype = batches[0].dtype
+    holds_fractions = dtype.is_floating_point or dtype.is_complex
+    if not holds_fractions and not float(pad_value).is_integer():
+        raise ConfigError(f"pad_value must be an integer for outputs of {dtype}, got {pad_value}.")
+    padded = torch.full((len(order), *longest), pad_value, dtype=dtype, device="cpu")
+    for places, batch in zip(order.split([*map(len, batches)]), batches, strict=True):
         corner = (places, *map(slice, batch.shape[1:]))
         padded[corner] = batch
     return padded
@@ -200,15 +243,18 @@ def joined_rows(
 
 def finished(rows: Tensor | list[Tensor], *, as_array: bool) -> Any:
     """Return rows as NumPy arrays, or as they are."""
-    finish: Any = as_numpy if as_array else (lambda row: row)
-    return finish(rows) if isinstance(rows, Tensor) else list(map(finish, rows))
+    if not as_array:
+        return rows
+    if isinstance(rows, Tensor):
+        return as_numpy(rows)
+    return [*map(as_numpy, rows)]
 
 
 class ShardFolder:
     """The folder of a prediction, new or continued; all ranks that share the rows make one.
 
-    `group` batches are a shard; `done` has the numbers of complete ones. Raises ConfigError if the folder has something
-    else, or not all ranks see it.
+    `group` batches are a shard; `done` has the numbers of the complete shards. Raises ConfigError if the folder has
+    anything else, or not all ranks see it.
     """
 
     def __init__(
@@ -216,18 +262,25 @@ class ShardFolder:
     ) -> None:
         self.path = Path(local_path("predict.output_dir", path)).absolute()
         self._world = world
-        self._names, self._rows = [name for name, _ in leaves(output)], rows
+        self._names = [name for name, _ in leaves(output)]
+        self._rows = rows
         state: dict[str, Any] = {}
         on_first(world, lambda: state.update(self._begin(_facts(model, rows), output)))
         state = world.gather_json(state)[0]
-        index = self.path / INDEX
-        agree_on(world, lambda: (None, {_SAME: index.stat().st_mtime_ns if os.path.exists(index) else None}))
+        agree_on(world, lambda: (None, {_SAME: self._time_of_index()}))
         self.group: int = state["group"]
-        self.done, self.is_complete = frozenset[int](state["done"]), bool(state["complete"])
+        self.done = frozenset[int](state["done"])
+        self.is_complete = bool(state["complete"])
+
+    def _time_of_index(self) -> int | None:
+        """Return when the index was written: ranks that do not share the folder see different ones, or none."""
+        index = self.path / INDEX
+        return index.stat().st_mtime_ns if os.path.exists(index) else None
 
     def _begin(self, facts: dict[str, Any], output: Any) -> dict[str, Any]:
         """Create the folder and its index, or check them; return what the other ranks must know."""
         try_folder(self.path, INDEX, "predictions")
+        # Of a call that was killed; a file that is still being written is locked.
         for leftover in self.path.glob(f".*{TEMPORARY_SUFFIX}"):
             if is_locked(leftover) is False:
                 leftover.unlink(missing_ok=True)
@@ -235,58 +288,88 @@ class ShardFolder:
         if names and INDEX not in names:
             raise ConfigError(f"output_dir {self.path} has files ({brief(names)}) and no {INDEX}: give an empty one.")
         if not names:
-            index: dict[str, Any] = {"format": FORMAT, "of": facts, "output": form_of(_plain(output))}
-            index |= {"numpy": self._rows.source.is_numpy, "batches_per_shard": _group_size(self._rows, output)}
-            index |= {"complete": False, "pad_value": None, "parts": [], "shards": []}
-            _write_json(self.path / INDEX, index)
-        found = read_index(self.path)
+            self._write_first_index(facts, output)
+        index = read_index(self.path)
+        self._check_facts(index["of"], facts)
+        shards = [re.fullmatch(r"shard-(\d+)\.json", name) for name in names]
+        done = [int(match[1]) for match in shards if match]
+        return {"group": index["batches_per_shard"], "done": done, "complete": index["complete"]}
+
+    def _write_first_index(self, facts: dict[str, Any], output: Any) -> None:
+        index = {
+            "format": FORMAT,
+            "of": facts,
+            "output": form_of(_plain(output)),
+            "numpy": self._rows.source.is_numpy,
+            "batches_per_shard": _group_size(self._rows, output),
+            "complete": False,
+            "pad_value": None,
+            "parts": [],
+            "shards": [],
+        }
+        _write_json(self.path / INDEX, index)
+
+    def _check_facts(self, before: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Refuse to continue predictions of another model, of other data or with other settings."""
+        # As JSON, which has no tuples: as the index has them.
         for what, value in json.loads(json.dumps(facts)).items():
-            before = found["of"].get(what)
-            if value != before:
+            if value != before.get(what):
                 raise ConfigError(
-                    f"output_dir {self.path} has other predictions: {what} was {brief(before)}, and now is "
+                    f"output_dir {self.path} has other predictions: {what} was {brief(before.get(what))}, and now is "
                     f"{brief(value)}. Choose another folder, or delete that one."
                 )
-        shards = [int(match[1]) for name in names if (match := re.fullmatch(r"shard-(\d+)\.json", name))]
-        return {"group": found["batches_per_shard"], "done": shards, "complete": found["complete"]}
 
     def write(self, shard: int, batches: list[dict[str, list[Tensor]]]) -> None:
         """Write the outputs of the batches of a shard."""
         record: dict[str, list[Any]] = {"kinds": [], "shapes": []}
         for part, name in enumerate(self._names):
-            tensors = [piece for batch in batches for piece in batch[name]]
-            alike = itertools.groupby(tensors, lambda tensor: tensor.shape[1:])
-            shapes = [[sum(map(len, group)), *shape] for shape, group in alike]
-            joined = torch.cat(tensors if len(shapes) == 1 else [tensor.reshape(-1) for tensor in tensors])
+            tensors = [*itertools.chain.from_iterable(batch[name] for batch in batches)]
+            runs = itertools.groupby(tensors, lambda tensor: tensor.shape[1:])
+            shapes = [[sum(map(len, run)), *shape] for shape, run in runs]
+            record["kinds"].append(kind_of(tensors[0]))
+            record["shapes"].append(shapes)
+            if len(shapes) > 1:
+                tensors = [tensor.reshape(-1) for tensor in tensors]
+            joined = torch.cat(tensors)
             with replacing(file_of(self.path, shard, part), "predictions") as file:
                 np.save(file, as_numpy(joined))
-            record["kinds"].append(f"{str(joined.dtype).removeprefix('torch.')} of {tensors[0].dim()} dimensions")
-            record["shapes"].append(shapes)
+        # Last: it tells that the shard is complete.
         _write_json(file_of(self.path, shard), record)
         self.done |= {shard}
 
     def finish(self, pad_value: float | None, *, is_ended: bool) -> Predictions:
-        """Write the index; return the predictions. If a callback has ended the call, they are the first shards."""
+        """Write the index; return the predictions: the first shards, if a callback has ended the call."""
         count = 1 + max(self._world.gather_json(max(self.done, default=-1)))
 
         def write() -> None:
-            records: list[dict[str, Any]] = []
-            with contextlib.suppress(FileNotFoundError) if is_ended else contextlib.nullcontext():
-                for shard in range(count):
-                    records.append(json.loads(read_text(file_of(self.path, shard))))
+            records = self._records(count, may_miss=is_ended)
             kinds = [record["kinds"] for record in records]
             if any(kind != kinds[0] for kind in kinds):
                 raise ConfigError(f"predict needs rows of one kind; the model's outputs differ: {brief(kinds)}.")
-            parts = [
-                {"dtype": kind.split()[0], "rows_second": name in self._rows.tried.rows_second}
-                for name, kind in zip(self._names, kinds[0] if kinds else (), strict=False)
-            ]
+            parts: list[dict[str, Any]] = []
+            if kinds:
+                for name, kind in zip(self._names, kinds[0], strict=False):
+                    is_second = name in self._rows.tried.rows_second
+                    parts.append({"dtype": kind.split()[0], "rows_second": is_second})
             found = {"complete": not is_ended, "pad_value": pad_value, "parts": parts}
             shapes = [record["shapes"] for record in records]
             _write_json(self.path / INDEX, {**read_index(self.path), **found, "shards": shapes})
 
         on_first(self._world, write)
         return Predictions(self.path)
+
+    def _records(self, count: int, *, may_miss: bool) -> list[dict[str, Any]]:
+        """Return what the first shards contain; `may_miss`: only up to the first that is missing."""
+        records: list[dict[str, Any]] = []
+        for shard in range(count):
+            file = file_of(self.path, shard)
+            try:
+                records.append(json.loads(read_text(file)))
+            except FileNotFoundError:
+                if not may_miss:
+                    raise
+                break
+        return records
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -296,10 +379,14 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _group_size(rows: CheckedData, output: Any) -> int:
     """Return how many batches a shard has, by the sizes of the dry run's output."""
-    parts = ((name in rows.tried.rows_second, part) for name, part in leaves(output))
-    row_bytes: int = sum(part.nbytes // max(1, part.shape[second]) for second, part in parts)
+    row_bytes = 0
+    for name, part in leaves(output):
+        rows_dimension = int(name in rows.tried.rows_second)
+        row_bytes += part.nbytes // max(1, part.shape[rows_dimension])
     batches = rows.source.num_batches(rows.batch_size)
-    most = _STREAM_BATCHES if batches is None else -(-batches // _FEWEST_SHARDS)
+    most = _STREAM_BATCHES
+    if batches is not None:
+        most = -(-batches // _FEWEST_SHARDS)
     return max(1, min(most, SHARD_BYTES // max(1, row_bytes * rows.batch_size)))
 
 
@@ -324,4 +411,6 @@ def _plain(output: Any) -> Any:
     named = fields_of(output)
     if named is not None:
         return {str(name): _plain(part) for name, part in named.items()}
-    return same_sequence(output, map(_plain, output)) if isinstance(output, (tuple, list)) else output
+    if isinstance(output, (tuple, list)):
+        return same_sequence(output, map(_plain, output))
+    return output
