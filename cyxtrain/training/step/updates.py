@@ -1,4 +1,4 @@
-"""Updates that a step of the user's own makes by `self.optimize`, each with one optimizer.
+"""Updates that a user's own step makes by `self.optimize`, each with one optimizer.
 
 Each optimizer's parameters are wrapped as a separate module: their gradients have their own buckets, and are
 averaged while `backward(inputs=...)` runs. The wrapper of the whole model runs the step as its forward, which shares
@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +63,7 @@ class Updates:
 
     Attributes:
         has_updated: Whether the running step, as far as it is known, has made any update.
-        parts: What has been or will be optimized, by the optimizer's name.
+        parts: The parts of the model that are optimized, by the optimizer's name.
         norms: Of the gradients that the updates of the running step have clipped.
     """
 
@@ -74,62 +76,89 @@ class Updates:
         *,
         ends_fit: bool,
     ) -> None:
-        self._state, self._setup, self._ddp, self._logged = state, setup, ddp, logged
-        self._world, self._ends_fit = ddp.world, ends_fit
+        self._state = state
+        self._setup = setup
+        self._ddp = ddp
+        self._world = ddp.world
+        self._device = setup.placement.device
+        self._logged = logged
+        self._ends_fit = ends_fit
         assert isinstance(setup.call, StepCall)
         self._call = setup.call
-        self._names, self._device = [*state.rates], setup.placement.device
-        self.parts: dict[str, _Part] = {}
+        self._names = [*state.rates]
+        self.parts: dict[str, _OptimizedPart] = {}
         self.has_updated = False
         self._idle = set(self._names)
         self._signals: Sequence[float] = [0.0] * NUM_SIGNALS
         self._received: list[float] | None = None
-        for name in self._names if self._call.optimizes else ():
-            self._part(name)
+        if self._call.optimizes:
+            for name in self._names:
+                self._part(name)
 
     def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
         """Send numbers with the next gradients, as `DistributedDataParallel.exchange_signals`."""
-        received = self._ddp.exchange_signals(signals)
-        self._signals, self._received = signals, None
-        return lambda: received() if self._received is None else self._received
+        without_updates = self._ddp.exchange_signals(signals)
+        self._signals = signals
+        self._received = None
+
+        def received() -> list[float]:
+            if self._received is None:
+                return without_updates()
+            return self._received
+
+        return received
 
     def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, multiplier: float) -> None:
         """Begin a step; `guard`: of the whole model; `multiplier`: of losses before backward."""
-        self._share, self._guard, self._transaction, self._multiplier = share, guard, transaction, multiplier
-        self.has_updated, self._rows, self._is_last, self._calls = False, 0, True, 0
-        self._verdicts: dict[str, list[Verdict]] = {}
+        self._share = share
+        self._guard = guard
+        self._transaction = transaction
+        self._multiplier = multiplier
+        self.has_updated = False
+        self._rows = 0
+        self._is_last = True
+        self._calls = 0
+        self._verdicts: defaultdict[str, list[Verdict]] = defaultdict(list)
         self.norms: list[Mapping[str, Tensor]] = []
         self._skipped = self._state.position.skipped
         self._leader = _leader(self._world, share, asks=self._call.optimizes)
 
     def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
-        """Return what a forward returns that may make updates; `is_last`: of this rank in the step."""
+        """Return the result of a forward that may make updates; `is_last`: of this rank in the step."""
         running = self._call.running
-        self._rows, self._is_last, self._calls = rows, is_last, 0
+        self._rows = rows
+        self._is_last = is_last
+        self._calls = 0
         running.update = self._update
         try:
             result = forward()
         finally:
             running.update = None
         if is_last:
-            self._tell(_END)
+            self._broadcast(_END)
         return result
 
     def follow(self) -> None:
         """Take part in the updates of a step without a row on this rank."""
-        while (call := self._tell(_END))[0] != _END:
-            self.has_updated, self._calls = True, self._calls + 1
-            self._step(self._part(self._names[call[1]]), None, retain_graph=False, has_closure=bool(call[2]))
+        while True:
+            kind, optimizer, has_closure = self._broadcast(_END)
+            if kind == _END:
+                return
+            self.has_updated = True
+            self._calls += 1
+            self._step(self._part(self._names[optimizer]), None, retain_graph=False, has_closure=bool(has_closure))
 
     def finish(self) -> Verdict:
         """End a step that has made updates: update the loss scale, and step the schedules."""
-        verdicts = [each for own in self._verdicts.values() for each in own]
+        verdicts = [*chain.from_iterable(self._verdicts.values())]
         verdict = self._guard.end_updates(verdicts)
         self._idle -= self._verdicts.keys()
-        self._state.position.set(skipped=self._skipped + 1 if Verdict.SKIPPED in verdicts else 0)
+        skipped = self._skipped + 1 if Verdict.SKIPPED in verdicts else 0
+        self._state.position.set(skipped=skipped)
         for name, rates in self._state.rates.items():
             if Verdict.TAKEN in self._verdicts.get(name, [Verdict.TAKEN]):
-                torch_compat.note_step(rates.optimizer)  # each schedule counts steps, also those without an update
+                # Each schedule counts steps, also those without an update.
+                torch_compat.note_step(rates.optimizer)
                 rates.step()
         self._ddp.forget()
         return verdict
@@ -159,161 +188,231 @@ class Updates:
         return sum(part.ddp.seconds_communicated() for part in self.parts.values())
 
     def close(self, error: BaseException | None) -> None:
-        """Remove the hooks from the parameters; explain an error of the ring if ranks call `optimize` differently."""
-        calls = self._calls_in(str(error)) if isinstance(error, CollectiveMismatchError) else {}
+        """Remove the hooks from the parameters; explain an error if ranks call `optimize` differently."""
+        calls: dict[int, str] = {}
+        if isinstance(error, CollectiveMismatchError):
+            calls = self._calls_in(str(error))
         for part in self.parts.values():
             part.ddp.close()
         if calls:
             raise _differing(calls) from error
 
     def _running_call(self, name: str) -> str:
-        """Return the running call of `optimize` in words."""
+        """Describe the running call of `optimize`."""
         return f"{_called(name)} as call {self._calls} of step {self._state.position.step + 1}"
 
-    def _calls_in(self, text: str) -> dict[int, str]:
-        """Return what each rank did that an error of the ring names, in words; nothing if none called `optimize`."""
-        names = {each: part.name for part in self.parts.values() for each in part.ddp.collectives}
+    def _calls_in(self, error: str) -> dict[int, str]:
+        """Describe what ranks did that an error of the ring names; empty if none called `optimize`."""
+        names = {}
+        for part in self.parts.values():
+            names.update(dict.fromkeys(part.ddp.collectives, part.name))
         found: dict[int, str] = {}
-        for rank, call in re.findall(r"rank (\d+) is in (\w+ #\d+(?: \(.*?\))?)", text):
+        for rank, call in re.findall(r"rank (\d+) is in (\w+ #\d+(?: \(.*?\))?)", error):
             name = next((names[each] for each in names if each in call), None)
-            own = name is not None and int(rank) == self._world.rank
-            found[int(rank)] = f"was in {call}" if name is None else self._running_call(name) if own else _called(name)
-        return found if any(_CALLED in each for each in found.values()) else {}
+            if name is None:
+                found[int(rank)] = f"was in {call}"
+            elif int(rank) == self._world.rank:
+                found[int(rank)] = self._running_call(name)
+            else:
+                # How many calls another rank has made is unknown here.
+                found[int(rank)] = _called(name)
+        if any(_CALLED in each for each in found.values()):
+            return found
+        return {}
 
-    def _tell(self, *message: int) -> list[int]:
+    def _broadcast(self, *message: int) -> list[int]:
         """Return what the leading rank does; without one, in a step in which all ranks have rows, the message."""
+        padded = [*message, 0, 0][:3]
         if self._leader is None:
-            return [*message]
-        told = torch.tensor([*message, 0, 0][:3], device="cpu")
-        found: list[int] = self._world.broadcast(told, self._leader).tolist()
+            return padded
+        found: list[int] = self._world.broadcast(torch.tensor(padded, device="cpu"), self._leader).tolist()
         if self._share.rows and found[: len(message)] != [*message]:
-            raise _differing({self._leader: self._told(found), self._world.rank: self._told(message)})
+            raise _differing({self._leader: self._explain(found), self._world.rank: self._explain(message)})
         return found
 
-    def _told(self, message: Sequence[int]) -> str:
-        """Return what a rank does that tells a message, in words."""
+    def _explain(self, message: Sequence[int]) -> str:
+        """Describe what a rank does, by the message that it broadcasts."""
         if message[0] == _UPDATE:
             return self._running_call(self._names[message[1]])
-        return "called it no more" if message[0] == _END else "had a loss of another form, a mean or (sum, weight)"
+        if message[0] == _END:
+            return "called it no more"
+        return "had a loss of another form, a mean or (sum, weight)"
 
-    def _part(self, name: str) -> _Part:
-        """Return what is optimized under a name. All ranks call it."""
+    def _part(self, name: str) -> _OptimizedPart:
+        """Return the part that an optimizer has, as it is now. All ranks call it."""
         if name not in self.parts:
-            self.parts[name] = _Part(name, self._state, self._device, self._ddp, ends_fit=self._ends_fit)
-        self.parts[name].owned.follow()
-        return self.parts[name]
+            self.parts[name] = _OptimizedPart(name, self._state, self._device, self._ddp, ends_fit=self._ends_fit)
+        part = self.parts[name]
+        part.module.refresh()
+        return part
 
     def _update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
         """Update the parameters of an optimizer; return the loss, detached."""
-        has_closure, self._calls, self.has_updated = callable(loss), self._calls + 1, True
-        alone = what_needs_all_rows(self._calls, loss)
-        if alone and (self._setup.num_micro_batches or 1) > 1:
-            raise ConfigError(accumulation_excludes(alone))
+        has_closure = callable(loss)
+        self._calls += 1
+        self.has_updated = True
+        needs_all_rows = what_needs_all_rows(self._calls, loss)
+        if needs_all_rows and (self._setup.num_micro_batches or 1) > 1:
+            raise ConfigError(accumulation_excludes(needs_all_rows))
         if has_closure and self._state.loss_scale is not None:
             raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
         if self._is_last:
-            self._tell(_UPDATE, self._names.index(name), int(has_closure))
+            self._broadcast(_UPDATE, self._names.index(name), int(has_closure))
             return self._step(self._part(name), loss, retain_graph=retain_graph, has_closure=has_closure)
         part = self._part(name)
         with self._call.precision.suspended(), part.ddp.no_sync():
             return self._backward(part, loss, retain_graph=retain_graph)
 
-    def _step(self, part: _Part, loss: Any, *, retain_graph: bool, has_closure: bool) -> Tensor:
-        """Average the gradients of a loss, and step if they are finite; None: this rank has no rows."""
+    def _step(self, part: _OptimizedPart, loss: Any, *, retain_graph: bool, has_closure: bool) -> Tensor:
+        """Average a loss's gradients, and step if they are finite; `loss`: None if this rank has no rows."""
         evaluate = partial(self._evaluate, part, loss) if has_closure else None
         with self._call.precision.suspended():
             value = evaluate() if evaluate else self._backward(part, loss, retain_graph=retain_graph)
-            if not part.owned.trained:  # all are frozen: by a callback, say
-                self._verdicts.setdefault(part.name, []).append(Verdict.TAKEN)
+            # A callback may have frozen all of them.
+            if not part.module.trained:
+                self._verdicts[part.name].append(Verdict.TAKEN)
                 return value
-            own = [] if self._own is None else [self._own]
-            self._state.position.set(skipped=self._skipped)
-            fill_gradients(part.owned.trained, part.owned)
-            try:
-                verdict = part.guard.verdict(self._share, own, partial(self._recompute_locally, part, own))
-            except NonFiniteError:
-                self._transaction.roll_back()
-                raise
-            self._verdicts.setdefault(part.name, []).append(verdict)
+            verdict = self._check(part)
+            self._verdicts[part.name].append(verdict)
             if verdict is Verdict.TAKEN:
-                if (before := self._state.callbacks.before_optimizer_step) is not None:
-                    before(self._share.number)
-                if part.clip is not None:
-                    own_name = "" if part.name == ONLY else part.name
-                    self.norms += [{own_name: norm} for norm in part.clip(part.owned.trained).values()]
-                if evaluate is None:
-                    part.step()
-                else:
-                    again = Closure(part.optimizer, self._logged.repeating()(evaluate), value)
-                    part.optimizer.step(again)  # type: ignore[arg-type]
-            part.owned.zero_grad()
+                self._apply(part, value, evaluate)
+            part.module.zero_grad()
         return value
 
-    def _evaluate(self, part: _Part, closure: Callable[[], Any] | None) -> Tensor:
+    def _check(self, part: _OptimizedPart) -> Verdict:
+        """Return the verdict on averaged gradients; raise NonFiniteError with the whole step rolled back."""
+        losses = [] if self._own_loss is None else [self._own_loss]
+        # Several updates of a step that are skipped count as one.
+        self._state.position.set(skipped=self._skipped)
+        fill_gradients(part.module.trained, part.module)
+        try:
+            return part.guard.verdict(self._share, losses, partial(self._recompute_locally, part, losses))
+        except NonFiniteError:
+            self._transaction.roll_back()
+            raise
+
+    def _apply(self, part: _OptimizedPart, value: Tensor, evaluate: Callable[[], Tensor] | None) -> None:
+        """Clip the averaged gradients, and step; `evaluate` computes loss and gradients again, for a closure."""
+        before_step = self._state.callbacks.before_optimizer_step
+        if before_step is not None:
+            before_step(self._share.number)
+        if part.clip is not None:
+            own_name = "" if part.name == ONLY else part.name
+            for norm in part.clip(part.module.trained).values():
+                self.norms.append({own_name: norm})
+        if evaluate is None:
+            part.step()
+            return
+        closure = Closure(part.optimizer, self._logged.repeating()(evaluate), value)
+        part.optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _evaluate(self, part: _OptimizedPart, closure: Callable[[], Any] | None) -> Tensor:
         """Return the loss of a closure over all ranks, and set the averaged gradients."""
-        part.owned.zero_grad()
-        part.ddp.forget()  # a line search may leave the finite
+        part.module.zero_grad()
+        # A line search may have left NaN in what the previous evaluation watched.
+        part.ddp.forget()
         loss = None
         if closure is not None:
             with self._call.precision.computing():
                 loss = closure()
         return self._backward(part, loss, retain_graph=False, averages=True)
 
-    def _backward(self, part: _Part, loss: Any, *, retain_graph: bool, averages: bool = False) -> Tensor:
+    def _backward(self, part: _OptimizedPart, loss: Any, *, retain_graph: bool, averages: bool = False) -> Tensor:
         """Set the gradients of a loss, averaged unless micro-batches follow; return it, detached.
 
         `loss` is None if this rank has no rows. `averages`: return it over all ranks, as (sum, weight) always is.
         """
-        ddp, world_size = part.ddp, self._world.size
-        value, weight = (None, None) if loss is None else _trained_loss(loss)
-        self._own = None if value is None else value.detach()
-        has_weight = bool(self._tell(_EVALUATE, int(weight is not None))[1]) if self._is_last else False
+        ddp = part.ddp
+        value: Tensor | None = None
+        weight = None
+        if loss is not None:
+            value, weight = _trained_loss(loss)
+        self._own_loss = None if value is None else value.detach()
+        has_weight = self._is_last and self._all_have_weight(weight)
         ddp.forward_without_batch()
         ddp.expect_scale(self._multiplier)
-        code = self._names.index(part.name) + (self._calls == 1) * 2 ** (_CODE_BITS - 1)
-        received = ddp.exchange_signals([*self._signals, *(float(code >> bit & 1) for bit in range(_CODE_BITS))])
-        factor: Number = 0.0 if value is None else self._rows * world_size / self._share.global_rows
-        shown = torch.zeros((), dtype=torch.float64, device=self._device) if self._own is None else self._own
-        if averages or has_weight:
-            mine = (shown, 0.0 if weight is None else weight) if has_weight else (shown * self._rows, self._rows)
-            sums = sum_over_ranks(self._world, mine, self._world.device_of_sums(self._device))
-            shown = torch.as_tensor(quotient(sums[0], sums[1]), dtype=torch.float64, device=self._device)
-            factor = quotient(world_size, sums[1]) if has_weight else factor
-        trained = part.owned.trained
+        # Ranks compare their calls with the gradients themselves, without another message.
+        received = ddp.exchange_signals([*self._signals, *self._call_signals(part)])
+        shown, factor = self._shown_and_factor(weight, has_weight=has_weight, averages=averages)
+        trained = part.module.trained
+        # An optimizer whose parameters are all frozen takes no part.
         if not trained:
             return shown
+        has_graph = False
         if value is not None and value.requires_grad:
+            has_graph = True
             scaled = times(value, factor)
             ddp.watch(scaled)
-            scaled = scaled if self._multiplier == 1 else scaled * self._multiplier
+            if self._multiplier != 1:
+                scaled = scaled * self._multiplier
             scaled.backward(inputs=trained, retain_graph=retain_graph)
         if self._is_last:
-            if ddp.awaits_backward or value is None or not value.requires_grad:
+            if ddp.awaits_backward or not has_graph:
                 ddp.backward_without_batch()
-            numbers = received()
-            self._received = [*map(max, self._received or self._signals, numbers)]
-            if any(0.1 < each * world_size < world_size - 0.1 for each in numbers[NUM_SIGNALS:]):
-                calls = self._world.gather(self._running_call(part.name))
-                raise on_all_ranks(_differing(dict(enumerate(calls))))
+            self._take_signals(part, received())
             if self._multiplier != 1:
                 multiply_gradients(trained, 1.0 / self._multiplier)
         return shown
 
-    def _recompute_locally(self, part: _Part, own: list[Tensor]) -> list[Tensor]:
-        """Set this rank's gradients of the running call of `optimize`, without averaging them; return its losses.
+    def _all_have_weight(self, weight: Any) -> bool:
+        """Return whether the loss is (sum, weight): a rank without rows learns it from the others."""
+        return bool(self._broadcast(_EVALUATE, int(weight is not None))[1])
+
+    def _call_signals(self, part: _OptimizedPart) -> list[float]:
+        """Return the call of `optimize` as bits: their averages are 0 or 1 if all ranks make the same call."""
+        code = self._names.index(part.name)
+        if self._calls == 1:
+            code += 2 ** (_CODE_BITS - 1)
+        return [float(code >> bit & 1) for bit in range(_CODE_BITS)]
+
+    def _take_signals(self, part: _OptimizedPart, signals: Sequence[float]) -> None:
+        """Keep the requests of all ranks; raise on all of them if they have made different calls."""
+        self._received = [*map(max, self._received or self._signals, signals)]
+        num_ranks = self._world.size
+        ranks_with_bit = [each * num_ranks for each in signals[NUM_SIGNALS:]]
+        if any(0.1 < ranks < num_ranks - 0.1 for ranks in ranks_with_bit):
+            calls = self._world.gather(self._running_call(part.name))
+            raise on_all_ranks(_differing(dict(enumerate(calls))))
+
+    def _shown_and_factor(self, weight: Any, *, has_weight: bool, averages: bool) -> tuple[Tensor, Number]:
+        """Return the loss to show, and its factor before backward; N cancels the averaging over N ranks."""
+        num_ranks = self._world.size
+        factor: Number = 0.0
+        if self._own_loss is None:
+            shown = torch.zeros((), dtype=torch.float64, device=self._device)
+        else:
+            shown = self._own_loss
+            factor = self._rows * num_ranks / self._share.global_rows
+        if has_weight:
+            own = (shown, 0.0 if weight is None else weight)
+        elif averages:
+            own = (shown * self._rows, self._rows)
+        else:
+            return shown, factor
+        total, divisor = sum_over_ranks(self._world, own, self._world.device_of_sums(self._device))
+        shown = torch.as_tensor(quotient(total, divisor), dtype=torch.float64, device=self._device)
+        if has_weight:
+            factor = quotient(num_ranks, divisor)
+        return shown, factor
+
+    def _recompute_locally(self, part: _OptimizedPart, own_losses: list[Tensor]) -> list[Tensor]:
+        """Set this rank's gradients of the running call of `optimize`, not averaged; return its losses.
 
         The step runs again, up to that call. It does not if losses tell which rank is at fault.
         """
-        part.owned.zero_grad()
+        part.module.zero_grad()
         if not part.ddp.losses_are_finite():
-            return own
-        number, calls, losses, trained = self._calls, 0, list[Tensor](), part.owned.trained
+            return own_losses
+        examined_call = self._calls
+        calls = 0
+        losses: list[Tensor] = []
+        trained = part.module.trained
 
         def update(loss: Any, name: str, retain_graph: bool) -> Tensor:
             nonlocal calls
             calls += 1
             value, weight = _trained_loss(loss() if callable(loss) else loss)
-            if calls < number:
+            if calls < examined_call:
                 return mean_of_loss(value, weight)
             losses.append(value.detach())
             found = torch.autograd.grad(value * self._multiplier, trained, allow_unused=True)
@@ -322,9 +421,11 @@ class Updates:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             raise _ReachedError
 
-        without_rows = self._setup.without_rows
-        apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
-        with apart, gathering_alone(), self._logged.repeating():
+        with contextlib.ExitStack() as stack:
+            if self._setup.without_rows is not None:
+                stack.enter_context(self._setup.without_rows.using_running_statistics(self._ddp))
+            stack.enter_context(gathering_alone())
+            stack.enter_context(self._logged.repeating())
             for batch in self._share:
                 with contextlib.suppress(_ReachedError):
                     self._call.run_apart(batch, update)
@@ -334,8 +435,10 @@ class Updates:
 def make_updates(
     state: TrainingState, setup: ModelSetup, ddp: DistributedDataParallel, logged: LoggedNumbers, *, ends_fit: bool
 ) -> Updates | None:
-    """Return what the steps of the user's own may call; None: there are none."""
-    return Updates(state, setup, ddp, logged, ends_fit=ends_fit) if isinstance(setup.call, StepCall) else None
+    """Return the updates that a user's own step may make; None: the step is the built-in one."""
+    if not isinstance(setup.call, StepCall):
+        return None
+    return Updates(state, setup, ddp, logged, ends_fit=ends_fit)
 
 
 def _trained_loss(loss: Any) -> tuple[Tensor, Any]:
@@ -346,17 +449,19 @@ def _trained_loss(loss: Any) -> tuple[Tensor, Any]:
     return value, weight
 
 
-class _Owned(nn.Module):
-    """The parameters of an optimizer, with their names in the model; `follow` those that callbacks add to it."""
+class _OptimizerParameters(nn.Module):
+    """The parameters of an optimizer, with their names in the model; `refresh` follows its groups."""
 
     def __init__(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        self._parts = (trained, optimizer)  # in a tuple: not a module of this one
-        self.follow()
+        # In a tuple, so that PyTorch does not register the model as a part of this module.
+        self._sources = (trained, optimizer)
+        self.refresh()
 
-    def follow(self) -> None:
-        trained, optimizer = self._parts
-        wanted, own = [*map(id, parameters_of(optimizer))], torch_compat.own_parameters(self)
+    def refresh(self) -> None:
+        trained, optimizer = self._sources
+        wanted = [*map(id, parameters_of(optimizer))]
+        own = torch_compat.own_parameters(self)
         if sorted(wanted) != sorted(map(id, own.values())):
             own.clear()
             own.update({name: each for name, each in plain_parameters(trained) if id(each) in wanted})
@@ -372,26 +477,35 @@ class _Wrapper(DistributedDataParallel):
     num_signals = NUM_SIGNALS + _CODE_BITS
 
 
-class _Part:
-    """What `self.optimize` needs of one optimizer."""
+class _OptimizedPart:
+    """The parameters of one optimizer, wrapped, and how their gradients are checked and applied."""
 
     def __init__(
         self, name: str, state: TrainingState, device: torch.device, ddp: DistributedDataParallel, *, ends_fit: bool
     ) -> None:
-        self.name, self.optimizer, config = name, state.optimizers[name], ddp.config
-        self.owned = _Owned(ddp.module, self.optimizer)
-        known = {id(parameter) for parameter in parameters_of(self.optimizer)}
-        sparse = [own for own, each in makes_sparse_gradients(ddp.module).items() if id(each) in known]
-        if sparse or config.compression == "powersgd":
-            what = f"the sparse gradients of {shortened(sparse)}" if sparse else "compression='powersgd'"
-            remedy = "sparse=False" if sparse else "compression='bf16', or none"
-            raise ConfigError(f"self.optimize does not average {what}: use {remedy}.")
-        # An update may use a part of the parameters, and those of this optimizer are the same on all ranks already.
-        self.ddp = _Wrapper(self.owned, dataclasses.replace(config, broadcast_parameters=False))
-        part = f", {described_name(name)}"
-        self.guard = FiniteGuard(self.ddp, state, device, StepTransaction(), ends_fit=ends_fit, part=part)
+        self.name = name
+        self.optimizer = state.optimizers[name]
+        self.module = _OptimizerParameters(ddp.module, self.optimizer)
+        _check_averaged(ddp, self.optimizer)
+        # An update may use a part of the parameters, and all ranks have the same ones already.
+        self.ddp = _Wrapper(self.module, dataclasses.replace(ddp.config, broadcast_parameters=False))
+        self.guard = FiniteGuard(
+            self.ddp, state, device, StepTransaction(), ends_fit=ends_fit, part=f", {described_name(name)}"
+        )
         self.step = OptimizerStep(self.optimizer)
         self.clip = make_clip(state.config, {name: self.optimizer})
+
+
+def _check_averaged(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse gradients that `self.optimize` cannot average."""
+    known = {id(parameter) for parameter in parameters_of(optimizer)}
+    sparse = [name for name, each in makes_sparse_gradients(ddp.module).items() if id(each) in known]
+    if sparse:
+        raise ConfigError(
+            f"self.optimize does not average the sparse gradients of {shortened(sparse)}: use sparse=False."
+        )
+    if ddp.config.compression == "powersgd":
+        raise ConfigError("self.optimize does not average compression='powersgd': use compression='bf16', or none.")
 
 
 class _ReachedError(Exception):
@@ -406,9 +520,10 @@ def _called(name: str) -> str:
 
 
 def _differing(calls: Mapping[int, str]) -> CollectiveMismatchError:
-    """Return the error for ranks that call `optimize` differently; `calls`: in words, by rank."""
-    (first, what), *others = sorted(calls.items())
-    rank, other = next(((rank, other) for rank, other in others if other != what), (first, what))
+    """Return the error for ranks that call `optimize` differently; `calls` describes each rank's call."""
+    by_rank = sorted(calls.items())
+    first, what = by_rank[0]
+    rank, other = next((each for each in by_rank if each[1] != what), by_rank[0])
     return CollectiveMismatchError(
         f"train_step does not call self.optimize alike on all ranks: rank {rank} {other}, and rank {first} {what}. All "
         "ranks must make the same calls in the same order: decide by what they share, such as self.step, not by a "
@@ -423,9 +538,12 @@ def _leader(world: World, share: Share, *, asks: bool) -> int | None:
 
     Where each rank has its own data, the ranks ask each other, if the step makes updates at all.
     """
-    if share.count_ranks is not None or not asks:
-        return 0 if share.count_ranks is not None and share.count_ranks() < world.size else None
+    if share.count_ranks is not None:
+        return 0 if share.count_ranks() < world.size else None
+    if not asks:
+        return None
     rank = world.rank if share.rows else world.size
     found = torch.tensor([rank, int(share.rows > 0)], device="cpu")
     world.reduce(found, dist.ReduceOp.MIN)
-    return None if found[1] else int(found[0])
+    first_with_rows, all_have_rows = found.tolist()
+    return None if all_have_rows else first_with_rows
