@@ -1,4 +1,4 @@
-"""Losses or gradients that are NaN or infinite: the step is refused or skipped, and the rank at fault named.
+"""NaN or infinite losses and gradients: the step is refused or skipped, and the rank at fault named.
 
 Gradients are averaged before they are checked, and one rank's NaN is in the average: all ranks reach the same verdict
 without a message. Only then does each recompute its batches locally to find the rank at fault.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cyxtrain.data.batches.batch import Share
+from cyxtrain.data.batches.batch import Batch, Share
 from cyxtrain.data.batches.rows import rows_not_finite
 from cyxtrain.data.batches.structure import OpaqueBatch, named_tensors
 from cyxtrain.data.rng import generators_kept
@@ -56,7 +56,7 @@ class _Pending(NamedTuple):
 
 
 class FiniteGuard:
-    """Refuses or skips steps whose loss or gradients are not finite, as `on_nonfinite` says: by default it raises.
+    """Refuses or skips steps whose loss or gradients are not finite, as `on_nonfinite` tells.
 
     Cost of a step: the gradients are read once, and the buffers are copied. On an accelerator the host does not wait
     for that: the device itself skips such a step (`report`), and the host learns of it when the next step's backward
@@ -67,9 +67,9 @@ class FiniteGuard:
         state: Its loss scale is updated here. An overflow that a smaller one may cure is not an error.
         ends_fit: Whether such a step ends the fit in good order.
         defers_verdicts: Whether the verdict on a step arrives in the next one: what that does must not depend on it.
-        is_fit: Whether `fit` takes the steps, and not a loop of the user's.
-        part: What of the model `ddp` has, in words, if a step has several updates; the loss scale is then updated by
-            `end_updates` of the guard of the whole model.
+        is_fit: Whether `fit` takes the steps, and not a user's own loop.
+        part: Which part of the model `ddp` has, for messages, if a step has several updates; the guard of the whole
+            model then updates the loss scale (`end_updates`).
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class FiniteGuard:
         part: str = "",
     ) -> None:
         self._ddp = ddp
-        self._scale, self._skips = state.loss_scale, state.config.on_nonfinite == "skip"
+        self._scale = state.loss_scale
+        self._skips = state.config.on_nonfinite == "skip"
         self.defers_verdicts = defers_verdicts
         self._pending: _Pending | None = None
         self._transaction = transaction
@@ -95,14 +96,15 @@ class FiniteGuard:
         self._state = state
         self._device = device
         self._used_scale = 1.0
-        self._taken = self._overflows = 0
+        self._taken = 0
+        self._overflows = 0
 
     @property
     def _position(self) -> Position:
         return self._state.position
 
     def verdict(self, share: Share, losses: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]) -> Verdict:
-        """Return whether to take the step, or raise NonFiniteError, with the model restored; all ranks call it.
+        """Return whether to take the step, or restore the model and raise NonFiniteError. All ranks call it.
 
         `recompute` runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad` then
         holds this rank's own gradients.
@@ -110,6 +112,7 @@ class FiniteGuard:
         finite = self._ddp.is_finite()
         scale_can_fall = self._scale is not None and self._scale.can_fall
         if self._scale is not None:
+            # For the error: the update below changes it.
             self._used_scale = self._scale.value
             if not self._part:
                 self._scale.update(overflowed=not finite)
@@ -122,7 +125,8 @@ class FiniteGuard:
             self._overflows += 1
             return Verdict.OVERFLOW
         nonfinite = self._nonfinite_gradients()
-        self._transaction.roll_back()  # the share runs again from where the step began
+        # The share runs again from where the step began.
+        self._transaction.roll_back()
         self._explain(share, losses, recompute, nonfinite, self._transaction.roll_back)
         return Verdict.SKIPPED
 
@@ -164,7 +168,7 @@ class FiniteGuard:
 
         Raises NonFiniteError if the step was skipped, and DistributedTrainingError if a parameter was unused in it.
         """
-        pending, self._pending = self._pending, None
+        pending = self._take_pending()
         if pending is None:
             return
         if pending.report.is_good():
@@ -173,17 +177,26 @@ class FiniteGuard:
             self._taken += 1
             return
         pending.undo()
-        self._ddp.read_report(pending.report)  # which may refuse unused parameters
+        # After the undo, because it may refuse unused parameters.
+        self._ddp.read_report(pending.report)
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in pending.report.nonfinite]
         self._explain(pending.share, pending.report.losses, pending.recompute, nonfinite, pending.undo)
 
     def abort(self) -> None:
         """Undo the latest step if it was skipped: an error ends the fit, on this rank."""
-        pending, self._pending = self._pending, None
-        with contextlib.suppress(RuntimeError):  # the device may have failed
-            if pending is not None and pending.report.arrives_within(_REPORT_SECONDS) and not pending.report.is_good():
+        pending = self._take_pending()
+        if pending is None:
+            return
+        # The device may have failed.
+        with contextlib.suppress(RuntimeError):
+            if pending.report.arrives_within(_REPORT_SECONDS) and not pending.report.is_good():
                 pending.undo()
+
+    def _take_pending(self) -> _Pending | None:
+        pending = self._pending
+        self._pending = None
+        return pending
 
     def _explain(
         self,
@@ -193,41 +206,55 @@ class FiniteGuard:
         nonfinite: Sequence[str],
         undo: Callable[[], None],
     ) -> None:
-        """Find the rank at fault; raise or warn. All ranks call it; `nonfinite`: parameters with such averages."""
+        """Find the rank at fault; raise or warn. All ranks call it, with the parameters that are `nonfinite`."""
+        facts: dict[str, Any] = {}
         with generators_kept(self._device), self._ddp.suspended():
             recomputed_losses = recompute()
-            facts = self._facts(share, losses, recomputed_losses) if share.rows else {}
+            if share.rows:
+                facts = self._facts(share, losses, recomputed_losses)
         undo()
-        self._ddp.sync_buffers()  # as the next forward would
+        # As the next forward would.
+        self._ddp.sync_buffers()
         self._raise_or_warn(share, self._ddp.world.gather_json(facts), nonfinite)
 
     def explain_epoch(self) -> str:
-        """Return how many steps of the ended epoch the loss scale has cost, or ""; warn if none changed the model."""
+        """Return how many steps of the epoch overflowed, or ""; warn if no step changed the model."""
         if self._scale is None:
             return ""
-        problem = ""
         if self._overflows and not self._taken:
-            problem = f"no step was taken: the gradients of all {self._overflows:,} overflowed 16 bits"
-            remedy = "Give AMPConfig a smaller initial_scale, backoff_factor or growth_factor"
-        elif self._taken and (own := self._gradients()) and not any(bool(each.any()) for each in own.values()):
-            problem = "all gradients of its last step are 0: they may be too small for 16 bits"
-            remedy = "Give AMPConfig a larger initial_scale or backoff_factor"
-        if problem:
-            warn_together(
-                f"epoch {self._position.epoch}: {problem}, at a loss scale that is {self._scale.value:g} now. "
-                f'{remedy}, or take precision="bf16", whose range is that of float32.'
+            self._warn_of_scale(
+                f"no step was taken: the gradients of all {self._overflows:,} overflowed 16 bits",
+                "Give AMPConfig a smaller initial_scale, backoff_factor or growth_factor",
             )
-        overflows = f"{counted(self._overflows, 'step')} overflowed, loss scale {self._scale.value:g}"
-        return overflows if self._overflows else ""
+        elif self._taken and self._gradients_are_zero():
+            self._warn_of_scale(
+                "all gradients of its last step are 0: they may be too small for 16 bits",
+                "Give AMPConfig a larger initial_scale or backoff_factor",
+            )
+        if not self._overflows:
+            return ""
+        return f"{counted(self._overflows, 'step')} overflowed, loss scale {self._scale.value:g}"
+
+    def _warn_of_scale(self, problem: str, remedy: str) -> None:
+        assert self._scale is not None
+        warn_together(
+            f"epoch {self._position.epoch}: {problem}, at a loss scale that is {self._scale.value:g} now. "
+            f'{remedy}, or take precision="bf16", which has the range of float32.'
+        )
+
+    def _gradients_are_zero(self) -> bool:
+        gradients = self._gradients().values()
+        return bool(gradients) and not any(bool(each.any()) for each in gradients)
 
     def _raise_or_warn(self, share: Share, facts_by_rank: Sequence[dict[str, Any]], nonfinite: Sequence[str]) -> None:
         """Raise, or warn and continue with the next step."""
-        position, ranks = self._position, [rank for rank, facts in enumerate(facts_by_rank) if any(facts.values())]
-        words = _words({rank: facts_by_rank[rank] for rank in ranks}, nonfinite, self._ddp.config.compression)
-        where = f"step {position.step + 1}: {words}."
+        position = self._position
+        at_fault = {rank: facts for rank, facts in enumerate(facts_by_rank) if any(facts.values())}
+        problem = _describe(at_fault, nonfinite, self._ddp.config.compression)
+        where = f"step {position.step + 1}: {problem}."
         if self._is_fit:
             number = f"step {share.number + 1} ({position.step + 1} in all)"
-            where = f"epoch {position.epoch + 1}, {number}{self._part}: {words}."
+            where = f"epoch {position.epoch + 1}, {number}{self._part}: {problem}."
         position.set(skipped=position.skipped + 1)
         if self._skips and position.skipped < MAX_SKIPPED:
             count = "" if position.skipped == 1 else f", {position.skipped} in a row"
@@ -237,31 +264,38 @@ class FiniteGuard:
             position.set(stopped=1)
             warn_together(f"{where} The step is not taken, and a callback ends the fit.")
             return
-        in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
-        advice = "" if self._skips or not self._is_fit else ', or skip such steps with on_nonfinite="skip"'
-        remedy = _LOOK if self._is_fit else _LOOK_IN_LOOP
-        if any(facts.get("data") for facts in facts_by_rank):
-            remedy = "Fix or drop those rows of the data"
+        remedy = self._remedy(has_bad_data=any(facts["data"] for facts in at_fault.values()))
+        only_rank: int | None = None
+        if len(at_fault) == 1:
+            (only_rank,) = at_fault
+        raise on_all_ranks(NonFiniteError(f"{where} {remedy}", rank=only_rank, during=f"step {position.step + 1}"))
+
+    def _remedy(self, *, has_bad_data: bool) -> str:
+        """Return the rest of the error: what has become of the step, and the remedy."""
+        in_a_row = f"That is {self._position.skipped} steps in a row. " if self._skips else ""
         kept = "The step was not taken: the model is as before."
         if self._part:
             kept = "The update was not taken: its parameters are as before."
-        error = NonFiniteError(
-            f"{where} {in_a_row}{kept} {remedy}{advice}.{self._range()}",
-            rank=ranks[0] if len(ranks) == 1 else None,
-            during=f"step {position.step + 1}",
-        )
-        raise on_all_ranks(error)
+        remedy = _LOOK if self._is_fit else _LOOK_IN_LOOP
+        if has_bad_data:
+            remedy = "Fix or drop those rows of the data"
+        if self._is_fit and not self._skips:
+            remedy += ', or skip such steps with on_nonfinite="skip"'
+        return f"{in_a_row}{kept} {remedy}.{self._range()}"
 
     def _range(self) -> str:
         if self._scale is None:
             return ""
-        remedy = "" if self._scale.is_dynamic else "give a smaller initial_scale, or use_dynamic_scaling=True; "
+        remedy = ""
+        if not self._scale.is_dynamic:
+            remedy = "give a smaller initial_scale, or use_dynamic_scaling=True; "
         return (
             f" With precision='fp16' numbers end at 65,504, and the loss was multiplied by {self._used_scale:g} before "
             f"backward: {remedy}precision='bf16' has the range of float32."
         )
 
     def _gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that there are, by the names of their parameters."""
         named = self._ddp.module.named_parameters()
         return {name: values_of(parameter.grad) for name, parameter in named if parameter.grad is not None}
 
@@ -271,19 +305,19 @@ class FiniteGuard:
     def _facts(self, share: Share, losses: Sequence[Tensor], recomputed_losses: Sequence[Tensor]) -> dict[str, Any]:
         """Return what is not finite on this rank, as JSON values."""
         parameters = self._ddp.module.named_parameters()
-        value = _first_not_finite(recomputed_losses)
-        if value is None and _first_not_finite(losses):
-            by_chance = "and finite when its batch runs again: the computation is random, as with dropout"
-            value = f"{_first_not_finite(losses)}, {by_chance}"
+        loss = _first_not_finite(recomputed_losses)
+        loss_before = _first_not_finite(losses)
+        if loss is None and loss_before is not None:
+            loss = f"{loss_before}, and finite when its batch runs again: the computation is random, as with dropout"
         return {
-            "data": "; ".join(_rows(share)),
+            "data": "; ".join(_describe_rows(share)),
             "parameters": shortened(name for name, value in parameters if not _is_finite(value)),
-            "loss": value,
+            "loss": loss,
             "gradients": shortened(self._nonfinite_gradients()),
         }
 
 
-def _words(at_fault: Mapping[int, dict[str, Any]], nonfinite: Iterable[str], compression: str | None) -> str:
+def _describe(at_fault: Mapping[int, dict[str, Any]], nonfinite: Iterable[str], compression: str | None) -> str:
     """Describe which rank has what that is not finite."""
     if not at_fault:
         too_large = "to be added" if compression is None else f"for compression={compression!r}"
@@ -292,37 +326,46 @@ def _words(at_fault: Mapping[int, dict[str, Any]], nonfinite: Iterable[str], com
             f"makes when it runs its batch once more are: they are too large {too_large}, or chance decides, as in "
             "dropout"
         )
-    texts = []
+    descriptions = []
     for rank, facts in [*at_fault.items()][:_SHOWN_RANKS]:
-        parts = [
-            facts["data"],
-            f"parameters are not finite ({facts['parameters']})" if facts["parameters"] else "",
-            f"the loss is {facts['loss']}" if facts["loss"] else "",
-            f"gradients are not finite ({facts['gradients']})" if facts["gradients"] else "",
-        ]
-        texts.append(f"on rank {rank}, {', '.join(filter(None, parts))}")
-    return "; ".join([*texts, *(["the same on more ranks"] if len(at_fault) > _SHOWN_RANKS else [])])
+        parts = [facts["data"]]
+        if facts["parameters"]:
+            parts.append(f"parameters are not finite ({facts['parameters']})")
+        if facts["loss"]:
+            parts.append(f"the loss is {facts['loss']}")
+        if facts["gradients"]:
+            parts.append(f"gradients are not finite ({facts['gradients']})")
+        descriptions.append(f"on rank {rank}, {', '.join(filter(None, parts))}")
+    if len(at_fault) > _SHOWN_RANKS:
+        descriptions.append("the same on more ranks")
+    return "; ".join(descriptions)
 
 
 def _first_not_finite(losses: Sequence[Tensor]) -> str | None:
     return next((str(loss.item()) for loss in losses if not _is_finite(loss)), None)
 
 
-def _rows(share: Share) -> list[str]:
+def _describe_rows(share: Share) -> list[str]:
     """Describe which rows of the data in this share are not finite."""
     found: dict[str, list[int]] = {}
     before = 0
     for batch in share:
-        parts = {"X": batch.inputs, "y": batch.targets, "sample_weight": batch.weights}
-        for name, values in (leaf for prefix, part in parts.items() for leaf in named_tensors(part, prefix)):
-            if not _is_finite(values):
-                rows = range(batch.rows) if isinstance(batch.inputs, OpaqueBatch) else rows_not_finite(values)
-                found.setdefault(name, []).extend(before + row for row in rows)
+        for prefix, part in (("X", batch.inputs), ("y", batch.targets), ("sample_weight", batch.weights)):
+            for name, values in named_tensors(part, prefix):
+                if not _is_finite(values):
+                    found.setdefault(name, []).extend(before + row for row in _rows_at_fault(batch, values))
         before += batch.rows
     return [
         f"{name} holds NaN or infinities ({'row' if len(rows) == 1 else 'rows'} {shortened(share.names(rows))})"
         for name, rows in found.items()
     ]
+
+
+def _rows_at_fault(batch: Batch, values: Tensor) -> Iterable[int]:
+    """Return the rows of a batch that are not finite: any may be, if its tensors have no row per sample."""
+    if isinstance(batch.inputs, OpaqueBatch):
+        return range(batch.rows)
+    return rows_not_finite(values)
 
 
 def _is_finite(tensor: Tensor) -> bool:
