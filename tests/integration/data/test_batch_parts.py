@@ -155,7 +155,7 @@ def test_the_header_says_what_is_left_out_and_what_counts(capsys):
     weights = torch.linspace(0.5, 2, ROWS)
     with one_process():
         trainer.fit(DataLoader(Files("tuple"), 4), epochs=1)
-        assert "left out   texts in each batch: part 3" in capsys.readouterr().out
+        assert "left out   strings in each batch: part 3" in capsys.readouterr().out
         cx.DistributedTrainer(Named(), "cross_entropy").fit(DataLoader(Files("ids"), 4), epochs=1)
         assert "left out   inputs that the model's forward does not take: id\n" in capsys.readouterr().out
         trainer.fit(TensorDataset(*make_rows(ROWS), weights), epochs=1)
