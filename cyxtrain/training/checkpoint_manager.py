@@ -20,12 +20,12 @@ from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.history import validation_of
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.trained import load_state_besides
+from cyxtrain.training.trained import load_extra_state
 from cyxtrain.world.agreement import raise_together
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one fit, and keeps those that the settings name. Every rank calls it alike.
+    """Writes the checkpoints of one fit and keeps some, as configured. All ranks make the same calls.
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
     written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
@@ -34,51 +34,70 @@ class CheckpointManager:
     def __init__(
         self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
     ) -> None:
-        self._state, self._plan, self._ddp, self._logged = state, plan, ddp, logged
-        self._config = config = plan.config
+        self._state = state
+        self._plan = plan
+        self._ddp = ddp
+        self._logged = logged
+        self._config = plan.config
         self._world = plan.world
-        self._is_on = config.makes_checkpoints
+        self._is_on = self._config.makes_checkpoints
         self._saved = self._name()
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
-        self._folder = CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else self._world.rank)
-        with contextlib.suppress(FileNotFoundError):  # the current folder is gone: whoever writes is told
+        all_write = not self._config.save_on_master_only
+        self._folder = CheckpointFolder(self._config.checkpoint_dir, self._world.rank if all_write else None)
+        # The folder that it is when the fit begins; if the current folder is gone, writing reports it.
+        with contextlib.suppress(FileNotFoundError):
             self._folder.path = self._folder.path.absolute()
+        # The checkpoints in the folder when this fit began.
         self._before: list[Found] = []
         self._writer: Writer | None = None
-        if self._is_on and (not config.save_on_master_only or self._world.is_first):
+        if self._is_on and (all_write or self._world.is_first):
             self._writer = Writer(self._folder)
             self._enter_folder()
-            # A kill between a checkpoint and its second name.
-            last = self._folder.file(self._name())
-            if look_into(last).position and self._is_best():
-                best = look_into(self._folder.file(BEST))
-                if not best.position or best.run.get("id") == state.run.get("id"):  # that of a later fit stays
-                    self._folder.mark_best(last)
+            self._restore_best()
+
+    def _restore_best(self) -> None:
+        """Mark the latest checkpoint as the best one, if the fit was killed before it could."""
+        last = self._folder.file(self._name())
+        if look_into(last).position and self._is_best():
+            best = look_into(self._folder.file(BEST))
+            # The best one of a later fit stays.
+            if not best.position or best.run.get("id") == self._state.run.get("id"):
+                self._folder.mark_best(last)
 
     def _enter_folder(self) -> None:
-        """Tell of other runs in the folder; those that are alive keep their files."""
-        state, folder, best = self._state, self._folder, self._folder.file(BEST)
-        if self._world.is_first and state.run["id"] not in folder.live_runs():
-            folder.claim(state.run, state.claim)
-        folder.remove_leftovers()
-        self._before = folder.newest_first()
-        live = [name for run, name in folder.live_runs().items() if run != state.run["id"]]
-        place = (state.position.step, state.position.epoch)
-        others = [each for each in self._before if each.origin not in (None, *state.runs, state.run.get("origin"))]
-        ended = [each for each in others if each.order[1:] > place or (self._config.keep_best and each.path == best)]
+        """Warn about other runs in the folder; those that are alive keep their files."""
+        run = self._state.run
+        if self._world.is_first and run["id"] not in self._folder.live_runs():
+            self._folder.claim(run, self._state.claim)
+        self._folder.remove_leftovers()
+        self._before = self._folder.newest_first()
+        live = [name for each, name in self._folder.live_runs().items() if each != run["id"]]
         if live:
             self._step_aside(shortened(live))
-        elif ended:
+            return
+        replaced = [each for each in self._before if self._replaces(each)]
+        if replaced:
+            owners = dict.fromkeys(name_of(each.run) for each in replaced)
             warn_together(
-                f"{self._config.checkpoint_dir} holds {counted(len(ended), 'checkpoint')} of another training, "
-                f"{shortened(dict.fromkeys(name_of(each.run) for each in ended))}: {name_of(state.run)} replaces those "
-                "with the names of its own. Use another folder for each training (checkpoint_dir)."
+                f"{self._config.checkpoint_dir} holds {counted(len(replaced), 'checkpoint')} of another training, "
+                f"{shortened(owners)}: {name_of(run)} replaces those with the names of its own. Use another folder "
+                "for each training (checkpoint_dir)."
             )
 
+    def _replaces(self, found: Found) -> bool:
+        """Return whether this fit may replace a checkpoint of another training by one of the same name."""
+        state = self._state
+        if found.origin in (None, *state.runs, state.run.get("origin")):
+            return False
+        is_ahead = found.order[1:] > (state.position.step, state.position.epoch)
+        is_best = bool(self._config.keep_best) and found.path == self._folder.file(BEST)
+        return is_ahead or is_best
+
     def _step_aside(self, others: str) -> None:
-        """Give this run's files names of their own, because other runs are writing to the folder."""
+        """Add this run's id to the names of its files, because other runs are writing to the folder."""
         run = self._state.run
         self._folder.infix = f"-{run['id'][:ID_CHARACTERS]}"
         warn_together(
@@ -90,24 +109,29 @@ class CheckpointManager:
         """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
         problem: Exception | None = None
         if self._writer is not None:
-            try:
-                for optimizer in self._state.optimizers.values():
-                    optimizer_state_by_name(optimizer, self._state.trained)
-            except CheckpointError as error:
-                problem = error
-            try:
-                encode_tree(self._state.callbacks.state_dict(), "callbacks", {})
-            except CheckpointError as error:
-                problem = ConfigError(f"the state of a callback cannot be kept: {error}")
-            try:
-                self._folder.check()
-            except CheckpointError as error:
-                if self._config.on_save_error == "raise":
-                    problem = problem or error
-                else:
-                    self._failing = _reason(error)
-                    warn(f'{error} Training continues without; on_save_error="raise" makes this an error.')
+            problem = self._problem_of_first()
         raise_together(self._world, problem)
+
+    def _problem_of_first(self) -> Exception | None:
+        """Return why the first checkpoint would fail, if that is an error by `on_save_error`."""
+        problem: Exception | None = None
+        try:
+            for optimizer in self._state.optimizers.values():
+                optimizer_state_by_name(optimizer, self._state.trained)
+        except CheckpointError as error:
+            problem = error
+        try:
+            encode_tree(self._state.callbacks.state_dict(), "callbacks", {})
+        except CheckpointError as error:
+            problem = ConfigError(f"the state of a callback cannot be kept: {error}")
+        try:
+            self._folder.check()
+        except CheckpointError as error:
+            if self._config.on_save_error == "raise":
+                return problem or error
+            self._failing = _reason(error)
+            warn(f'{error} Training continues without; on_save_error="raise" makes this an error.')
+        return problem
 
     def is_due(self) -> bool:
         """Return whether a checkpoint is due after the latest step."""
@@ -120,7 +144,7 @@ class CheckpointManager:
             self._save(totals)
 
     def gather(self, totals: MetricSums | None) -> None:
-        """Gather buffers, compression state and, in the middle of an epoch, sums of all ranks. All ranks call it."""
+        """Gather buffers, compression state and, within an epoch, sums of all ranks. All ranks call it."""
         if totals is not None:
             own = {
                 "generators": generators_as_json(self._plan.data.placement.device),
@@ -133,24 +157,32 @@ class CheckpointManager:
             ranks = self._world.gather_json(encode_tree(own, "rank"))
             self._state.set(ranks=[decode_tree(each) for each in ranks])
         self._ddp.sync_buffers()
-        state = self._ddp.compression_state()
-        self._state.set(compression=state if self._writer is not None or self._world.is_first else {})
+        compression = self._ddp.compression_state()
+        if self._writer is None and not self._world.is_first:
+            # Only a rank that may write a checkpoint needs it.
+            compression = {}
+        self._state.set(compression=compression)
 
     def restore_rank(self, checkpoint: CheckpointState, source: str, totals: MetricSums) -> None:
         """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch."""
-        rank, world_size, ranks = self._world.rank, self._world.size, checkpoint.ranks
+        rank = self._world.rank
+        ranks = checkpoint.ranks
         try:
             tables = [each["sums"] for each in ranks]
             if not any(tables):
-                return  # made between two epochs: the next one begins with its own generators
-            totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
-            states = [{**each.get("logged", {})} for each in ranks[rank::world_size]]
-            columns = zip(*(table[0] for table in tables), strict=True)
-            # Added up once: which rank has counted what changes only the last bits of the result.
-            row = [math.fsum(column) if rank == 0 else 0.0 for column in columns]
-            if len(ranks) == world_size:
+                # Made between two epochs: the next one begins with its own generators.
+                return
+            taken_over = ranks[rank :: self._world.size]
+            totals.metrics.merge([each.get("metrics", {}) for each in taken_over])
+            states = [{**each.get("logged", {})} for each in taken_over]
+            columns = [*zip(*(table[0] for table in tables), strict=True)]
+            row = [0.0] * len(columns)
+            if len(ranks) == self._world.size:
                 set_generators(ranks[rank]["generators"], self._plan.data.placement.device)
                 row = tables[rank][0]
+            elif rank == 0:
+                # Added up once: which rank has counted what changes only the last bits of the result.
+                row = [*map(math.fsum, columns)]
             totals.restore(row, ranks[0].get("names"), states)
             self._logged.restore(states)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -160,9 +192,9 @@ class CheckpointManager:
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""
-        every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
+        every = self._config.checkpoint_every_n_epochs
         is_best = self._is_best()
-        if is_best or (every and epoch % every == 0):
+        if is_best or (every and self._state.position.epoch % every == 0):
             self._save(None, is_best=is_best)
 
     def after_validation(self, totals: MetricSums | None) -> None:
@@ -175,7 +207,8 @@ class CheckpointManager:
         if self._is_on and self._saved != self._name():
             self._save(totals)
         else:
-            self.gather(totals)  # also for whoever saves by hand afterwards
+            # Also for a program that calls save_checkpoint afterwards.
+            self.gather(totals)
         if self._is_on:
             self._plan.display.phase("saving")
             # No rank returns before all is on the disk: its exit could end the rank that writes.
@@ -193,20 +226,31 @@ class CheckpointManager:
         monitor = self._config.keep_best
         if monitor is None:
             return False
-        history, position = self._state.history, self._state.position
+        values = self._monitored(monitor)
         logged = self._logged.larger_is_better.get(monitor)
-        better = self._plan.larger_is_better.get(monitor.removeprefix("val_"), logged)
-        values = history.history.get(monitor, [])
-        if validated := [row[monitor] for row in history.validations if monitor in row]:
-            values = validated if monitor in validation_of(history, step=position.step) else []
-        elif position.samples or len(values) < len(history.epochs):
-            return False  # the epoch is not over, or has not logged it
-        if better is None or not values:
-            return False  # this step has not been validated, or nothing has logged it yet
-        sign = -1.0 if better else 1.0
-        *before, last = (sign * value for value in values)
+        larger_is_better = self._plan.larger_is_better.get(monitor.removeprefix("val_"), logged)
+        if larger_is_better is None or not values:
+            return False
+        if larger_is_better:
+            values = [-value for value in values]
         # A first NaN is the best so far; a later one compares as false.
-        return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
+        *before, last = values
+        best_before = min((value for value in before if not math.isnan(value)), default=math.inf)
+        return not before or last < best_before
+
+    def _monitored(self, monitor: str) -> list[float]:
+        """Return the numbers of that name up to the latest step; empty if that has none, or not yet."""
+        history = self._state.history
+        position = self._state.position
+        validated = [row[monitor] for row in history.validations if monitor in row]
+        if validated:
+            was_validated = monitor in validation_of(history, step=position.step)
+            return validated if was_validated else []
+        values = history.history.get(monitor, [])
+        # In the middle of an epoch, or after one that has not logged it.
+        if position.samples or len(values) < len(history.epochs):
+            return []
+        return values
 
     def _save(self, totals: MetricSums | None, *, is_best: bool = False) -> None:
         self.gather(totals)
@@ -215,12 +259,10 @@ class CheckpointManager:
         self._saved = name = self._name()
         if self._writer is None:
             return
-        folder, run, keep_last = self._folder, self._state.run.get("id"), self._config.keep_last
-        for found in [look_into(folder.file(each)) for each in (name, BEST)[: 1 + is_best]]:
-            # It has come since this run began, and locks may not have told of it.
-            if found.run and found.run.get("id") not in self._state.runs and found not in self._before:
-                self._step_aside(name_of(found.run))
-                break
+        self._avoid_newcomers(name, is_best=is_best)
+        folder = self._folder
+        run = self._state.run.get("id")
+        keep_last = self._config.keep_last
 
         def afterwards() -> None:
             self._failing = None
@@ -236,22 +278,39 @@ class CheckpointManager:
         try:
             self._writer.write(name, self._state.to_checkpoint(self._world), afterwards, make_room)
         except (CheckpointError, ConfigError) as error:
-            self._problem = error  # reported with those that come later
+            # Reported with those that come later.
+            self._problem = error
+
+    def _avoid_newcomers(self, name: str, *, is_best: bool) -> None:
+        """Do not replace files of a run that has begun later: locks may not have told about it."""
+        names = [name, BEST] if is_best else [name]
+        for each in names:
+            found = look_into(self._folder.file(each))
+            if found.run and found.run.get("id") not in self._state.runs and found not in self._before:
+                self._step_aside(name_of(found.run))
+                return
 
     def _settle(self, *, together: bool = False) -> None:
-        """Wait for the previous checkpoint, if `together` for those of all ranks; report its error."""
-        problem, raises = self._take_problem(), self._config.on_save_error == "raise"
-        if raises or together:
-            raise_together(self._world, problem if raises else None)
+        """Wait for the previous checkpoint, on all ranks if `together`; report its error."""
+        problem = self._take_problem()
+        if self._config.on_save_error == "raise":
+            raise_together(self._world, problem)
+        elif together:
+            raise_together(self._world, None)
         self._warn_of(problem)
 
     def _take_problem(self) -> Exception | None:
-        problem, self._problem = self._problem, None
-        return problem if problem is not None or self._writer is None else self._writer.wait()
+        problem = self._problem
+        self._problem = None
+        if problem is None and self._writer is not None:
+            return self._writer.wait()
+        return problem
 
     def _name(self) -> str:
         position = self._state.position
-        return f"step-{position.step:08d}" if position.samples else f"epoch-{position.epoch:04d}"
+        if position.samples:
+            return f"step-{position.step:08d}"
+        return f"epoch-{position.epoch:04d}"
 
     def load_best(self) -> str:
         """Load the weights of the best checkpoint of this fit; return which one it is. All ranks call it."""
@@ -260,7 +319,9 @@ class CheckpointManager:
 
         def read() -> tuple[bytes, str]:
             best = self._folder.best(self._state.run.get("id"))
-            return (b"", "") if best is None else (checkpoint_bytes(best.path), str(best.path))
+            if best is None:
+                return b"", ""
+            return checkpoint_bytes(best.path), str(best.path)
 
         found = read_on_all(self._world, read)
         if found is None:
@@ -269,19 +330,22 @@ class CheckpointManager:
             return ""
         state, source = found
         load_model_state(self._state.model, state.model, source)
-        load_state_besides(self._state.trained, state.others, source)
+        load_extra_state(self._state.trained, state.others, source)
         self._state.callbacks.load_best(state.others.get("callbacks", {}), source)
         return f"the weights of step {state.position['step']:,}, from {source}"
 
     def _warn_of(self, problem: Exception | None) -> None:
-        """Warn that a checkpoint is missing; of repeated errors only their number, in the end."""
-        if problem is not None:
-            self._missing += 1
-            if _reason(problem) != self._failing:
-                warn(f"{problem} Training continues without this checkpoint.")
-                self._failing = _reason(problem)
+        """Warn that a checkpoint is missing; if an error repeats, only the first time."""
+        if problem is None:
+            return
+        self._missing += 1
+        if _reason(problem) != self._failing:
+            warn(f"{problem} Training continues without this checkpoint.")
+            self._failing = _reason(problem)
 
 
 def _reason(problem: Exception) -> tuple[type, object]:
     cause = problem.__cause__
-    return type(problem), cause.errno if isinstance(cause, OSError) else str(problem)
+    if isinstance(cause, OSError):
+        return type(problem), cause.errno
+    return type(problem), str(problem)

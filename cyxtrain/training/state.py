@@ -41,7 +41,7 @@ from cyxtrain.optim.precision import LossScale, make_loss_scale
 from cyxtrain.optim.schedule_classes import given_schedule
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.progress.history import TrainingHistory
-from cyxtrain.training.trained import check_state_besides, load_state_besides, state_besides, trained_with
+from cyxtrain.training.trained import check_extra_state, extra_state, load_extra_state, trained_with
 from cyxtrain.world.world import World
 
 
@@ -89,9 +89,10 @@ class Position(_Fields):
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
         """Return the position stored in a checkpoint; raise CheckpointError if it is not one."""
         names = {field.name for field in dataclasses.fields(cls)}
+        # Checkpoints of earlier versions have no first_step.
         if set(values) | {"first_step"} != names or not is_position(values):
             raise CheckpointError(
-                f"Cannot load {source}: its position {brief(values)} is invalid, or that of another version."
+                f"Cannot load {source}: its position {brief(values)} is invalid, or from another version."
             )
         return cls(**values)
 
@@ -106,13 +107,13 @@ class Position(_Fields):
 
 @dataclass
 class TrainingState(_Fields):
-    """What changes while a model is trained. Only this module assigns its fields and those of its position.
+    """What changes while a model is trained. Only this module assigns its fields and its position's.
 
     Attributes:
         model: Not wrapped.
         trainer: Number of the trainer in its program, from 1.
-        rates: The learning rates of each optimizer, which it has as `optimizer`, by the optimizer's name. The
-            optimizers are of the parameters of the model, and of its loss.
+        rates: The learning rates by the name of their `optimizer`. The optimizers have the parameters of the model, and
+            of its loss.
         run: Identifies this run: "id"; "started" (seconds since 1970, and after all runs in its folder); the "launched"
             command and the "trainer" in it; digests of the "program", of the "data" and of the "validation" data, or
             ""; "origin": the first run of this training. The same on every rank.
@@ -125,7 +126,7 @@ class TrainingState(_Fields):
         runs: Ids of the runs that this training has been.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
         stop_reason: Why a callback has ended the latest fit; "": none has.
-        before_end: What the end of the last epoch has changed, as it was before, for a longer fit to continue from; or
+        before_end: What the end of the last epoch changes, as it was before, for a longer fit to continue from; or
             empty.
     """
 
@@ -172,10 +173,11 @@ class TrainingState(_Fields):
 
     def next_fit(self, initial_epoch: int | None = None) -> tuple[int, int]:
         """Return (number, epochs before it) of the next call of `fit`, which continues a stopped one."""
-        number, position = self.complete_fits + 1, self.position
+        number = self.complete_fits + 1
         if initial_epoch is not None:
             return number, initial_epoch
-        return number, position.first_epoch if position.fits == number else position.epoch
+        was_stopped = self.position.fits == number
+        return number, self.position.first_epoch if was_stopped else self.position.epoch
 
     def begin_fit(
         self,
@@ -196,18 +198,23 @@ class TrainingState(_Fields):
             position.epoch = initial_epoch
         # The rest of an epoch that an earlier fit did not complete is not trained.
         position.samples = position.epoch_steps = position.batches = position.order = 0
-        position.first_epoch, position.fits = position.epoch, self.complete_fits + 1
+        position.first_epoch = position.epoch
+        position.fits = self.complete_fits + 1
         position.first_step = position.step
-        position.passes = position.epoch  # each pass has another order, as the epochs of arrays have
+        # Each pass has another order, like the epochs of arrays.
+        position.passes = position.epoch
         position.skipped = position.stopped = 0
-        effective = position.effective_batch_size = effective_batch_size
-        self.history = TrainingHistory(effective_batch_size=effective, world_size=world.size)
-        self.config, self.kept, self.stop_reason, self.before_end = config, {}, "", {}
+        position.effective_batch_size = effective_batch_size
+        self.history = TrainingHistory(effective_batch_size=effective_batch_size, world_size=world.size)
+        self.config = config
+        self.kept = {}
+        self.stop_reason = ""
+        self.before_end = {}
         self._clear_rank_states()
         self.loss_scale = make_loss_scale(config)
         for rates, steps in zip(self.rates.values(), lengths, strict=True):
             rates.interval = config.scheduler_interval or "step"
-            rates.begin(scaling_of(config, effective), *steps)
+            rates.begin(scaling_of(config, effective_batch_size), *steps)
         self._begin_run(world, run)
 
     def resume_from(
@@ -242,10 +249,11 @@ class TrainingState(_Fields):
         position.samples += rows
         position.epoch_steps += 1
         position.have_read(read)
-        self._clear_rank_states()  # gathered for a checkpoint before this step
+        # They were gathered for a checkpoint before this step.
+        self._clear_rank_states()
 
     def end_epoch(self, read: tuple[int, int, int]) -> None:
-        """Count a completed epoch; `read`, as for `Position.have_read`: with its end, which resumed fits find again."""
+        """Count a completed epoch; `read`: as for `Position.have_read`, up to the end of the epoch."""
         self.position.epoch += 1
         self.position.have_read(read)
         self.position.samples = self.position.epoch_steps = 0
@@ -259,46 +267,49 @@ class TrainingState(_Fields):
         try:
             found = self.to_checkpoint(world)
         except CheckpointError:
-            return  # no checkpoint of this optimizer can be written
+            # No checkpoint of this optimizer can be written.
+            return
         del found.others["compression"]
         names = ("optimizer_groups", "others", "ranks", "position", "history")
         self.before_end = copy.deepcopy({name: getattr(found, name) for name in names})
 
     def _begin_run(self, world: World, run: Mapping[str, Any]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
-        text = f"{secrets.token_hex(8)} {max(time.time(), run['started'])}"
-        name, started = world.gather(text)[0].split()
+        proposal = f"{secrets.token_hex(8)} {max(time.time(), run['started'])}"
+        name, started = world.gather(proposal)[0].split()
         launched, _ = process_env.launched_run()
         self.runs.add(name)
+        # Checkpoints of earlier versions have no origin.
         origin = self.run.get("origin", self.run.get("id", name))
         own = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, "origin": origin}
         self.run = {**run, **own}
 
     def _clear_rank_states(self) -> None:
-        self.ranks, self.compression = [], {}
+        self.ranks = []
+        self.compression = {}
 
     def to_checkpoint(self, world: World) -> CheckpointState:
         """Return what a checkpoint of these ranks holds; its tensors are the live ones, not copies."""
         trained = self.trained
         found = {name: optimizer_state_by_name(each, trained) for name, each in self.optimizers.items()}
-        by_optimizer = {
-            name: {
-                "scheduler": scheduler_state(rates.scheduler),
-                "rates": rates.state_dict(),
-                "groups": len(found[name][1]),
-            }
-            for name, rates in self.rates.items()
-        }
-        # That of an only optimizer stands where it always did, so that other versions can read it.
+        by_optimizer: dict[str, dict[str, Any]] = {}
+        optimizer: dict[str, dict[str, Any]] = {}
+        optimizer_groups: list[dict[str, Any]] = []
+        for name, (values, groups) in found.items():
+            by_optimizer[name] = self._schedule_to_checkpoint(name) | {"groups": len(groups)}
+            optimizer |= values
+            optimizer_groups += groups
+        # The state of an only optimizer stays where it always was, so that other versions can read it.
         only = by_optimizer.pop(ONLY, {})
+        several = {"optimizers": by_optimizer} if by_optimizer else {}
         return CheckpointState(
             model=plain_state(self.model),
-            optimizer={name: each for state, _ in found.values() for name, each in state.items()},
-            optimizer_groups=[group for _, groups in found.values() for group in groups],
+            optimizer=optimizer,
+            optimizer_groups=optimizer_groups,
             others={
                 "scheduler": only.get("scheduler", {}),
                 "rates": only.get("rates", {}),
-                **({"optimizers": by_optimizer} if by_optimizer else {}),
+                **several,
                 "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
                 "compression": self.compression,
                 "trained": [name for name, each in plain_parameters(trained) if each.requires_grad],
@@ -306,7 +317,7 @@ class TrainingState(_Fields):
                 "stop_reason": self.stop_reason,
                 "before_end": self.before_end,
                 "data": self._state_of_data(),
-                **state_besides(trained),
+                **extra_state(trained),
             },
             ranks=self.ranks,
             position=dataclasses.asdict(self.position),
@@ -317,6 +328,10 @@ class TrainingState(_Fields):
             metadata=self.metadata,
             world_size=world.size,
         )
+
+    def _schedule_to_checkpoint(self, name: str) -> dict[str, Any]:
+        rates = self.rates[name]
+        return {"scheduler": scheduler_state(rates.scheduler), "rates": rates.state_dict()}
 
     def _state_of_data(self) -> dict[str, Any]:
         """Return the state of the data; warn and return {} if no checkpoint can hold it."""
@@ -343,12 +358,13 @@ class TrainingState(_Fields):
             position = Position.from_json(state.position, source)
             history = TrainingHistory.from_dict(state.history)
             fitting_state(self.model, state.model, source)
-            check_state_besides(self.trained, state.others, source)
+            check_extra_state(self.trained, state.others, source)
             unknown = set(state.others.get("trained", ())) - {name for name, _ in plain_parameters(self.trained)}
             if unknown:
                 raise CheckpointError(
                     f"Cannot load {source}: it trains {brief(sorted(unknown))}, which this model does not have."
                 )
+            # All are checked before any is replaced.
             schedulers = {}
             for name, saved in self._saved_optimizers(state, source).items():
                 schedulers[name] = self.rates[name].as_saved(saved.rates)
@@ -356,11 +372,15 @@ class TrainingState(_Fields):
             for name, scheduler in schedulers.items():
                 self.rates[name].scheduler = scheduler
             self.load_values(state, source)
-            self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
-            self.compression = state.others.get("compression", {})
+            self.position = position
+            self.history = history
+            self.run = dict(state.run)
             self.runs.add(self.run.get("id"))
+            self.ranks = state.ranks
+            self.compression = state.others.get("compression", {})
             self.metadata = {**state.metadata, **self.metadata}
-            self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
+            self.arithmetic = state.arithmetic
+            self.kept = state.others.get("callbacks", {})
             self.stop_reason = state.others.get("stop_reason", "")
             self.before_end = state.others.get("before_end", {})
 
@@ -373,8 +393,9 @@ class TrainingState(_Fields):
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Load model, optimizer, scheduler and loss scale from a checkpoint; raise CheckpointError as `load`."""
+        trained = self.trained
+        saved = self._saved_optimizers(state, source)
         # The optimizers first: each loads all or nothing, and the model's state has been checked.
-        trained, saved = self.trained, self._saved_optimizers(state, source)
         for own, rates in self.rates.items():
             added = rebuild_groups(rates.optimizer, trained, saved[own].groups, rates.built_groups)
             for name, parameter in plain_parameters(trained):
@@ -382,7 +403,7 @@ class TrainingState(_Fields):
                     parameter.requires_grad_(True)
             load_optimizer_state_by_name(rates.optimizer, trained, saved[own].state, saved[own].groups)
         load_model_state(self.model, state.model, source)
-        load_state_besides(trained, state.others, source)
+        load_extra_state(trained, state.others, source)
         for own, rates in self.rates.items():
             load_scheduler_state(rates.scheduler, saved[own].scheduler)
             if saved[own].rates:
@@ -392,8 +413,9 @@ class TrainingState(_Fields):
             self.loss_scale.load_state_dict(state.others["loss_scale"], source)
 
     def _saved_optimizers(self, state: CheckpointState, source: str) -> dict[str, _SavedOptimizer]:
-        """Return what a checkpoint has of each optimizer; raise CheckpointError if it has others by name."""
-        others, groups = state.others, state.optimizer_groups
+        """Return what a checkpoint has of each optimizer; raise CheckpointError if their names differ."""
+        others = state.others
+        groups = state.optimizer_groups
         only = {"scheduler": others.get("scheduler", {}), "rates": others.get("rates", {}), "groups": len(groups)}
         found = others.get("optimizers") or {ONLY: only}
         if found.keys() != self.rates.keys():
@@ -401,10 +423,11 @@ class TrainingState(_Fields):
                 f"Cannot load {source}: it has the optimizers {', '.join(found)}, and this trainer "
                 f"{', '.join(self.rates)}. Build the trainer as it was."
             )
-        saved, left, known = {}, iter(groups), {name for group in groups for name in group["params"]}
+        saved = {}
+        left = iter(groups)
         for name, each in found.items():
             own = [*itertools.islice(left, each["groups"])]
-            others_have = known - {named for group in own for named in group["params"]}
+            others_have = _names_in(groups) - _names_in(own)
             values = {named: value for named, value in state.optimizer.items() if named not in others_have}
             saved[name] = _SavedOptimizer(values, own, each["scheduler"], each["rates"])
         return saved
@@ -419,13 +442,23 @@ class TrainingState(_Fields):
                 parameter.requires_grad_(name in trained)
 
 
+def _names_in(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of the parameters in an optimizer's groups."""
+    return {*itertools.chain.from_iterable(group["params"] for group in groups)}
+
+
 class _SavedOptimizer(NamedTuple):
-    """What a checkpoint has of an optimizer: its state by parameter name, its groups, its schedule and its rates."""
+    """A checkpoint's part of an optimizer: state by parameter name, groups, schedule and rates."""
 
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
     rates: dict[str, Any]
+
+
+def output_names(loss_fn: Any) -> list[str]:
+    """Return the names of the outputs that have a loss each, if a loss is a dictionary of losses."""
+    return [*map(str, loss_fn)] if isinstance(loss_fn, Mapping) else []
 
 
 class _ByName(dict[str, torch.optim.Optimizer]):
@@ -442,23 +475,28 @@ class TrainerView:
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Check what replaces an argument of the trainer; refuse what nothing would use."""
+            # __init__ sets _given_steps last: what comes later is the user's.
             if "_given_steps" in self.__dict__ and not name.startswith("_"):
-                own = getattr(type(self), name, None)
-                if name == "model" or (isinstance(own, property) and own.fset is None):
-                    raise ConfigError(
-                        f"trainer.{name} cannot be replaced: make a new DistributedTrainer(model, loss_fn, optimizer). "
-                        "Settings go to fit."
-                    )
-                if type(self).__module__.startswith("cyxtrain.") and not self._own_steps:
-                    check_attribute(name, [*dir(self)])
-                if name == "callbacks":
-                    value = checked_callbacks(value)
-                if name == "metrics":
-                    value = metrics_by_name(value, [*map(str, getattr(self.loss_fn, "keys", tuple)())])
+                value = self._checked_attribute(name, value)
             object.__setattr__(self, name, value)
             if name in ("loss_fn", "loss_weights", "metrics") and "_state" in self.__dict__:
                 self._state.set(loss=Loss(self._loss))
                 self._batch_plan = None
+
+        def _checked_attribute(self, name: str, value: Any) -> Any:
+            own = getattr(type(self), name, None)
+            if name == "model" or (isinstance(own, property) and own.fset is None):
+                raise ConfigError(
+                    f"trainer.{name} cannot be replaced: make a new DistributedTrainer(model, loss_fn, optimizer). "
+                    "Settings go to fit."
+                )
+            if type(self).__module__.startswith("cyxtrain.") and not self._own_steps:
+                check_attribute(name, [*dir(self)])
+            if name == "callbacks":
+                return checked_callbacks(value)
+            if name == "metrics":
+                return metrics_by_name(value, output_names(self.loss_fn))
+            return value
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -494,12 +532,15 @@ class TrainerView:
         return {name: given_schedule(rates.scheduler) for name, rates in self._state.rates.items()}
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
+        """Set the learning `rates`, one per group.
+
+        What a callback sets between two epochs is set on all ranks.
+        """
         set_rates(self._state.rates.values(), rates)
 
     @property
     def step_seconds(self) -> list[dict[str, float]]:
-        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
+        """Seconds per step of the latest epoch: "data", "forward", "backward", "communication", "optimizer".
 
         Per-rank averages; every rank has all of them. On a GPU, the time until work was launched, not completed; for
         communication over NCCL, how long the GPU waited.
@@ -510,8 +551,8 @@ class TrainerView:
     def device_usage(self) -> dict[str, float]:
         """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
 
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
-        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
+        The model's FLOPs are counted in the first micro-batch, forward and backward; "mfu" is their fraction of the
+        GPU's peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
         """
         return self._state.device_usage
 

@@ -17,10 +17,10 @@ from cyxtrain.optim.optimizers import parameters_of
 
 
 class Trained(nn.Module):
-    """A model and its loss as one module, called as the model is, or as a step of the user's own.
+    """A model and its loss as one module, called like the model, or like a user's own step.
 
-    Names of the model's parts are those in the model; those of the loss begin with `loss_fn.`, or with `loss_fn_.` if
-    the model has a part of that name.
+    The model's parts keep their names; the names of the loss's parts begin with `loss_fn.`, or with `loss_fn_.` if the
+    model has a part called `loss_fn`.
     """
 
     def __init__(
@@ -40,19 +40,25 @@ class Trained(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, module) of the parts; all other methods that yield names use it."""
-        memo = set() if memo is None else memo
+        if memo is None:
+            memo = set()
         yield from self.model.named_modules(memo, prefix, remove_duplicate)
+        dot = "." if prefix else ""
         for name, module in self.losses.items():
-            yield from module.named_modules(memo, f"{prefix}{'.' if prefix else ''}{name}", remove_duplicate)
+            yield from module.named_modules(memo, f"{prefix}{dot}{name}", remove_duplicate)
 
 
 def trained_with(model: nn.Module, loss: Loss | None, step: Callable[[Any], Any] | None = None) -> nn.Module:
-    """Return the model and what is trained with it; the model itself if that is all. A call runs `step`, if any."""
-    parts = {id(part) for part in model.modules()}
-    prefix = "loss_fn" + "_" * any(name == "loss_fn" for name, _ in model.named_children())
-    found = {} if loss is None else loss.named_modules(prefix)
-    losses = {name: each for name, each in found.items() if id(each) not in parts and _has_state(each)}
-    return Trained(model, losses, step) if losses or step is not None else model
+    """Return the model and what is trained with it, as one module; a call runs `step`, if given."""
+    losses: dict[str, nn.Module] = {}
+    if loss is not None:
+        prefix = "loss_fn_" if "loss_fn" in dict(model.named_children()) else "loss_fn"
+        of_model = {id(part) for part in model.modules()}
+        named = loss.named_modules(prefix)
+        losses = {name: each for name, each in named.items() if id(each) not in of_model and _has_state(each)}
+    if not losses and step is None:
+        return model
+    return Trained(model, losses, step)
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -71,14 +77,15 @@ def params_without_optimizer(trained: nn.Module, optimizers: Iterable[torch.opti
 def warn_of_params_without_optimizer(
     trained: nn.Module, optimizers: Iterable[torch.optim.Optimizer], warned: set[str]
 ) -> None:
-    """Warn about trained parameters that are in no optimizer, but for those `warned` of, and note them."""
+    """Warn about trained parameters without an optimizer, except those in `warned`; add their names to it."""
     names = [name for name in params_without_optimizer(trained, optimizers) if name not in warned]
     warned.update(names)
     if not names:
         return
-    own_loss = isinstance(trained, Trained)
     require = "require" if len(names) > 1 else "requires"
-    everything = "[*model.parameters(), *loss_fn.parameters()]" if own_loss else "model.parameters()"
+    everything = "model.parameters()"
+    if isinstance(trained, Trained):
+        everything = "[*model.parameters(), *loss_fn.parameters()]"
     warn_together(
         f"the optimizer does not have {shortened(names)}, which {require} gradients: fit "
         f"does not train them. Build it from {everything} or give its name, such as 'adam'; add them with "
@@ -86,42 +93,62 @@ def warn_of_params_without_optimizer(
     )
 
 
-def state_besides(trained: nn.Module) -> dict[str, Any]:
-    """Return what a checkpoint keeps besides the model's `state_dict`: losses, and buffers in no `state_dict`."""
-    losses = trained.losses if isinstance(trained, Trained) else {}
-    states = {name: plain_state(module) for name, module in losses.items()}
-    known = set(plain_state(trained.model if isinstance(trained, Trained) else trained))
-    known |= {f"{name}.{own}" for name, state in states.items() for own in state}
-    buffers = {plain_name(name): buffer for name, buffer in trained.named_buffers()}
-    plain = {n: b for n, b in buffers.items() if b.layout is torch.strided and not b.is_quantized and not b.is_meta}
-    return {"losses": states, "buffers": {name: each for name, each in plain.items() if name not in known}}
+def extra_state(trained: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint keeps beyond the model's `state_dict`: losses, and buffers without one."""
+    states = {name: plain_state(module) for name, module in _losses_of(trained).items()}
+    known = set(plain_state(_model_of(trained)))
+    for name, state in states.items():
+        known.update(f"{name}.{own}" for own in state)
+    buffers = {}
+    for name, buffer in trained.named_buffers():
+        if plain_name(name) not in known and _can_be_kept(buffer):
+            buffers[plain_name(name)] = buffer
+    return {"losses": states, "buffers": buffers}
 
 
-def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
+def _losses_of(trained: nn.Module) -> dict[str, nn.Module]:
+    return trained.losses if isinstance(trained, Trained) else {}
+
+
+def _model_of(trained: nn.Module) -> nn.Module:
+    return trained.model if isinstance(trained, Trained) else trained
+
+
+def _can_be_kept(buffer: torch.Tensor) -> bool:
+    return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_meta
+
+
+def check_extra_state(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
     """Refuse a state of other losses, names or shapes, before anything has changed."""
-    losses, given = trained.losses if isinstance(trained, Trained) else {}, state.get("losses", {})
+    losses = _losses_of(trained)
+    given = state.get("losses", {})
     if losses.keys() != given.keys():
-        theirs, ours = (", ".join(each) or "no loss" for each in (given, losses))
         raise CheckpointError(
-            f"Cannot load {source}: it has a state of {theirs}, and this trainer of {ours}. Give the "
-            "loss_fn that it was trained with; cyxtrain.load_weights(model, path) takes the model's weights alone."
+            f"Cannot load {source}: it has a state of {', '.join(given) or 'no loss'}, and this trainer of "
+            f"{', '.join(losses) or 'no loss'}. Give the loss_fn that it was trained with; "
+            "cyxtrain.load_weights(model, path) takes the model's weights alone."
         )
     for name, module in losses.items():
         fitting_state(module, given[name], f"the {name} of {source}")
 
 
-def load_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Load what `state_besides` returned; skip buffers that this model does not have."""
-    if isinstance(trained, Trained):
-        for name, module in trained.losses.items():
-            load_model_state(module, state["losses"][name], f"the {name} of {source}")
+def load_extra_state(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Load what `extra_state` returned; skip buffers that this model does not have."""
+    for name, module in _losses_of(trained).items():
+        load_model_state(module, state["losses"][name], f"the {name} of {source}")
     modules = {plain_name(name): module for name, module in trained.named_modules()}
     for name, saved in state.get("buffers", {}).items():
         owner, _, own = name.rpartition(".")
-        buffers = torch_compat.own_buffers(modules[owner]) if owner in modules else {}
+        if owner not in modules:
+            continue
+        buffers = torch_compat.own_buffers(modules[owner])
         now = buffers.get(own)
         if now is not None and now.shape == saved.shape:
             now.data.copy_(saved)
-        elif own in buffers:  # made in forward, or of another size since
+        elif now is not None:
+            # Its size has changed since.
+            buffers[own] = saved.to(now.device)
+        elif own in buffers:
+            # The forward makes it, and has not run yet.
             device = next((each.device for each in trained.parameters()), saved.device)
-            buffers[own] = saved.to(device if now is None else now.device)
+            buffers[own] = saved.to(device)
