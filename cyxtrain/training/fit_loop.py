@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState
 from cyxtrain.checkpoint.format.optimizer_state import drop_groups
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import DataInterruptedError
@@ -24,8 +25,8 @@ from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.display import around_validation, numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
-from cyxtrain.progress.history import record_epoch, record_numbers, record_validation, validation_of
-from cyxtrain.progress.step_timer import Profile
+from cyxtrain.progress.history import TrainingHistory, record_epoch, record_numbers, record_validation, validation_of
+from cyxtrain.progress.step_timer import Profile, StepTimer
 from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import evaluate_rows
 from cyxtrain.training.inputs.facts import trained_facts
@@ -41,8 +42,8 @@ from cyxtrain.training.stopping import (
     StoppedError,
     StopRequest,
     StopSignals,
+    describe_place,
     explain_stop,
-    place_in_words,
     stop_if_requested,
 )
 from cyxtrain.training.trained import warn_of_params_without_optimizer
@@ -68,16 +69,15 @@ class FitLoop:
         self._plan = plan
         self._world = plan.world
         self._ddp = ddp
-        self._checkpoint = checkpoint  # None as soon as all of it is restored
+        # None as soon as all of it is restored.
+        self._checkpoint = checkpoint
         self._device = plan.data.placement.device
         self._logged = logged
         logged.reserved |= {name.removeprefix("val_") for name in plan.measured}
         logged.best_names = {plan.config.keep_best}
         self._last_epoch = state.position.first_epoch + plan.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
-        speed, rows = state.history.samples_per_second, plan.feed.rows_of(plan.steps_per_epoch)
-        self._trained_rows = (rows or 0) * len(state.history.epochs) if speed else 0
-        self._training_seconds = self._trained_rows / speed if speed else 0.0
+        self._trained_rows, self._training_seconds = _trained_before(state.history, plan)
         self._manager = CheckpointManager(state, plan, ddp, logged)
         self._requests = StopSignals(plan.config, state, plan.world)
         self._callbacks = plan.callbacks
@@ -88,7 +88,7 @@ class FitLoop:
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device, plan.world)
         self._session = Session(
-            *(state, plan.data, ddp, logged), ends_fit=plan.ends_on_nan, may_defer=plan.defers_verdicts
+            state, plan.data, ddp, logged, ends_fit=plan.ends_on_nan, may_defer=plan.defers_verdicts
         )
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
         self._after_step = self._phases_after_step()
@@ -102,26 +102,33 @@ class FitLoop:
                 while not self._plan.is_over(self._state.position):
                     self._train_one_epoch()
             except StoppedError as error:
-                stopped = error.with_traceback(None)  # its frames would keep the data's workers
+                # Its frames would keep the data's workers.
+                stopped = error.with_traceback(None)
                 self._requests.begin_stop(stopped)
                 self._ddp.sync_buffers()
             self._manager.finish(self._session.totals)
-            best = self._manager.load_best() if stopped is None else ""
-            if stopped is not None:  # before another signal ends the process
+            best = ""
+            if stopped is None:
+                best = self._manager.load_best()
+                self._logged.is_closed = True
+                self._callbacks.call("on_train_end", self._logs())
+            else:
+                # Here, before another signal ends the process.
                 self._plan.display.close()
                 explained = explain_stop(stopped, self._state.position, self._plan.config)
                 self._plan.display.header([("stopped", explained)])
-            else:
-                self._logged.is_closed = True
-                self._callbacks.call("on_train_end", self._logs())
-        self._plan.display.header([*([("best", best)] if best else []), *self._profile.facts()])
+        facts = self._profile.facts()
+        if best:
+            facts = [("best", best), *facts]
+        self._plan.display.header(facts)
         if stopped is None:
             self._state.set(complete_fits=self._state.position.fits)
         return stopped
 
     def _train_one_epoch(self) -> None:
         """Train for one epoch, or for the rest of one; then validate, record and save."""
-        step, position = self._begin_epoch(), self._state.position
+        step = self._begin_epoch()
+        position = self._state.position
         if not position.stopped:
             with memory_explained(self._world), contextlib.closing(self._plan.shares(position)) as shares:
                 try:
@@ -132,16 +139,19 @@ class FitLoop:
                     self._session.wait_for_verdict()
                     self._keep_before_end()
                 except DataInterruptedError:
+                    # Workers of a loader have died of the signal that stops the fit: stop in good order.
                     self._session.wait_for_verdict()
                     stop_if_requested(self._requests.agree()[0])
                     raise
                 except BaseException:
                     self._session.abort()
                     raise
+            # Numbers that are logged from here on do not belong to a batch.
             self._logged.rows = 1
             if self._plan.feed.is_over:
                 position.set(stopped=1)
-            if self._plan.defers_verdicts:  # requests arrived with the last step
+            if self._plan.defers_verdicts:
+                # The requests of the last step have arrived with its verdict.
                 requests = self._ddp.received()
                 self._apply_end(requests)
                 self._apply(requests)
@@ -188,6 +198,7 @@ class FitLoop:
 
     def _save_if_due(self, share: Share) -> None:
         if self._manager.is_due():
+            # The latest step may still be undone.
             self._session.wait_for_verdict()
             self._manager.save_step(self._session.totals)
 
@@ -203,12 +214,14 @@ class FitLoop:
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._profile)
             stack.enter_context(self._requests.catching_signals())
-            stack.enter_context(ending_group_on_error(self._world))  # before the writer closes, which may take long
+            # Entered last: the group ends before the writer closes, which may take long.
+            stack.enter_context(ending_group_on_error(self._world))
             try:
                 yield
             except BaseException as error:
                 self._callbacks.on_exception(error)
-                if is_on_all_ranks(error):  # their models become equal, and the group stays
+                if is_on_all_ranks(error):
+                    # The group stays, and all ranks continue with the same model.
                     self._ddp.sync_buffers()
                 raise
 
@@ -223,32 +236,39 @@ class FitLoop:
         self._callbacks.call("set_params", self._plan.params(self._last_epoch))
         if self._checkpoint is not None:
             for rates in self._state.rates.values():
-                drop_groups(rates.optimizer, rates.built_groups)  # a callback may add them when training begins
+                # A callback may add the other groups when training begins.
+                drop_groups(rates.optimizer, rates.built_groups)
         self._together(self._callbacks.call, "on_train_begin", {})
         if self._checkpoint is not None:
-            self._logged.reset()  # the checkpoint has what on_train_begin logged
-            # Reload: on_train_begin may have altered the model or rates, and the checkpoint already includes that.
-            checkpoint, source = self._checkpoint
-            self._state.load_values(checkpoint, source)
-            self._state.load_trained(checkpoint)
-            for rates in self._state.rates.values():
-                rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
-            self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
-            self._ddp.load_compression_state(self._state.compression)
-            # A callback may have requested to end the fit before the ranks have agreed on it.
-            requested = any(each.get("stop") is True for each in checkpoint.ranks)
-            self._state.set(stop_training=self._state.stop_training or requested)
+            self._restore(*self._checkpoint)
         self._manager.check()
 
+    def _restore(self, checkpoint: CheckpointState, source: str) -> None:
+        """Load a checkpoint again: `on_train_begin` may have altered what the checkpoint already includes."""
+        # The checkpoint has what on_train_begin logged.
+        self._logged.reset()
+        self._state.load_values(checkpoint, source)
+        self._state.load_trained(checkpoint)
+        for rates in self._state.rates.values():
+            rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
+        self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
+        self._ddp.load_compression_state(self._state.compression)
+        # A callback may have requested to end the fit before the ranks have agreed on it.
+        requested = any(each.get("stop") is True for each in checkpoint.ranks)
+        self._state.set(stop_training=self._state.stop_training or requested)
+
     def _begin_epoch(self) -> TrainingStep:
-        plan, state, position = self._plan, self._state, self._state.position
+        plan = self._plan
+        state = self._state
+        position = state.position
         if position.samples == 0:
             self._together(self._callbacks.call, "on_epoch_begin", position.epoch, {})
         for name in plan.fused_optimizers:
             fuse(state.optimizers[name])
         reset_peak_memory(self._device)
-        # Displayed epochs start at 1; the sampling order is indexed from 0.
-        last_step, last_epoch = plan.end_of_epoch(position, plan.steps_per_epoch), self._last_epoch * plan.knows_epochs
+        # Displayed epochs start at 1; the order of samples counts them from 0.
+        last_step = plan.end_of_epoch(position, plan.steps_per_epoch)
+        last_epoch = self._last_epoch if plan.knows_epochs else 0
         plan.display.begin_epoch(position.epoch + 1, last_epoch, last_step, position.epoch_steps)
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
@@ -258,26 +278,31 @@ class FitLoop:
             self._manager.restore_rank(*self._checkpoint, step.totals)
             self._checkpoint = None
             if position.samples and self._validates_within_epochs and plan.validates_at(position):
-                self._validate_within_epoch()  # unless the checkpoint has it
+                # Unless the checkpoint has it.
+                self._validate_within_epoch()
         # Again in each epoch: a callback may have unfrozen some.
         warn_of_params_without_optimizer(state.trained, state.optimizers.values(), self._warned_params)
         self._put_into_training()
         return step
 
     def _keep_before_end(self) -> None:
-        """Keep the state, if a longer fit would continue from it in another way than from that after the epoch."""
+        """Keep the state, if a longer fit would continue differently from here than from the end of the epoch."""
         if self._plan.ends_early(self._state.position) and not self._state.position.stopped:
+            # Resumed with a larger max_steps, a fit would otherwise never train the rest of this epoch.
             self._manager.gather(self._session.totals)
             self._state.keep_before_end(self._world)
 
     def _end_epoch(self, step: TrainingStep) -> None:
         """Measure, validate, record and save the epoch."""
-        plan, state, position = self._plan, self._state, self._state.position
+        plan = self._plan
+        state = self._state
+        position = state.position
         measured = step.totals.over_ranks(self._world)
         seconds = time.perf_counter() - self._epoch_started_at
         if plan.feed.is_over and not position.epoch_steps:
+            # The data had ended before the epoch began.
             self._session.step = None
-            return  # the data had ended before the epoch began
+            return
         if self._session.updates is not None:
             self._session.updates.warn_of_idle()
         self._warn_of_divergence(measured["loss"])
@@ -287,24 +312,32 @@ class FitLoop:
         self._ddp.sync_buffers()
         is_validated = plan.validates_epoch(position) and self._validate()
         is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
-        where = f"after epoch {position.epoch + 1}" if is_whole else place_in_words(position)
+        where = f"after epoch {position.epoch + 1}" if is_whole else describe_place(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._session.step = None
+        # The place in the data moves on with the epoch, not with its last step: a fit that resumes from within the
+        # validation would otherwise train the epoch again.
         state.end_epoch(plan.feed.position)
         self._record(step, measured, own, seconds, rows, is_validated=is_validated)
         if is_validated:
             self._together(self._callbacks.call, "on_validation_end", position.epoch - 1, self._validation)
         received = self._together(self._call_epoch_end, position.epoch - 1)
         self._apply_end(received)
-        reasons = self._world.gather(self._callbacks.stop_reason) if position.stopped else []
-        if any(reasons):  # why a callback ends the fit with this epoch
-            state.set(stop_reason=next(filter(None, reasons)))
-            plan.display.header([("stopped", f"{where} of {self._last_epoch}: {state.stop_reason}")])
+        if position.stopped:
+            self._explain_end(where)
         self._manager.after_epoch()
         stop_if_requested(received)
 
+    def _explain_end(self, where: str) -> None:
+        """Keep and show why a callback on any rank ends the fit with this epoch, if it gives a reason."""
+        reasons = self._world.gather(self._callbacks.stop_reason)
+        if any(reasons):
+            self._state.set(stop_reason=next(filter(None, reasons)))
+            explained = f"{where} of {self._last_epoch}: {self._state.stop_reason}"
+            self._plan.display.header([("stopped", explained)])
+
     def _warn_of_divergence(self, loss: float) -> None:
-        """Warn once of a loss that has left all bounds, and is finite."""
+        """Warn once about a loss that is finite, and has grown beyond all bounds."""
         before = self._plan.data.tried.first_loss
         if abs(loss) > _DIVERGED * max(1.0, abs(before)):
             self._plan.data.tried.first_loss = math.inf
@@ -315,19 +348,22 @@ class FitLoop:
             )
 
     def _validate_within_epoch(self) -> None:
-        """Validate, save the best and stop if a callback asks for it; training continues with the same generators."""
+        """Validate, save the best, and stop if a callback asks for it; random generators continue as before."""
         self._session.wait_for_verdict()
         began = time.perf_counter()
-        self._logged.rows = 1  # numbers that hooks log from here on are not of the batch
+        # Numbers that hooks log from here on do not belong to the batch.
+        self._logged.rows = 1
         with generators_kept(self._device):
             self._ddp.sync_buffers()
             if not self._validate():
                 return
-        plan, position = self._plan, self._state.position
+        plan = self._plan
+        position = self._state.position
         plan.display.line(around_validation(f"step {position.step:,}", self._validation, [*plan.validation]))
         received = self._together(self._callbacks.call, "on_validation_end", position.epoch, self._validation)
         self._apply_end(received)
         self._manager.after_validation(self._session.totals)
+        # The time of the epoch is without validations.
         self._epoch_started_at += time.perf_counter() - began
         stop_if_requested(received)
 
@@ -336,10 +372,13 @@ class FitLoop:
 
         A fit that resumes from within a validation repeats it.
         """
-        position, measured = self._state.position, dict[str, float]()
         if self._validation:
             return False
-        model, display, should_stop = self._state.model, self._plan.display, self._requests.want_to_stop
+        position = self._state.position
+        model = self._state.model
+        display = self._plan.display
+        should_stop = self._requests.want_to_stop
+        measured: dict[str, float] = {}
         with self._logged.apart([*self._plan.validation]) as logged:
             self._together(self._callbacks.call, "on_test_begin", {})
             for name, rows in self._plan.validation.items():
@@ -348,15 +387,19 @@ class FitLoop:
                     found = evaluate_rows(
                         self._world, model, rows, self._callbacks, display, logged, should_stop=should_stop
                     )
+                # A rank that stops early, after a signal, say, ends the validation on all ranks.
                 received, stopping_rank = self._requests.agree(flagged=found is None)
                 if stopping_rank is not None:
                     self._callbacks.call("on_test_end", {})
                     stop_if_requested(received)
                 assert found is not None
+                prefix = ""
                 if name:
                     logged.reset()
-                named = {f"{name}_{each}" if name else each: number for each, number in found.items()}
-                measured = {**(measured or found), **named}  # the first set has the plain names too
+                    prefix = f"{name}_"
+                named = {f"{prefix}{each}": number for each, number in found.items()}
+                # The first set has the plain names, too.
+                measured = {**(measured or found), **named}
             self._together(self._callbacks.call, "on_test_end", measured)
             measured |= logged.over_ranks(self._world)
         record_validation(self._state.history, position.step, position.epoch + 1, measured)
@@ -381,23 +424,26 @@ class FitLoop:
 
     def _logged_in_epoch(self) -> dict[str, float]:
         """Return what all ranks have logged outside of validations; refuse names that a validation has."""
-        found, validated = self._logged.over_ranks(self._world), self._state.history.validations[-1:]
-        if twice := next((name for row in validated for name in row if name in found), None):
-            raise on_all_ranks(
-                ConfigError(
-                    f"log({twice!r}) was called in training, and a validation has a number of this name: what it logs "
-                    f"as {twice.removeprefix('val_')!r}. Choose another name for one of them."
-                )
-            )
+        found = self._logged.over_ranks(self._world)
+        for latest in self._state.history.validations[-1:]:
+            for name in latest:
+                if name in found:
+                    raise on_all_ranks(
+                        ConfigError(
+                            f"log({name!r}) was called in training, and a validation has a number of this name: what "
+                            f"it logs as {name.removeprefix('val_')!r}. Choose another name for one of them."
+                        )
+                    )
         return found
 
     def _call_epoch_end(self, epoch: int) -> None:
-        """Call `on_epoch_end`, of those that run last with what the others have logged in theirs."""
+        """Call `on_epoch_end`: first of most callbacks, then of those that get what the others have logged."""
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=False)
         record_numbers(self._state.history, self._logged_in_epoch())
         self._logged.reset()
         self._callbacks.call("on_epoch_end", epoch, self._logs(), last=True)
-        best, is_first = self._plan.config.keep_best, epoch == self._state.position.first_epoch
+        best = self._plan.config.keep_best
+        is_first = epoch == self._state.position.first_epoch
         is_missing = best and best not in (*self._plan.measured, *self._state.history.history)
         if is_first and is_missing:
             warn_together(
@@ -411,14 +457,18 @@ class FitLoop:
         Learning rates that callbacks set on any rank are set on all; the lowest such rank wins. Callbacks
         must freeze, unfreeze and add parameters to the optimizer alike on all ranks.
         """
-        state, optimizers = self._state, self._state.optimizers.values()
-        before, trained = rates_of(*optimizers), trained_facts(state.trained, optimizers)
+        state = self._state
+        optimizers = state.optimizers.values()
+        rates_before = rates_of(*optimizers)
+        facts_before = trained_facts(state.trained, optimizers)
         call(*arguments)
         for rates in state.rates.values():
             rates.follow_groups()
         facts = trained_facts(state.trained, optimizers)
-        received, rank = self._requests.agree(flagged=rates_of(*optimizers) != before or facts != trained)
+        has_changed = rates_of(*optimizers) != rates_before or facts != facts_before
+        received, rank = self._requests.agree(flagged=has_changed)
         if rank is not None:
+            # Raises if ranks froze, unfroze or added different parameters.
             agree(self._world, facts)
             found = torch.tensor(rates_of(*optimizers), dtype=torch.float64, device="cpu")
             set_rates(state.rates.values(), self._world.broadcast(found, rank).tolist())
@@ -437,7 +487,10 @@ class FitLoop:
         number = self._state.position.step
         if received[StopRequest.CLOCK] > 0 and number > self._clock_step:
             saves, validates = self._requests.take_due()
-            self._clock_step = number + int(self._plan.defers_verdicts)  # the next step still has the old request
+            self._clock_step = number
+            if self._plan.defers_verdicts:
+                # The next step still has the old request.
+                self._clock_step += 1
             if validates:
                 self._validate_within_epoch()
             if saves:
@@ -445,19 +498,21 @@ class FitLoop:
         stop_if_requested(received)
 
     def _show(self, share: Share) -> None:
-        plan, totals = self._plan, self._session.running
+        plan = self._plan
+        totals = self._session.running
         plan.display.step(share.global_rows, totals.cheap_values)
-        every, count = plan.config.log_every_n_steps, self._state.position.step
+        every = plan.config.log_every_n_steps
+        count = self._state.position.step
         if not every:
-            every, count = plan.config.log_every_n_batches, share.number + 1
+            every = plan.config.log_every_n_batches
+            count = share.number + 1
         if every and count % every == 0:
             self._session.wait_for_verdict()
-            text = numbers(totals.over_ranks(self._world))
             of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
-            plan.display.line(f"batch {share.number + 1}{of}  {text}")
+            plan.display.line(f"batch {share.number + 1}{of}  {numbers(totals.over_ranks(self._world))}")
 
     def _batch_values(self) -> dict[str, Callable[[], float]]:
-        """Return functions that calculate this rank's numbers of the epoch so far, and the step's learning rate."""
+        """Return functions that compute this rank's numbers of the epoch so far, and the learning rate."""
         rates = {name: partial(float, rate) for name, rate in rates_by_name(self._state.rates).items()}
         return self._session.running.lazy_values() | rates | self._logged.lazy_values()
 
@@ -476,29 +531,51 @@ class FitLoop:
         *,
         is_validated: bool,
     ) -> None:
-        """Publish the times of an epoch, and add it to the history."""
-        clock = step.clock
-        clock.communicated(clock.data, self._plan.feed.seconds_communicated())
-        clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
-        ranks, steps = clock.over_ranks(self._world), max(clock.steps, 1)
-        self._state.set(step_seconds=[{name: value / steps for name, value in parts.items()} for parts in ranks])
-        self._profile.add(ranks, clock.steps)
-        # Rank 0's, so that the history is the same on every rank.
+        """Publish the times of an epoch, add it to the history, and show it."""
+        history = self._state.history
+        position = self._state.position
+        num_steps = step.clock.steps
+        self._record_step_seconds(step.clock)
+        # The times of rank 0, so that the history is the same on every rank.
         times = torch.tensor([seconds, time.perf_counter() - self._started_at], dtype=torch.float64, device="cpu")
-        epoch_seconds, total_seconds = self._world.broadcast(times).tolist()
-        plan, history, position = self._plan, self._state.history, self._state.position
-        validated = validation_of(history, epoch=position.epoch)
-        printed = {name: value for name, value in own.items() if not name.startswith(_NOT_PRINTED)}
-        text = "  ".join(filter(None, map(numbers, (measured, printed))))
-        record_epoch(history, position.epoch, position.step, measured | validated | own)
+        epoch_seconds, history.total_time_seconds = self._world.broadcast(times).tolist()
         self._training_seconds += epoch_seconds
         self._trained_rows += rows
-        history.total_time_seconds = total_seconds
         history.samples_per_second = self._trained_rows / self._training_seconds
-        flops = plan.data.tried.flops_per_row
-        flops = flops and flops * rows / epoch_seconds / self._world.size
-        self._state.set(device_usage=usage_of(self._device, flops, plan.dtype))
-        usage = explain_usage(self._state.device_usage)
-        more = "  ".join(filter(None, (pace(epoch_seconds, clock.steps, rows), *usage, step.guard.explain_epoch())))
-        shown = validated if is_validated else {}  # those within the epoch have their own lines
-        plan.display.end_epoch(around_validation(text, shown, [*plan.validation], more))
+        validated = validation_of(history, epoch=position.epoch)
+        record_epoch(history, position.epoch, position.step, measured | validated | own)
+        usage = self._record_usage(rows, epoch_seconds)
+        printed = {name: value for name, value in own.items() if not name.startswith(_NOT_PRINTED)}
+        text = "  ".join(filter(None, map(numbers, (measured, printed))))
+        more = "  ".join(filter(None, (pace(epoch_seconds, num_steps, rows), *usage, step.guard.explain_epoch())))
+        # Validations within the epoch have had their own lines.
+        shown = validated if is_validated else {}
+        self._plan.display.end_epoch(around_validation(text, shown, [*self._plan.validation], more))
+
+    def _record_step_seconds(self, clock: StepTimer) -> None:
+        """Publish how long each part of a step has taken on each rank, as the mean over the epoch."""
+        clock.communicated(clock.data, self._plan.feed.seconds_communicated())
+        clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
+        ranks = clock.over_ranks(self._world)
+        num_steps = max(clock.steps, 1)
+        means = [{name: value / num_steps for name, value in parts.items()} for parts in ranks]
+        self._state.set(step_seconds=means)
+        self._profile.add(ranks, clock.steps)
+
+    def _record_usage(self, rows: int, seconds: float) -> list[str]:
+        """Publish how this rank has used its device in the epoch; return a description."""
+        flops_per_second = None
+        flops_per_row = self._plan.data.tried.flops_per_row
+        if flops_per_row:
+            flops_per_second = flops_per_row * rows / seconds / self._world.size
+        self._state.set(device_usage=usage_of(self._device, flops_per_second, self._plan.dtype))
+        return explain_usage(self._state.device_usage)
+
+
+def _trained_before(history: TrainingHistory, plan: FitPlan) -> tuple[int, float]:
+    """Return rows and seconds of the epochs before, whose average speed a fit that resumes continues."""
+    speed = history.samples_per_second
+    if not speed:
+        return 0, 0.0
+    rows = (plan.feed.rows_of(plan.steps_per_epoch) or 0) * len(history.epochs)
+    return rows, rows / speed

@@ -1,7 +1,7 @@
 """Requests to stop a fit, or to save, before its last epoch; all ranks apply them at the same step.
 
 Each rank has its own requests: a signal arrived, or its time limit has passed. They are sent with the gradients of a
-step, so that after it every rank knows those of all ranks, without another message.
+step, so that after it every rank knows the requests of all ranks, without another message.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ REASONS = {
 _ASKING = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
 """Signals that ask to stop, unless the program ignores them."""
 _UNLESS_USED: dict[int, StopRequest] = {}
-"""Signals that ask to stop, unless the program ignores them or has a handler of its own."""
+"""Signals that ask to stop, unless the program ignores them or handles them itself."""
 if sys.platform == "win32":
-    _ASKING[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
+    # What the launcher sends there.
+    _ASKING[signal.SIGBREAK] = StopRequest.TERMINATE
 else:
     _UNLESS_USED = dict.fromkeys((signal.SIGHUP, signal.SIGUSR1), StopRequest.TERMINATE)
 _REQUESTS = _ASKING | _UNLESS_USED
@@ -94,24 +95,31 @@ class StopSignals:
         self._state = state
         self._requested: set[StopRequest] = set()
         self._is_stopping = False
-        self._number = 0  # the first signal that asked to end the program
+        # The first signal that asked to end the program.
+        self._number = 0
         self._interrupted_at = 0.0
+        self._second_ctrl_c_from = 0.0
         self._gives_up_at = math.inf
         self._grace_seconds = process_env.grace_seconds()
-        limit = config.max_time_seconds
-        minutes = (config.checkpoint_every_n_minutes, config.validate_every_n_minutes)
-        self._ends = None if limit is None else time.monotonic() + limit
-        self._intervals = [60.0 * each if world.is_first and each else math.inf for each in minutes]
-        self._latest = [time.monotonic()] * len(minutes)
-        self._has_clock = limit is not None or any(map(math.isfinite, self._intervals))
-        self._before: dict[int, Any] = {}  # handlers
+        self._ends_at = math.inf
+        if config.max_time_seconds is not None:
+            self._ends_at = time.monotonic() + config.max_time_seconds
+        # Seconds between two checkpoints, and between two validations; only the clock of rank 0 counts.
+        self._intervals = [math.inf, math.inf]
+        if world.is_first:
+            minutes = (config.checkpoint_every_n_minutes, config.validate_every_n_minutes)
+            self._intervals = [60.0 * (each or math.inf) for each in minutes]
+        self._latest = [time.monotonic()] * len(self._intervals)
+        self._has_clock = any(map(math.isfinite, (self._ends_at, *self._intervals)))
+        # The handlers of signals outside the fit.
+        self._before: dict[int, Any] = {}
         self._stack = contextlib.ExitStack()
 
     def local(self) -> list[float]:
         """Return the requests of this rank as signals."""
         if self._has_clock:
             now = time.monotonic()
-            if self._ends is not None and now >= self._ends:
+            if now >= self._ends_at:
                 self._requested.add(StopRequest.FINISH)
             if any(self._due(now)):
                 self._requested.add(StopRequest.CLOCK)
@@ -122,11 +130,14 @@ class StopSignals:
         return [float(request in self._requested) for request in StopRequest]
 
     def take_due(self) -> tuple[bool, bool]:
-        """Return whether a checkpoint and a validation are due by rank 0's clock; all ranks call it after CLOCK."""
+        """Return whether a checkpoint and a validation are due by rank 0's clock. All ranks call it."""
         now = time.monotonic()
         due = self._world.broadcast(torch.tensor(self._due(now), device="cpu"))
         saves, validates = map(bool, due.tolist())
-        self._latest = [now if each else before for each, before in zip((saves, validates), self._latest, strict=True)]
+        if saves:
+            self._latest[0] = now
+        if validates:
+            self._latest[1] = now
         self._requested.discard(StopRequest.CLOCK)
         return saves, validates
 
@@ -134,7 +145,7 @@ class StopSignals:
         """Drop all requests, also those that follow, and agree on the signal. All ranks call it."""
         self._is_stopping = True
         self._requested.clear()
-        self._ends = None
+        self._ends_at = math.inf
         self._has_clock = False
         stop.number = int(self._world.reduce(torch.tensor(self._number, device="cpu"), dist.ReduceOp.MAX))
 
@@ -144,10 +155,14 @@ class StopSignals:
 
     def agree(self, *, flagged: bool = False) -> tuple[list[float], int | None]:
         """Return (requests of any rank, the lowest flagged rank or None), the same on every rank. All call it."""
-        rank, world_size = self._world.rank, self._world.size
-        numbers = torch.tensor([*self.local(), float(world_size - rank) if flagged else 0.0], device="cpu")
-        *received, first = self._world.reduce(numbers, dist.ReduceOp.MAX).tolist()
-        return received, world_size - int(first) if first else None
+        world_size = self._world.size
+        # The lower a rank, the larger its flag: the maximum tells which one is the lowest.
+        flag = float(world_size - self._world.rank) if flagged else 0.0
+        numbers = torch.tensor([*self.local(), flag], device="cpu")
+        *received, largest = self._world.reduce(numbers, dist.ReduceOp.MAX).tolist()
+        if not largest:
+            return received, None
+        return received, world_size - int(largest)
 
     @contextlib.contextmanager
     def catching_signals(self) -> Iterator[None]:
@@ -158,45 +173,57 @@ class StopSignals:
                 stack.callback(signal.signal, number, handler)
                 signal.signal(number, self._handle)
             self._stack = stack.enter_context(contextlib.ExitStack())
+            # A worker of a loader may die of the same signal: in a stop that is not an error.
             loader_workers.ask(self._wait_for_request)
             try:
                 yield
             except KeyboardInterrupt as error:
-                raise on_all_ranks(error) from None  # the second Ctrl-C needs no traceback either
+                # The second Ctrl-C needs no traceback either.
+                raise on_all_ranks(error) from None
             except BLAMING_ANOTHER:
                 if self._interrupted_at:
                     raise on_all_ranks(KeyboardInterrupt()) from None
                 if time.monotonic() > self._gives_up_at - _CLOSE_SECONDS:
-                    raise on_all_ranks(SystemExit(128 + self._number)) from None  # that rank has printed why
+                    # The rank that gave up first has printed why.
+                    raise on_all_ranks(SystemExit(128 + self._number)) from None
                 raise
         # A signal after the last step takes effect now; an error in flight goes first.
         late = {StopRequest.TERMINATE: self._number, StopRequest.INTERRUPT: signal.SIGINT}
         for request in self._requested & set(late):
             number = late[request]
-            if self._before[number] is signal.SIG_DFL:  # which would end the process at once, without its `finally`
+            if self._before[number] is signal.SIG_DFL:
+                # It would end the process at once, without running its `finally` blocks.
                 raise SystemExit(128 + number)
             signal.raise_signal(number)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        passes_on = process_env.passes_signals_on()
         if number == signal.SIGINT and self._interrupted_at:
-            if now >= self._interrupted_at + _PASSED_ON_SECONDS * passes_on:  # otherwise the launcher has passed it on
+            # Sooner, the launcher has passed on the first one.
+            if now >= self._second_ctrl_c_from:
                 signal.signal(number, self._before[number])
                 signal.raise_signal(number)
             return
         if not self._is_stopping:
             self._requested.add(_REQUESTS[signal.Signals(number)])
-        if number != signal.SIGINT:
+        if number == signal.SIGINT:
+            self._handle_first_ctrl_c(now)
+        else:
+            # The first of several: launchers, schedulers and people send a signal more than once.
             self._number = self._number or number
             self._limit_time(number)
-            return
+
+    def _handle_first_ctrl_c(self, now: float) -> None:
+        """Wait for the second one, which ends the fit at once; without a checkpoint to write, end it soon."""
+        self._second_ctrl_c_from = now
+        if process_env.passes_signals_on():
+            self._second_ctrl_c_from += _PASSED_ON_SECONDS
         self._interrupted_at = now
-        self._stack.enter_context(_second_ctrl_c_handled(now + _PASSED_ON_SECONDS * passes_on))
-        if self._before[number] is signal.default_int_handler and not runtime.is_interactive():
-            self._limit_time(number)
+        self._stack.enter_context(_second_ctrl_c_handled(self._second_ctrl_c_from))
+        if self._before[signal.SIGINT] is signal.default_int_handler and not runtime.is_interactive():
+            self._limit_time(signal.SIGINT)
             if not self._config.makes_checkpoints:
-                self._call_later(_UNSAVED_SECONDS, os.kill, os.getpid(), number)
+                self._call_later(_UNSAVED_SECONDS, os.kill, os.getpid(), signal.SIGINT)
         if sys.stderr.isatty():
             # Not print: a signal may come in the middle of one.
             os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
@@ -210,12 +237,15 @@ class StopSignals:
 
     def _limit_time(self, number: int) -> None:
         """Let this process end before its launcher kills it, counted from the first signal."""
-        if self._gives_up_at == math.inf:
-            seconds = max(self._grace_seconds - 2.0, self._grace_seconds / 2)
-            self._gives_up_at = time.monotonic() + seconds
+        if self._gives_up_at < math.inf:
+            return
+        seconds = max(self._grace_seconds - 2.0, self._grace_seconds / 2)
+        self._gives_up_at = time.monotonic() + seconds
+        delay = seconds
+        if not self._world.is_first:
             # The others later, so that they know whether rank 0 has printed the line.
-            later = (not self._world.is_first) * (self._grace_seconds - seconds) / 4
-            self._call_later(seconds + later, self._give_up, number, seconds)
+            delay += (self._grace_seconds - seconds) / 4
+        self._call_later(delay, self._give_up, number, seconds)
 
     def _call_later(self, seconds: float, function: Any, *arguments: Any) -> None:
         timer = threading.Timer(seconds, function, arguments)
@@ -224,21 +254,22 @@ class StopSignals:
         self._stack.callback(timer.cancel)
 
     def _give_up(self, number: int, seconds: float) -> None:
-        """End this process, in another thread than the main one, which does not come to an end."""
+        """End this process from a timer's thread: the main thread is stuck in a step or a checkpoint."""
         position = self._state.position
         where = f"step {position.step + 1:,}, in epoch {position.epoch + 1},"
         if self._is_stopping:
             where = f"the checkpoint of step {position.step:,}"
-        text = (
+        message = (
             f"{where} did not end within {seconds:g} s of {signal.Signals(number).name} on rank {self._world.rank}: "
             f"nothing was saved. To allow more, set --grace or {process_env.GRACE} (now {self._grace_seconds:g}).\n"
         )
         if not runtime.has_failed():
             # Not print, whose lock the main thread may hold; in a thread, because it may block.
-            printing = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
+            printing = threading.Thread(target=os.write, args=(2, message.encode()), daemon=True)
             printing.start()
             printing.join(1.0)
         remove_unfinished()
+        # sys.exit would end this thread alone.
         os._exit(128 + number)
 
     def _due(self, now: float) -> list[bool]:
@@ -246,12 +277,19 @@ class StopSignals:
 
 
 def stopping_signals() -> dict[int, Any]:
-    """Return the signals that stop a fit, with their handlers now; none outside of the main thread."""
+    """Return the signals that stop a fit, with their handlers now; empty outside of the main thread."""
+    found: dict[int, Any] = {}
+    # Python handles signals in the main thread only.
     if threading.current_thread() is not threading.main_thread():
-        return {}  # Python handles signals in the main thread only
-    found: dict[int, Any] = {number: signal.getsignal(number) for number in _REQUESTS}
-    free = [number for number in found if found[number] is signal.SIG_DFL and not has_native_handler(number)]
-    return {n: found[n] for n in found if found[n] not in (None, signal.SIG_IGN) and (n in _ASKING or n in free)}
+        return found
+    for number in _REQUESTS:
+        handler = signal.getsignal(number)
+        if handler in (None, signal.SIG_IGN):
+            continue
+        is_free = handler is signal.SIG_DFL and not has_native_handler(number)
+        if number in _ASKING or is_free:
+            found[number] = handler
+    return found
 
 
 @contextlib.contextmanager
@@ -261,7 +299,9 @@ def _second_ctrl_c_handled(not_before: float) -> Iterator[None]:
     While an accelerator runs backward, the main thread waits in C++, where Python calls no signal handler. Once the
     group has ended, so has each wait for another rank, and Python raises KeyboardInterrupt.
     """
-    ended, (reader, writer) = threading.Event(), socket.socketpair()
+    ended = threading.Event()
+    reader, writer = socket.socketpair()
+    # As set_wakeup_fd requires.
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
@@ -282,7 +322,7 @@ def _second_ctrl_c_handled(not_before: float) -> Iterator[None]:
 
 
 def first_reason_to_stop(received: Sequence[float]) -> StopRequest | None:
-    """Return the most urgent request of any rank to stop before the end; None: there is none."""
+    """Return the most urgent request of any rank to stop before the end, or None."""
     return next((each for each in REASONS if received[each] > 0), None)
 
 
@@ -294,7 +334,7 @@ def stop_if_requested(received: Sequence[float]) -> None:
 
 
 def exit_for(stop: StoppedError | None) -> None:
-    """Exit after SIGTERM and its like, with a shell's code; raise KeyboardInterrupt after Ctrl-C, not at a prompt."""
+    """Exit with a shell's code after a signal; raise KeyboardInterrupt after Ctrl-C, not at a prompt."""
     if stop is None:
         return
     if stop.request is StopRequest.TERMINATE:
@@ -309,9 +349,9 @@ def explain_stop(stop: StoppedError, position: Position, config: DistributedTrai
     if config.makes_checkpoints:
         kept = f"a checkpoint is in {config.checkpoint_dir}"
     name = signal.Signals(stop.number or signal.SIGTERM).name
-    return f"{place_in_words(position)}: {REASONS[stop.request].format(name)}; {kept}"
+    return f"{describe_place(position)}: {REASONS[stop.request].format(name)}; {kept}"
 
 
-def place_in_words(position: Position) -> str:
+def describe_place(position: Position) -> str:
     """Describe where in the running epoch a fit stops."""
     return f"after step {position.step:,}, in epoch {position.epoch + 1}"
