@@ -62,20 +62,20 @@ class DistributedAMPTrainer:
         rank: None, or this process's rank: an error if it differs from the rank in the world that it has joined.
         world_size: None, or the number of ranks, checked likewise.
         accumulation_steps: Calls of `training_step` for one step of the optimizer.
-        learning_rate: Of AdamW, if no optimizer is given.
+        learning_rate: Learning rate of AdamW, used if no optimizer is given.
         optimizer: From torch.optim, a factory or a name; None: AdamW.
         loss_fn: As `DistributedTrainer`; None: the model is called with the batch and returns its loss, or an output
             with "loss".
 
     Attributes:
-        model: Not wrapped.
+        model: The unwrapped model.
         config: How the loss is scaled.
-        optimizer: Of its parameters; step a scheduler of yours after `training_step`.
-        scaler: Of the loss; `scaler.get_scale()` as in PyTorch.
+        optimizer: The optimizer. Step your own scheduler after `training_step`.
+        scaler: The loss scale; `scaler.get_scale()` as in PyTorch.
         accumulation_steps: As given.
 
     Raises:
-        ConfigError: Something cannot work, or ranks give different things; on every rank.
+        ConfigError: An argument is wrong, or ranks pass different ones; raised on every rank.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class DistributedAMPTrainer:
             self.config.validate()
             require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}.")
             self._wrappers, self.model = unwrap(model)
-            self._loss, self.scaler = Loss(loss_fn), LossScale(self.config)
+            self._loss = Loss(loss_fn)
+            self.scaler = LossScale(self.config)
             return None, self._make_optimizer(_optimizer(optimizer, learning_rate))
 
         agree_on(world, check)
@@ -112,11 +113,12 @@ class DistributedAMPTrainer:
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._step: TrainingStep | None = None
         self._share = _CurrentStep(0, 1, self._placement)
+        # Another trainer's fit may run between two calls: its gradients are not averaged here.
         self._between_calls = contextlib.ExitStack()
         self._between_calls.enter_context(self._ddp.no_sync())
 
     def _make_optimizer(self, optimizer: OptimizerLike) -> dict[str, Any]:
-        """Make the optimizer; return what must be the same on every rank."""
+        """Make the optimizer; return facts that must be the same on every rank."""
         trained = trained_with(self.model, self._loss)
         self.optimizer = make_optimizer(optimizer, trained)
         optimizers = {ONLY: self.optimizer}
@@ -185,7 +187,8 @@ class DistributedAMPTrainer:
 
     def _accumulate(self, step: TrainingStep, rows: Rows) -> float:
         """Accumulate a micro-batch, and step with the last one; return its loss."""
-        share, loss = self._share, 0.0
+        share = self._share
+        loss = 0.0
         if not share.calls:
             step.begin()
         share.calls += 1
@@ -198,9 +201,11 @@ class DistributedAMPTrainer:
             step.join_without_rows(share)
         if is_last:
             if step.finish(share, share.results) is Verdict.TAKEN:
-                self._ddp.sync_buffers()  # rank 0 may save them before the next step
+                # Rank 0 may save them before the next step.
+                self._ddp.sync_buffers()
             else:
-                self._ddp.buffer_rows = 0  # all ranks have the buffers of before the step
+                # All ranks have put back their buffers.
+                self._ddp.buffer_rows = 0
             self._state.position.set(step=self.step + 1)
             self._discard_step()
         return loss
@@ -211,13 +216,13 @@ class DistributedAMPTrainer:
         include_optimizer: bool = True,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write model, optimizer, loss scale and position as one file; rank 0 writes, whether others call it or not.
+        """Write model, optimizer, loss scale and position as one file, on rank 0; other ranks may call it.
 
         `load_checkpoint` reads it, of this class and of `DistributedTrainer`, and `cx.load_weights` its weights.
         Gradients of an incomplete step are not in it.
 
         Args:
-            path: Of the file.
+            path: The file to write.
             include_optimizer: If False, the file is smaller, and only `cx.load_weights` reads it.
             metadata: JSON values by name to keep as well; they become part of `metadata`.
 
@@ -230,14 +235,16 @@ class DistributedAMPTrainer:
                 accumulation_steps=self.accumulation_steps, precision=_PRECISION, amp=self.config
             )
             state = replace(self._state.to_checkpoint(self._ddp.world), config=asdict(settings), metadata=kept)
-            write_checkpoint(path, state if include_optimizer else replace(state, optimizer={}, optimizer_groups=[]))
+            if not include_optimizer:
+                state = replace(state, optimizer={}, optimizer_groups=[])
+            write_checkpoint(path, state)
         self._state.set(metadata=kept)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
 
         Args:
-            path: Of the file, on rank 0; other ranks' values are ignored.
+            path: The file to read, on rank 0; other ranks' values are ignored.
 
         Raises:
             CheckpointError: It does not exist, is corrupt, has no optimizer, or belongs to another model.
@@ -250,9 +257,9 @@ class DistributedAMPTrainer:
 
     @contextlib.contextmanager
     def _averaging(self) -> Iterator[None]:
-        """Average gradients within; between two calls they may be those of another trainer's fit.
+        """Average gradients within; between two calls they may belong to another trainer's fit.
 
-        An error within leaves no half of a step behind: the next call begins one.
+        After an error within, the next call begins a new step.
         """
         self._between_calls.close()
         try:
@@ -268,25 +275,35 @@ class DistributedAMPTrainer:
 
     def _open(self, rows: Rows) -> TrainingStep:
         """Find out from the first batch how the model is called, and what gradients are divided by for now."""
-        world, device = self._ddp.world, self._placement.device
+        world = self._ddp.world
+        precision = Precision(_PRECISION, self._placement.device)
         self._loss.inspect(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
-        call = ModelCall(self.model, Precision(_PRECISION, device), rows.inputs, rows.targets, self._loss)
+        call = ModelCall(self.model, precision, rows.inputs, rows.targets, self._loss)
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
             metrics = NamedMetrics()
             dry_run = DryRun(world, self.model, self._loss, call, self._placement, metrics, is_of_fit=True)
-            if problem := dry_run.problem_of_weights(rows):
+            problem = dry_run.problem_of_weights(rows)
+            if problem:
                 warn_together(problem)
-        rule = self._loss.items.name if self._loss.items is not None and self._loss.uses_num_items else ""
-        texts = world.gather(f"{num_rows(rows.inputs)} {rule}")
-        counts, rules = zip(*(text.split(" ", 1) for text in texts), strict=True)
-        if any(rules):  # a rank may have nothing to count in its first batch
-            self._loss.use_num_items(rule_named(next(filter(None, rules)), Batch(0, *self._example)))
-        # In 16 bits the gradients of a mean over rows have their usual size; those of a sum would overflow early. The
-        # same number for all ranks and calls, so that gradients can be added.
-        self._share.global_rows = max(int(counts[0]), 1) * self.accumulation_steps * self.world_size
+        # In 16 bits the gradients of a mean over rows have their usual size, and gradients of a sum overflow early. All
+        # ranks and calls use the same number, so that gradients can be added.
+        first_rows = self._agree_on_first_batch(num_rows(rows.inputs))
+        self._share.global_rows = max(first_rows, 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
         return Session(self._state, setup, self._ddp, LoggedNumbers(), is_fit=False).begin_epoch()
+
+    def _agree_on_first_batch(self, rows: int) -> int:
+        """Return how many rows rank 0 has in its first batch; count items as any rank does."""
+        rule = ""
+        if self._loss.items is not None and self._loss.uses_num_items:
+            rule = self._loss.items.name
+        facts = [each.split(" ", 1) for each in self._ddp.world.gather(f"{rows} {rule}")]
+        rules = [each for _, each in facts if each]
+        # A rank may have nothing to count in its first batch.
+        if rules:
+            self._loss.use_num_items(rule_named(rules[0], Batch(0, *self._example)))
+        return int(facts[0][0])
 
     def _discard_step(self) -> None:
         self._share = _CurrentStep(self.step, self._share.global_rows, self._placement)
@@ -300,7 +317,8 @@ class _CurrentStep(StreamShare):
     def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
         self.micro_batches: list[Rows] = []
         super().__init__(number, lambda: (self.micro_batches, 0), DeviceCopier(placement))
-        self.global_rows, self.calls = global_rows, 0
+        self.global_rows = global_rows
+        self.calls = 0
         self.results: list[Result] = []
 
 
@@ -311,7 +329,7 @@ def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> Optimiz
         return partial(torch.optim.AdamW, lr=learning_rate)
     require(
         learning_rate == _LEARNING_RATE,
-        "learning_rate is that of AdamW, used if no optimizer is given: build the optimizer with it, or leave it out.",
+        "learning_rate is for AdamW, used if no optimizer is given: build the optimizer with it, or leave it out.",
     )
     return optimizer
 

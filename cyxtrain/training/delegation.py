@@ -1,4 +1,4 @@
-"""The hook through which worker processes can take over a call of a trainer's; the notebook package registers it."""
+"""The hook by which worker processes take over a trainer's calls; the notebook package registers it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cyxtrain.training.inputs.checked_data import TrainerArguments
 
 
 class TrainerParts(NamedTuple):
-    """What a delegate sends of a trainer and changes in place, and what it asks of it (`trainer.parts_of_trainer`).
+    """What a delegate sends, changes and reads of a trainer (`trainer.parts_of_trainer`).
 
     Attributes:
         owners: The objects whose attributes a call may change, by name: "trainer", "its state", the optimizers and
             their learning rates.
-        of_fits: Names of those that only `fit` needs and other calls are not sent: an optimizer's state is large.
+        of_fits: Names of owners that only `fit` needs. They are not sent for other calls: optimizer state is large.
         modules: The loss's modules, and the "model", by name.
         local: Names of the trainer's attributes that stay in their process, or are parts themselves.
     """
@@ -30,7 +30,8 @@ class TrainerParts(NamedTuple):
 
 
 Delegate = Callable[[Any, str, tuple[Any, ...], Mapping[str, Any]], Any]
-"""Takes the trainer, the method's name, its arguments and keyword arguments; returns its result, or None: run here."""
+"""Takes the trainer, the method's name, its arguments and keyword arguments; returns its result, or None to run it
+here."""
 
 _delegates: list[Delegate] = []
 
@@ -41,6 +42,8 @@ def register(delegate: Delegate) -> None:
 
 
 def delegated(trainer: Any, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Return the result of a call that ran elsewhere; None: it is to run in this process."""
+    """Return the result of a call that ran elsewhere, or None if it must run in this process."""
     __tracebackhide__ = True
-    return _delegates[0](trainer, method, arguments, keywords) if _delegates else None
+    if not _delegates:
+        return None
+    return _delegates[0](trainer, method, arguments, keywords)

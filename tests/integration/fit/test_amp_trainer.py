@@ -234,7 +234,7 @@ def test_rank_and_world_size_must_be_those_of_the_world():
     [
         ({"accumulation_steps": 0}, "accumulation_steps must be a whole number of at least 1"),
         ({"learning_rate": -1}, "learning_rate must be a number of at least 0"),
-        ({"learning_rate": 0.1, "optimizer": "sgd"}, "learning_rate is that of AdamW"),
+        ({"learning_rate": 0.1, "optimizer": "sgd"}, "learning_rate is for AdamW"),
         ({"config": {"initial_scale": 1.0}}, r"config must be a cyxtrain\.AMPConfig"),
         ({"config": cx.AMPConfig(initial_scale=-1.0)}, "AMPConfig.initial_scale"),
         ({"optimizer": "adamm"}, "Did you mean 'adam'"),
