@@ -52,7 +52,7 @@ from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
-from cyxtrain.training.state import TrainingState
+from cyxtrain.training.state import TrainingState, output_names
 from cyxtrain.training.stopping import exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
@@ -73,7 +73,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         model: Any `nn.Module`; a wrapped one is unwrapped.
         loss_fn: A module of torch.nn, a callable of (output, target) that returns the mean over samples or (sum,
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
-            added, and the history has each; None is no loss.
+            added, and the history has each; None: no loss.
         optimizer: From torch.optim, a factory, or a name.
         optimizers: Instead of `optimizer`, several by name, each built with its own parameters.
         loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
@@ -87,7 +87,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             of `torch.optim.lr_scheduler`, or of another package, such as timm's; a function of the optimizer that
             returns one; or a function of `(optimizer, total_steps)`, called in each fit with the number of times that
             it steps the schedule.
-        schedulers: Instead of `scheduler`, those of several optimizers, by the optimizer's name.
+        schedulers: Instead of `scheduler`, one per optimizer, by the optimizer's name.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
         ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
@@ -140,7 +140,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self.metrics = metrics_by_name(metrics, [*map(str, loss_fn)] if isinstance(loss_fn, Mapping) else ())
+        self.metrics = metrics_by_name(metrics, output_names(loss_fn))
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         made = make_schedulers(scheduler, schedulers, named)
@@ -189,11 +189,15 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     @property
     def _loss(self) -> Any:
-        return self.loss_fn if self.loss_weights is None else WeightedLosses(self.loss_fn, self.loss_weights)
+        if self.loss_weights is None:
+            return self.loss_fn
+        return WeightedLosses(self.loss_fn, self.loss_weights)
 
     def _arguments(self, world: World) -> TrainerArguments:
-        given = (world, self.model, self._loss, self.optimizers, self._device, self.metrics, self._own_steps)
-        return TrainerArguments(*given, self._logged or LoggedNumbers())
+        logged = self._logged or LoggedNumbers()
+        return TrainerArguments(
+            world, self.model, self._loss, self.optimizers, self._device, self.metrics, self._own_steps, logged
+        )
 
     @property
     def trained(self) -> nn.Module:
@@ -218,13 +222,13 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
         """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
 
-        The numbers stay the same, to the bit.
+        The results are bit-identical.
 
         Args:
             *layers: Their classes or names; none: the layers in the model's Sequentials and ModuleLists.
 
         Raises:
-            ConfigError: There are no such layers.
+            ConfigError: The model has no such layers.
         """
         self._recomputed = layers_of(self.model, layers)
 
@@ -257,7 +261,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             y_val: Targets to validate with.
             config: Settings; keywords take precedence.
             validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or an iterable of batches; or several of
-                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is that of the first.
+                these by name: metrics are then "val_name_loss" and so on, and "val_loss" is the first one's.
             validation_groups: What each sample belongs to, such as a patient, shape (n,): `validation_split` then
                 keeps the samples of a group together, and `seed` draws the groups.
             sample_weight: How much the loss of each sample counts, shape (n,).
@@ -307,7 +311,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
-        """Check `fit`'s arguments on all ranks; return the plan, the wrapped model, a checkpoint and header lines."""
+        """Check `fit`'s arguments on all ranks; return plan, wrapped model, checkpoint and header lines."""
         world = self._begin("fit")
         plan = self._agreed_plan(world, arguments, keywords)
         with ending_group_on_error(world), self._logging():
@@ -318,14 +322,14 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             return plan, self._wrapped(plan), checkpoint, header_lines
 
     def _wrapped(self, plan: FitPlan) -> DistributedDataParallel:
-        """Return the model, or a step of the user's own, so that backward averages gradients."""
+        """Return the model, or a user's own step, so that backward averages gradients."""
         trained = trained_with(self.model, self._state.loss, plan.data.call.step)
         return DistributedDataParallel(trained, self.ddp_config)
 
     def _agreed_plan(
         self, world: World, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
     ) -> FitPlan:
-        """Return the plan of a fit; `has_all_rows`: whether no others will be trained on by it. All ranks call it."""
+        """Return the plan of a fit; `has_all_rows`: whether it will train on no other rows. All ranks call it."""
         parsed, sources = open_fit(world, lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
         sources[0].is_whole &= has_all_rows
         plan, facts_by_rank = agree_on(world, lambda: self._plan(world, parsed, sources))
@@ -342,7 +346,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     @contextlib.contextmanager
     def _fit_context(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[LoggedNumbers]:
-        """Set modes, precision and kernels for a fit, and collect numbers; restore them, and wrappers, afterwards."""
+        """Set modes, precision and kernels for a fit, and restore them; yield the numbers that it logs."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
@@ -380,9 +384,9 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """Return loss and accuracy over all samples, each counted once; the same on any number of ranks.
 
         Args:
-            X: Rows, shape (n, ...).
+            X: Inputs, shape (n, ...).
             y: Targets, shape (n, ...).
-            batch_size: Rows at once; None: as in the last fit.
+            batch_size: Samples at once; None: as in the last fit.
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
@@ -397,7 +401,10 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """
         options: dict[str, Any] = {"distributed": distributed, "steps": steps, "verbose": verbose}
         given = {"batch_size": batch_size, "sample_weight": sample_weight, **options}
-        evaluation: Evaluation | None = None if callbacks else delegated(self, "evaluate", (X, y), given)
+        evaluation: Evaluation | None = None
+        # Callbacks are called in this process, and with them this process does the work.
+        if not callbacks:
+            evaluation = delegated(self, "evaluate", (X, y), given)
         if evaluation is None:
             call = self._call("evaluate", (X, y, sample_weight), batch_size, callbacks=callbacks, **options)
             with self._logging() as logged:
@@ -419,8 +426,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """Return the model's output for all samples, in their order, on every rank.
 
         Args:
-            X: Rows, shape (n, ...).
-            batch_size: Rows at once; None: as in the last fit.
+            X: Inputs, shape (n, ...).
+            batch_size: Samples at once; None: as in the last fit.
             distributed: As in `evaluate`.
             output_dir: A folder, which all ranks see: each rank writes the rows that it predicts there, shard by shard,
                 and the result is what `cyxtrain.open_predictions` returns. If it was killed, the same call continues.
@@ -443,11 +450,15 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         options: dict[str, Any] = {"distributed": distributed, "steps": steps, "verbose": verbose}
         options |= {"pad_value": pad_value, "output_dir": output_dir}
         given = {"batch_size": batch_size, **options}
-        if not callbacks and (output := delegated(self, "predict", (X,), given)) is not None:
-            return output
+        if not callbacks:
+            output = delegated(self, "predict", (X,), given)
+            if output is not None:
+                return output
         call = self._call("predict", (X,), batch_size, callbacks=callbacks, predicting=True, **options)
         with self._logging():
-            return predict(call, pad_value) if output_dir is None else predict_to_folder(call, output_dir, pad_value)
+            if output_dir is None:
+                return predict(call, pad_value)
+            return predict_to_folder(call, output_dir, pad_value)
 
     def _call(
         self, name: str, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, **options: Any
@@ -467,14 +478,14 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             return rows
 
     def summary(self, X: Any = None, *, depth: int | None = None) -> str:  # noqa: N803
-        """Print the model's layers and their numbers of parameters, on rank 0; return the text.
+        """Print the model's layers and their numbers of parameters, on rank 0; return them as a string.
 
         Args:
-            X: Rows, of which two are tried: then the shapes of outputs are shown, too, such as (2, 10).
+            X: Inputs, of which two samples are tried: then the shapes of outputs are shown, too, such as (2, 10).
             depth: How many levels of layers within layers to show, from 1; 0: the model alone; None: all.
 
         Raises:
-            ConfigError: The model cannot take the rows, or depth is no whole number.
+            ConfigError: The model cannot take the inputs, or depth is not a whole number.
         """
         if depth is not None:
             require_integer("summary", "depth", depth, 0)
@@ -488,10 +499,10 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         return text
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Save model, optimizer, position and history in one file. All ranks or only rank 0 may call it; rank 0 writes.
+        """Save model, optimizer, position and history in one file. All ranks or only rank 0 may call it.
 
         Args:
-            path: Of the file, on rank 0; other ranks' values are ignored.
+            path: The file to write, on rank 0; other ranks' values are ignored.
 
         Raises:
             CheckpointError: It could not be written; the previous file, if any, is intact.
@@ -499,14 +510,15 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """
         world = self._world_of("save_checkpoint", works_alone=True)
         if self._fit is not None and not world.sends_nothing:
-            self._fit.prepare_to_save()  # a callback calls this
+            # A callback calls this.
+            self._fit.prepare_to_save()
         on_first(world, lambda: write_checkpoint(path, self._state.to_checkpoint(runtime.current())))
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
 
         Args:
-            path: Of the file, on rank 0; other ranks' values are ignored.
+            path: The file to read, on rank 0; other ranks' values are ignored.
 
         Raises:
             CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
@@ -521,6 +533,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         else:
             world = runtime.join_if_nobody_has()
         try:
+            # Rank 0 works alone if the others wait in another call: `if trainer.is_master(): trainer.evaluate()`.
             together = distributed and world.check_same_call(call, works_alone=works_alone)
         except CollectiveMismatchError as error:
             if self._fit is None:
@@ -570,12 +583,13 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
 
 def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
-    """Return what another process that runs the trainer's calls has as well: its layout is known to this module."""
+    """Return the parts of a trainer that another process needs to run its calls."""
     state = trainer._state
+    modules = {} if state.loss is None else state.loss.named_modules("loss")
     return TrainerParts(
         owners={"trainer": trainer, "its state": state, **state.parts_of_fits},
         of_fits=frozenset(state.parts_of_fits),
-        modules={**({} if state.loss is None else state.loss.named_modules("loss")), "model": trainer.model},
+        modules={**modules, "model": trainer.model},
         local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
         given=trainer._arguments(World()),
         is_fitting=trainer._fit is not None,

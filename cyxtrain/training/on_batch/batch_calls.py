@@ -49,10 +49,10 @@ class BatchCalls(TrainerView, TrainerSteps):
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Take one step on a batch, in training mode: Keras's call, for loops of your own.
+        """Take one step on a batch, in training mode: Keras's call, for your own loop.
 
         Every rank passes the same batch and trains on its share, as in `fit`. Precision, clipping and other settings of
-        a step are those of the latest fit. Callbacks are not called, and epochs are not counted.
+        a step are taken from the latest fit. Callbacks are not called, and epochs are not counted.
 
         Args:
             x: Inputs, one entry per sample, or several by name.
@@ -71,13 +71,13 @@ class BatchCalls(TrainerView, TrainerSteps):
         world = self._begin("train_on_batch")
         given = (x, y, sample_weight, class_weight)
         (source, config, form), _ = agree_on(world, lambda: _opened(world, self._state, *given))
-        known = self._batch_plan
-        if known is None or known[0] != form or known[1].world.group is not world.group:
+        known_form, plan = self._batch_plan or (None, None)
+        if plan is None or known_form != form or plan.world.group is not world.group:
             weights = {"sample_weight": sample_weight, "class_weight": class_weight}
             plan = self._agreed_plan(world, (x, y, config), weights, has_all_rows=False)
             with self._logging():
-                self._batch_plan = form, with_batch_norm_checked(self.model, plan)
-        plan = self._batch_plan[1]
+                plan = with_batch_norm_checked(self.model, plan)
+            self._batch_plan = (form, plan)
         with ending_group_on_error(world), memory_explained(world):
             ddp = self._wrapped(plan)
             with self._fit_context(plan, ddp) as logged:
@@ -110,16 +110,19 @@ def _opened(
     world: World, state: TrainingState, x: Any, y: Any, weights: Any, class_weights: Any
 ) -> tuple[tuple[Source, DistributedTrainingConfig, Any], dict[str, Any]]:
     """Return a batch, its settings and its form, and what must be the same on every rank."""
-    rows, kept = _rows_of("train_on_batch", x), {name: getattr(state.config, name) for name in _KEPT}
+    rows = _rows_of("train_on_batch", x)
+    kept = {name: getattr(state.config, name) for name in _KEPT}
     require(
         not any(rates.ends_with_fit for rates in state.rates.values()),
-        "the schedule of this trainer ends with a fit, which train_on_batch has not: pass a scheduler of "
+        "the schedule of this trainer ends with a fit, and train_on_batch is not one: pass a scheduler of "
         "torch.optim.lr_scheduler, or set the rate with trainer.set_learning_rates.",
     )
     config = DistributedTrainingConfig(epochs=1, effective_batch_size=rows, shuffle=False, verbose=False, **kept)
     source = open_source(x, y, weights, config, 0, world, trains=True)
-    source = source if class_weights is None else source.weighted_by_class(class_weights, None)
+    if class_weights is not None:
+        source = source.weighted_by_class(class_weights, None)
     facts = source.facts("the batch's")
+    # A batch of the same form has other values, and so another hash.
     form = {name: value for name, value in facts.items() if "hash" not in name}
     return (source, config, (form, config)), facts
 
@@ -128,7 +131,9 @@ def _step(
     state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, source: Source, logged: LoggedNumbers
 ) -> dict[str, float]:
     """Take a step on a batch; return what was measured, over all ranks."""
-    world, config, data = plan.world, plan.config, plan.data
+    world = plan.world
+    config = plan.config
+    data = plan.data
     device = data.placement.device
     state.set(callbacks=Callbacks(), stop_training=False)
     with generators_kept(device):
@@ -136,7 +141,8 @@ def _step(
         put_into_training(state.model, *data.loss.modules)
         shares = source.feed(config, world).shares(Place(0, 0, 0), data.placement, 1)
         with contextlib.closing(shares), Session(state, data, ddp, logged) as session:
-            step, share = session.begin_epoch(), next(shares)
+            step = session.begin_epoch()
+            share = next(shares)
             session.begin_step(share)
             session.take_step(share)
         ddp.sync_buffers()
@@ -155,5 +161,8 @@ def _rows_of(call: str, x: Any) -> int:
 
 
 def _returned(measured: Mapping[str, float], as_dictionary: bool) -> Any:
+    """Return numbers as Keras does: a single one alone, several as a list."""
+    if as_dictionary:
+        return dict(measured)
     values = [*measured.values()]
-    return dict(measured) if as_dictionary else values if len(values) > 1 else values[0]
+    return values if len(values) > 1 else values[0]
