@@ -149,16 +149,18 @@ def evaluate_rows(
     logged.rows = 1
     measured = totals.over_ranks(world)
     for metric, kept in whole_sets:
-        kept.is_complete = not is_stopped
-        measured |= _over_whole_set(world, metric, kept, rows)
+        measured |= _over_whole_set(world, metric, kept, rows, is_complete=not is_stopped)
     measured |= logged.over_ranks(world)
     # Only now: the collectives above need this rank, even if it stops.
     return None if is_stopped else measured
 
 
-def _over_whole_set(world: World, tried: CheckedWholeSet, kept: Outputs, data: CheckedData) -> dict[str, float]:
+def _over_whole_set(
+    world: World, tried: CheckedWholeSet, kept: Outputs, data: CheckedData, *, is_complete: bool
+) -> dict[str, float]:
     """Return a metric over all rows, which rank 0 computes; empty if the fit stops on any rank."""
     found: dict[str, float] = {}
+    kept.is_complete = is_complete
     rows = gathered_rows(world, kept, data.source, only_first=True)
 
     def compute() -> None:

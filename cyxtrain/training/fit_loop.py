@@ -25,7 +25,7 @@ from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.progress.display import around_validation, numbers, pace
 from cyxtrain.progress.flops import explain_usage, usage_of
-from cyxtrain.progress.history import record_epoch, record_numbers, record_validation, validation_of
+from cyxtrain.progress.history import TrainingHistory, record_epoch, record_numbers, record_validation, validation_of
 from cyxtrain.progress.step_timer import Profile, StepTimer
 from cyxtrain.training.checkpoint_manager import CheckpointManager
 from cyxtrain.training.evaluation import evaluate_rows
@@ -77,14 +77,7 @@ class FitLoop:
         logged.best_names = {plan.config.keep_best}
         self._last_epoch = state.position.first_epoch + plan.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
-        self._trained_rows = 0
-        self._training_seconds = 0.0
-        # A fit that resumes continues the average over the epochs before.
-        speed = state.history.samples_per_second
-        if speed:
-            rows_per_epoch = plan.feed.rows_of(plan.steps_per_epoch) or 0
-            self._trained_rows = rows_per_epoch * len(state.history.epochs)
-            self._training_seconds = self._trained_rows / speed
+        self._trained_rows, self._training_seconds = _trained_before(state.history, plan)
         self._manager = CheckpointManager(state, plan, ddp, logged)
         self._requests = StopSignals(plan.config, state, plan.world)
         self._callbacks = plan.callbacks
@@ -577,3 +570,12 @@ class FitLoop:
             flops_per_second = flops_per_row * rows / seconds / self._world.size
         self._state.set(device_usage=usage_of(self._device, flops_per_second, self._plan.dtype))
         return explain_usage(self._state.device_usage)
+
+
+def _trained_before(history: TrainingHistory, plan: FitPlan) -> tuple[int, float]:
+    """Return rows and seconds of the epochs before, whose average speed a fit that resumes continues."""
+    speed = history.samples_per_second
+    if not speed:
+        return 0, 0.0
+    rows = (plan.feed.rows_of(plan.steps_per_epoch) or 0) * len(history.epochs)
+    return rows, rows / speed

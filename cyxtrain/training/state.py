@@ -292,22 +292,16 @@ class TrainingState(_Fields):
         """Return what a checkpoint of these ranks holds; its tensors are the live ones, not copies."""
         trained = self.trained
         found = {name: optimizer_state_by_name(each, trained) for name, each in self.optimizers.items()}
-        by_optimizer = {
-            name: {
-                "scheduler": scheduler_state(rates.scheduler),
-                "rates": rates.state_dict(),
-                "groups": len(found[name][1]),
-            }
-            for name, rates in self.rates.items()
-        }
+        by_optimizer: dict[str, dict[str, Any]] = {}
+        optimizer: dict[str, dict[str, Any]] = {}
+        optimizer_groups: list[dict[str, Any]] = []
+        for name, (values, groups) in found.items():
+            by_optimizer[name] = self._schedule_to_checkpoint(name) | {"groups": len(groups)}
+            optimizer |= values
+            optimizer_groups += groups
         # The state of an only optimizer stays where it always was, so that other versions can read it.
         only = by_optimizer.pop(ONLY, {})
         several = {"optimizers": by_optimizer} if by_optimizer else {}
-        optimizer: dict[str, dict[str, Any]] = {}
-        optimizer_groups: list[dict[str, Any]] = []
-        for values, groups in found.values():
-            optimizer |= values
-            optimizer_groups += groups
         return CheckpointState(
             model=plain_state(self.model),
             optimizer=optimizer,
@@ -334,6 +328,10 @@ class TrainingState(_Fields):
             metadata=self.metadata,
             world_size=world.size,
         )
+
+    def _schedule_to_checkpoint(self, name: str) -> dict[str, Any]:
+        rates = self.rates[name]
+        return {"scheduler": scheduler_state(rates.scheduler), "rates": rates.state_dict()}
 
     def _state_of_data(self) -> dict[str, Any]:
         """Return the state of the data; warn and return {} if no checkpoint can hold it."""
@@ -458,6 +456,11 @@ class _SavedOptimizer(NamedTuple):
     rates: dict[str, Any]
 
 
+def output_names(loss_fn: Any) -> list[str]:
+    """Return the names of the outputs that have a loss each, if a loss is a dictionary of losses."""
+    return [*map(str, loss_fn)] if isinstance(loss_fn, Mapping) else []
+
+
 class _ByName(dict[str, torch.optim.Optimizer]):
     def __call__(self) -> NoReturn:
         raise TypeError("optimizers is a dictionary: take one by name, or call optimize(loss, name) in a train_step.")
@@ -492,7 +495,7 @@ class TrainerView:
             if name == "callbacks":
                 return checked_callbacks(value)
             if name == "metrics":
-                return metrics_by_name(value, [*map(str, getattr(self.loss_fn, "keys", tuple)())])
+                return metrics_by_name(value, output_names(self.loss_fn))
             return value
 
     @property

@@ -52,7 +52,7 @@ from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
 from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
-from cyxtrain.training.state import TrainingState
+from cyxtrain.training.state import TrainingState, output_names
 from cyxtrain.training.stopping import exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
@@ -140,8 +140,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        outputs = [*map(str, loss_fn)] if isinstance(loss_fn, Mapping) else []
-        self.metrics = metrics_by_name(metrics, outputs)
+        self.metrics = metrics_by_name(metrics, output_names(loss_fn))
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         made = make_schedulers(scheduler, schedulers, named)
@@ -150,7 +149,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self.stop_evaluating = self.stop_predicting = False
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
-        # Last: attributes that are set from here on are the user's (`TrainerView.__setattr__`).
         super().__init__(train_step, test_step, predict_step)
 
     def __repr__(self) -> str:
@@ -302,7 +300,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
-        # Workers of a stream start when its first batch is looked at, before the fit catches signals.
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
