@@ -133,6 +133,29 @@ def test_release_needs_a_section_of_the_changelog(tag, notes, tmp_path):
         assert (tmp_path / "notes.md").read_text(encoding="utf-8") == notes
 
 
+def test_package_claims_the_systems_and_python_versions_that_continuous_integration_tests():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
+    claimed = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    assert [claimed[0], claimed[-1]] == jobs["linux"]["strategy"]["matrix"]["python"]
+    assert f'requires-python = ">={claimed[0]}"' in text
+    systems = re.findall(r'"Operating System :: (?:.+ :: )?(\w+)"', text)
+    assert systems == ["MacOS", "Windows", "Linux"]
+    assert {f"{system.lower()}-latest" for system in systems[:2]} == set(jobs["others"]["strategy"]["matrix"]["os"])
+
+
+def test_addresses_of_the_package_are_in_its_repository():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    urls = dict(re.findall(r'^(\w+) = "(https://.+)"$', text, flags=re.MULTILINE))
+    repository = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["repository-code"]
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert urls["Source"] == repository
+    for url in urls.values():
+        assert url.startswith(repository)
+        _, is_file, name = url.partition("/blob/main/")
+        assert not is_file or (ROOT / name).is_file(), url
+
+
 def test_checks_before_a_commit_are_those_of_continuous_integration():
     [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     entries = [hook["entry"] for hook in repository["hooks"]]
