@@ -12,13 +12,15 @@ import subprocess
 
 import pytest
 import yaml
-from pages import DOCS, ROOT, read_page
+from pages import DOCS, ROOT, broken_links, read_page, without_code
 from worlds import TESTS
 
 import cyxtrain as cx
 
 DOCUMENTS = [ROOT / "README.md", *DOCS]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
+LINKED = [*sorted(ROOT.glob("*.md")), *DOCS, *sorted((ROOT / "examples").glob("*.md"))]
+REPOSITORY = "https://github.com/cyxtrain/cyxtrain"
 FOLDERS = (".ci", ".github", "benchmarks", "configs", "cyxtrain", "docs", "examples", "tests")
 
 
@@ -133,6 +135,29 @@ def test_release_needs_a_section_of_the_changelog(tag, notes, tmp_path):
         assert (tmp_path / "notes.md").read_text(encoding="utf-8") == notes
 
 
+def test_package_claims_the_systems_and_python_versions_that_continuous_integration_tests():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
+    claimed = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    assert [claimed[0], claimed[-1]] == jobs["linux"]["strategy"]["matrix"]["python"]
+    assert f'requires-python = ">={claimed[0]}"' in text
+    systems = re.findall(r'"Operating System :: (?:.+ :: )?(\w+)"', text)
+    assert systems == ["MacOS", "Windows", "Linux"]
+    assert {f"{system.lower()}-latest" for system in systems[:2]} == set(jobs["others"]["strategy"]["matrix"]["os"])
+
+
+def test_addresses_of_the_package_are_in_its_repository():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    urls = dict(re.findall(r'^(\w+) = "(https://.+)"$', text, flags=re.MULTILINE))
+    repository = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["repository-code"]
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert urls["Source"] == repository
+    for url in urls.values():
+        assert url.startswith(repository)
+        _, is_file, name = url.partition("/blob/main/")
+        assert not is_file or (ROOT / name).is_file(), url
+
+
 def test_checks_before_a_commit_are_those_of_continuous_integration():
     [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     entries = [hook["entry"] for hook in repository["hooks"]]
@@ -194,8 +219,54 @@ def test_files_that_documents_name_exist():
         text = document.read_text(encoding="utf-8")
         for name in re.findall(r"`((?:benchmarks|cyxtrain|docs|examples|configs|tests|\.ci|\.github)/[\w./]*)`", text):
             assert (ROOT / name).exists(), f"{document.name} names {name}"
-        for name in re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", text):
-            assert (document.parent / name).exists(), f"{document.name} links to {name}"
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_into_the_repository_lead_to_files_and_headings(path):
+    assert broken_links(path) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "is_broken"),
+    [
+        ("[page](docs/ring.md)", False),
+        ("[page](docs/rings.md)", True),
+        ("[page](#the-top)", False),
+        ("[page](#the-bottom)", True),
+        (f"[page]({REPOSITORY}/blob/main/docs/ring.md#the-order-of-summation)", False),
+        (f"[page]({REPOSITORY}/blob/main/docs/ring.md#no-such-heading)", True),
+        (f"[page]({REPOSITORY}/blob/main/docs/rings.md)", True),
+        (f"[page]({REPOSITORY}/blob/master/docs/ring.md)", True),
+        (f"[page]: {REPOSITORY}/blob/main/docs/ring.md", False),
+        (f"[page]: {REPOSITORY}/blob/main/docs/rings.md", True),
+        ("![picture](https://raw.githubusercontent.com/cyxtrain/cyxtrain/main/docs/pictures/step.svg)", False),
+        ("![picture](https://raw.githubusercontent.com/cyxtrain/cyxtrain/main/docs/pictures/steps.svg)", True),
+        ("[elsewhere](https://pytorch.org/docs#anything)", False),
+        ("`[page](docs/rings.md)`", False),
+        ("```python\n[page](docs/rings.md)\n```", False),
+    ],
+)
+def test_link_to_a_missing_file_or_heading_is_broken(link, is_broken, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# The top\n\n{link}\n", encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "ring.md").touch()
+    assert bool(broken_links(page)) is is_broken
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
+def test_pages_that_the_registry_and_the_releases_show_have_no_relative_links(name):
+    text = without_code((ROOT / name).read_text(encoding="utf-8"))
+    assert re.findall(r"\]\((?!https://)[^)]*\)|^\[[^\]]+\]: (?!https://).*", text, flags=re.MULTILINE) == []
+
+
+def test_each_reference_link_in_readme_is_defined_and_used():
+    # A definition cannot interrupt a paragraph: without the empty line before them, these would be text.
+    text, definitions = re.fullmatch(
+        r"(.*\n\n)((?:\[[^\]]+\]: \S+\n)+)", without_code(README), flags=re.DOTALL
+    ).groups()
+    used = re.findall(r"(?:\[[^\]]+\])?\[([^\]]+)\](?![(\[])", text)
+    assert {name.lower() for name in used} == set(re.findall(r"^\[([^\]]+)\]", definitions, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

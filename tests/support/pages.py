@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +99,64 @@ def read_page(path: Path) -> Page:
 def ends_not(fence: str) -> Callable[[tuple[int, str]], bool]:
     """Return a function that says whether a line is still within a block."""
     return lambda line: line[1].rstrip() != fence
+
+
+# --- links of pages -------------------------------------------------------------------------------------------------
+
+_LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
+_OWN_FILE = re.compile(
+    r"https://github\.com/cyxtrain/cyxtrain/(?:(?:blob|tree)/main/)?"
+    r"|https://raw\.githubusercontent\.com/cyxtrain/cyxtrain/(?:main/)?"
+)
+
+
+def links_to_files(path: Path) -> Iterator[tuple[str, Path, str]]:
+    """Yield (link, file, anchor) of each link of a page into the repository, relative or with the repository's URL.
+
+    An URL of the repository with another branch or form is a link to a file that does not exist.
+    """
+    for inline, defined in _LINK.findall(without_code(path.read_text(encoding="utf-8"))):
+        link = inline or defined
+        name, _, anchor = link.partition("#")
+        own = _OWN_FILE.match(name)
+        if own:
+            yield link, ROOT / name[own.end() :], anchor
+        elif not name:
+            yield link, path, anchor
+        elif not re.match(r"https?:", name):
+            yield link, path.parent / name, anchor
+
+
+def broken_links(path: Path) -> list[str]:
+    """Return the links of a page into the repository whose file or anchor does not exist."""
+    return [link for link, file, anchor in links_to_files(path) if not _leads_somewhere(file, anchor)]
+
+
+def _leads_somewhere(file: Path, anchor: str) -> bool:
+    if not anchor:
+        return file.exists()
+    return file.is_file() and anchor in anchors(file)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", without_fences(path.read_text(encoding="utf-8")), flags=re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        anchor = words.strip().replace(" ", "-")
+        numbered = (f"{anchor}-{number}" for number in itertools.count(1))
+        found.add(next(each for each in itertools.chain([anchor], numbered) if each not in found))
+    return found
+
+
+def without_fences(text: str) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^( *`{3,}).*?^\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def without_code(text: str) -> str:
+    """Return a page without its fenced blocks and its code in backticks."""
+    return re.sub(r"`[^`\n]*`", "`code`", without_fences(text))
 
 
 # --- output of pages ------------------------------------------------------------------------------------------------
