@@ -44,7 +44,7 @@ from cyxtrain.training.model.snapshot import StepBuffers
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.loss_division import LossDivision, choose_division
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
-from cyxtrain.training.step.transaction import Participant, StepTransaction
+from cyxtrain.training.step.transaction import StepTransaction
 from cyxtrain.training.step.updates import Updates
 
 
@@ -93,17 +93,8 @@ class TrainingStep:
         self._world = ddp.world
         self._device = setup.placement.device
         self._parameters = list(ddp.parameters())
-        continues_after_bad_step = ends_fit or state.config.on_nonfinite == "skip"
-        has_dynamic_scale = self._scale is not None and self._scale.is_dynamic
-        defers = may_defer and not continues_after_bad_step and not has_dynamic_scale
-        # Besides buffers, a skipped step takes back what it has logged. If the verdict comes late, position and rates
-        # have moved on meanwhile; such a step ends the fit, so that what it has logged is of no use.
-        undone: list[Participant] = [logged]
-        copies_of_buffers = 1
-        if defers:
-            undone = [state.position, *self._rates]
-            copies_of_buffers = 2
-        self._transaction = StepTransaction(StepBuffers(ddp, depth=copies_of_buffers), undone)
+        defers = may_defer and not ends_fit and _needs_no_verdict(state)
+        self._transaction = _transaction_of(ddp, state, logged, defers=defers)
         self.guard = FiniteGuard(
             ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=is_fit
         )
@@ -389,6 +380,24 @@ class TrainingStep:
 
     def _times_loss_scale(self, loss: Tensor) -> Tensor:
         return loss if self._multiplier == 1 else loss * self._multiplier
+
+
+def _needs_no_verdict(state: TrainingState) -> bool:
+    """Return whether a step can begin without the verdict on the one before."""
+    skips = state.config.on_nonfinite == "skip"
+    has_dynamic_scale = state.loss_scale is not None and state.loss_scale.is_dynamic
+    return not skips and not has_dynamic_scale
+
+
+def _transaction_of(
+    ddp: DistributedDataParallel, state: TrainingState, logged: LoggedNumbers, *, defers: bool
+) -> StepTransaction:
+    """Return what a step changes besides parameters, and takes back if it is not taken."""
+    if not defers:
+        return StepTransaction(StepBuffers(ddp, depth=1), [logged])
+    # When the verdict comes late, position and rates have moved on, and the next step has changed buffers. A bad step
+    # ends the fit then, so that what it has logged is of no use.
+    return StepTransaction(StepBuffers(ddp, depth=2), [state.position, *state.rates.values()])
 
 
 class _NoUpdates:
