@@ -433,8 +433,10 @@ class Callbacks:
 
 def checked_callbacks(callbacks: Any) -> list[Callback]:
     """Return the callbacks that a user passed: one, several, or None."""
-    is_one = isinstance(callbacks, (Callback, type, str, Mapping)) or not isinstance(callbacks or (), Iterable)
-    found = [callbacks] if is_one else list(callbacks or ())
+    if callbacks is None:
+        return []
+    is_one = isinstance(callbacks, (Callback, type, str, Mapping)) or not isinstance(callbacks, Iterable)
+    found = [callbacks] if is_one else list(callbacks)
     for callback in found:
         _require_callback(callback)
         # The user's class may derive from one of ours, whose constructor must have run.

@@ -122,11 +122,12 @@ def problem_of_address(address: str) -> str:
         return "it is a URL; give the host name alone, and the port as MASTER_PORT"
     if address != address.strip():
         return f"it has a space before or after the name; set it to {address.strip()!r}"
+    # Before commas, which such a list has within its brackets too.
+    if "[" in address[1:]:
+        return "it is a list of Slurm's; give its first name, which `scontrol show hostnames` prints first"
     if re.search(r"[\s,;]", address):
         first = re.split(r"[\s,;]+", address)[0]
         return f"it has a space or a comma in it; give rank 0's machine alone, such as the first: {first!r}"
-    if "[" in address[1:]:
-        return "it is a list of Slurm's; give its first name, which `scontrol show hostnames` prints first"
     if "[" in address or "]" in address:
         return "brackets belong around a whole IPv6 address, such as [fe80::1]; leave them out"
     return ""

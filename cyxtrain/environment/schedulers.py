@@ -120,16 +120,21 @@ def _is_whole_number(value: str) -> bool:
 
 def _local_size(variables: Variables, name: str) -> int | None:
     """Return how many processes this machine has; None: unknown."""
-    sizes = []
+    sizes: list[tuple[int, int]] = []
     for part in variables.get(name, "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
             return None
-        sizes += [int(found[1])] * int(found[2] or 1)
+        num_nodes = int(found[2] or 1)
+        sizes.append((int(found[1]), num_nodes))
     node = variables.get("SLURM_NODEID", "0")
-    if node.isdecimal() and int(node) < len(sizes):
-        return sizes[int(node)]
-    return sizes[0]
+    if node.isdecimal():
+        nodes_before = 0
+        for size, num_nodes in sizes:
+            nodes_before += num_nodes
+            if int(node) < nodes_before:
+                return size
+    return sizes[0][0]
 
 
 def _is_in_srun(variables: Variables) -> bool:

@@ -648,6 +648,7 @@ def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
             r"is the class StepLR, which needs more .* lambda optimizer, total_steps: StepLR\(optimizer",
         ),
         ({"callbacks": [print]}, "callbacks must be instances of"),
+        ({"callbacks": False}, r"callbacks must be instances of .*, got False"),
         ({"device": "warp"}, "device must be"),
         ({"device": "gpu"}, "got 'gpu'. Did you mean 'auto'"),
         ({"model": nn.Linear}, r"got <class 'torch.*Linear'> \(a type\)"),

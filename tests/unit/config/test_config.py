@@ -289,6 +289,7 @@ def test_epochs_of_validation_may_be_a_tuple():
             "it has a space or a comma in it; give rank 0's machine alone, such as the first: 'node1'",
         ),
         ("node[1-4]", "it is a list of Slurm's"),
+        ("gpu[07-09,12],login1", "it is a list of Slurm's"),
         ("[::1", "brackets belong around a whole IPv6 address"),
         ("[node1]", "brackets belong around a whole IPv6 address"),
     ],

@@ -164,6 +164,7 @@ def test_the_first_rank_of_mpiexec_within_a_slurm_job_is_mpiexecs_too(tasks):
         (SLURM, 2),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_NODEID": "2"}, 1),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,5(x2)", "SLURM_NODEID": "2"}, 5),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,5(x99999999999)", "SLURM_NODEID": "2"}, 5),
         (OPEN_MPI | ON_ONE, 4),
         (SLURM | {"OMP_NUM_THREADS": "3"}, 1),
         (SLURM | {"RANK": "0", "WORLD_SIZE": "2"}, 1),

@@ -295,10 +295,15 @@ def test_settings_are_taken_over_where_the_own_folder_was_removed(tmp_path, monk
 def test_changes_without_an_optimizer_leave_the_own_one_as_it_is():
     trainer = trainer_of()
     changes, parts = AttributeDigests(trainer, parts_of(trainer), {}).changes()
-    changes.optimizer = None
+    before = {name: (state, [dict(each) for each in groups]) for name, (state, groups) in changes.optimizers.items()}
+    rate_before = trainer.optimizer.param_groups[0]["lr"]
     trainer.optimizer.param_groups[0]["lr"] = 0.25
+    changes.optimizers = {}
     merge(changes, trainer, parts)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.25
+    changes.optimizers = before
+    merge(changes, trainer, parts)
+    assert trainer.optimizer.param_groups[0]["lr"] == rate_before
 
 
 class FakePool:
