@@ -5,8 +5,8 @@ Run it alone, or on two ranks:
     python examples/contrastive.py
     cyxtrain launch -n 2 -- python examples/contrastive.py
 
-Each picture is shifted twice by a pixel or less. The two views of a picture should be more similar than those of any
-other two pictures in the batch. `cx.all_gather_with_grad` returns the views of all ranks, so each view is compared with
+Each picture is shifted twice by a pixel or less. The two views of a picture should be more similar than views of
+different pictures in the batch. `cx.all_gather_with_grad` returns the views of all ranks, so each view is compared with
 the same number of others on two ranks as on one. Expect the loss to fall. A linear classifier trained on 50 labels then
 has a higher test accuracy on the features than on the pixels.
 """

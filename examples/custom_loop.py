@@ -51,7 +51,7 @@ def main() -> None:
 
     with torch.no_grad():
         accuracy = (model(x_test).argmax(1) == y_test).float().mean()  # every rank evaluates all rows: they are few
-    ddp.check_replicas()  # raises an error unless all ranks have the same parameters, to the bit
+    ddp.check_replicas()  # raises an error unless all ranks have the same parameters, bit for bit
     if cx.is_master():
         print(f"test accuracy: {accuracy:.4f}")
 

@@ -33,7 +33,7 @@ class Distillation(cx.DistributedTrainer):
         self.teacher = teacher.requires_grad_(False).eval()
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Return the loss of the built-in step and that of the teacher, added."""
+        """Return the sum of the built-in step's loss and the teacher's."""
         images, _ = batch
         result = super().train_step(batch)
         scores, expected = ((each / TEMPERATURE).log_softmax(1) for each in (result["output"], self.teacher(images)))

@@ -7,7 +7,7 @@ Run it alone, or on two ranks:
 
 A step updates encoder, decoder and discriminator, each by its own loss. The first two losses share a graph, which
 `retain_graph=True` keeps. Each rank draws its own noise, so results on several ranks are similar, not equal. Expect
-three losses, then the squared error per pixel of reconstructions, far below that of the mean picture.
+three losses, then the squared error per pixel of reconstructions, far below the error of the mean picture.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ alone, by the launcher, or by torchrun:
 
 Expect the epochs of two fits, which end with the same bits, a test loss of about 27 from `fit` and from the loop by
 hand, and the loss of eleven samples computed in two ways, which differ on two ranks. It takes about ten seconds. Alone,
-each part starts two processes, and the results are those of two ranks under a launcher.
+each part starts two processes, with the same results as two ranks under a launcher.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 import yaml
-from pages import DOCS, ROOT, broken_links, read_page, without_code
+from pages import DOCS, IS_CHECKOUT, ROOT, broken_links, read_page, without_code
 from worlds import TESTS
 
 import cyxtrain as cx
@@ -39,7 +39,7 @@ def project_files(*folders):
     """Yield (path, text) of every text file in some folders, or in the whole project."""
     paths = [path for folder in folders or FOLDERS for path in (ROOT / folder).rglob("*")]
     if not folders:
-        paths += ROOT.iterdir()
+        paths += {*ROOT.iterdir()} - {ROOT / ".git"}  # in a worktree, a file with the path of the repository
     for path in sorted(paths):
         if (
             path.is_file()
@@ -144,6 +144,16 @@ def test_package_claims_the_systems_and_python_versions_that_continuous_integrat
     systems = re.findall(r'"Operating System :: (?:.+ :: )?(\w+)"', text)
     assert systems == ["MacOS", "Windows", "Linux"]
     assert {f"{system.lower()}-latest" for system in systems[:2]} == set(jobs["others"]["strategy"]["matrix"]["os"])
+
+
+@pytest.mark.skipif(not IS_CHECKOUT, reason="only git knows which files are tracked")
+def test_source_distribution_has_each_tracked_file_and_folder():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
+    commands = re.findall(r"^(?:include|graft) (.+)$", manifest, flags=re.MULTILINE)
+    named = {name for names in commands for name in names.split()}
+    by_setuptools = {"LICENSE", "MANIFEST.in", "README.md", "cyxtrain", "pyproject.toml"}
+    assert {line.partition("/")[0] for line in tracked.splitlines()} - by_setuptools == named, "list it in MANIFEST.in"
 
 
 def test_addresses_of_the_package_are_in_its_repository():

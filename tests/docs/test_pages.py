@@ -172,7 +172,7 @@ KIB = 1024
         ("a window of 2 MiB in shared memory", 2048 * KIB, selector.WINDOW_BYTES),
         ("in segments of 1 MiB", 1024 * KIB, selector.SEGMENT_BYTES),
         ("one of 256 at a time", 256, accept._MAX_STRANGERS),
-        ("Suspended for 4 s, or gone for 0.5 s", (4, 0.5), (heartbeat.STOPPED_SECONDS, heartbeat.GONE_SECONDS)),
+        ("suspended for 4 s, or gone for 0.5 s", (4, 0.5), (heartbeat.STOPPED_SECONDS, heartbeat.GONE_SECONDS)),
         ("every half second", 0.5, monitor._LONGEST_BEAT_SECONDS),
         ("acknowledged for 4.5 s", 4500, link._CONTROL_OPTIONS["TCP_USER_TIMEOUT"]),
         ("waited for half a second", 0.5, executor._LONG_SECONDS),

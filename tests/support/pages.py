@@ -21,11 +21,14 @@ import dataclasses
 import itertools
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+IS_CHECKOUT = (ROOT / ".git").exists() and shutil.which("git") is not None
+"""Whether git knows these files. It does not in an unpacked source distribution."""
 
 _MARK = re.compile(r"<!-- (.*?) -->")
 _FILE = re.compile(r"# ([\w./-]+\.[a-z]+)")
