@@ -288,16 +288,15 @@ def _with_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizers_and_schedulers(values: Mapping[str, Any], resolver: Resolver, model: nn.Module) -> dict[str, Any]:
     """Return the trainer's arguments for one optimizer with its schedule, or for several by name."""
     optimizers = _optimizers(values, resolver, model)
-    if ONLY in optimizers and values.get("schedulers") is not None:
-        raise ConfigError(
-            "the section 'schedulers' is for the section 'optimizers', which is not given: give the schedule of the only "
-            "optimizer as 'scheduler'."
-        )
     schedulers = {}
     for own, section in _by_optimizer(values, "schedulers", optimizers).items():
         schedulers[own] = _scheduler(section, f"schedulers.{own}", resolver, optimizers[own])
     if ONLY not in optimizers:
         return {"optimizers": optimizers, "schedulers": schedulers}
+    if schedulers:
+        raise ConfigError(
+            "the section 'schedulers' is for several 'optimizers'; for one, give the section 'scheduler'."
+        )
     only = optimizers[ONLY]
     return {"optimizer": only, "scheduler": _scheduler(values.get("scheduler"), "scheduler", resolver, only)}
 
