@@ -430,7 +430,7 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
         ("optimizers", {"g": "adam"}, "modules must name modules of the model"),
         ("optimizers", ["adam"], "must have settings by the optimizers' names"),
         ("schedulers", {"g": "cosine"}, "the section 'schedulers' has no optimizer 'g'"),
-        ("schedulers", {"optimizer": "cosine"}, "the section 'schedulers' is for several 'optimizers'; for one, set"),
+        ("schedulers", {"optimizer": "cosine"}, "the section 'schedulers' is for several 'optimizers'; for one, give"),
         ("scheduler", "StepLR", "the scheduler 'StepLR' needs step_size"),
         ("scheduler", {"name": "own_things:decay", "powers": 2}, "has no setting 'powers'"),
         ("scheduler", "cosin", r"no scheduler 'cosin'. Did you mean 'cosine'\?"),
