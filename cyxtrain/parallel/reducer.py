@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cyxtrain.config import DDPConfig
 from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.environment.allocator import keep_freed_memory
-from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
+from cyxtrain.errors import ConfigError, DistributedTrainingError, shortened
 from cyxtrain.parallel.bucket import STEP_LATER, Bucket, checked_gradient
 from cyxtrain.parallel.compression import install_compression
 from cyxtrain.parallel.consistency.broadcasting import tensors_of
@@ -29,6 +29,7 @@ from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
+from cyxtrain.parallel.sync_flags import SyncFlags
 from cyxtrain.ring import MeanWeight, SharedGradientBuffer, gradient_buffers_of, is_ring
 from cyxtrain.world import runtime
 from cyxtrain.world.world import World
@@ -65,15 +66,12 @@ class Reducer:
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
-        self._refuses_unused = False
-        self._flags_in_flight: accelerator.HostCopy | None = None
+        self.flags = SyncFlags(self._buckets, self._names)
         self.held = False  # whether backward accumulates locally
         self.signals = [0.0] * num_signals  # this rank's signals in each synchronisation
         self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
         self.weight: MeanWeight | None = None  # of this rank's loss in the next synchronisation; None: not counted
         self.factor: Tensor | float = 1.0  # by which the latest averages were multiplied
-        # whether flags stay on the accelerator, and unused parameters are not refused, until a `report` is read
-        self.reports = False
         self.scale = 1.0  # what the gradients of the next synchronisations are multiplied by
         self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
         self.unsynced = False  # whether there are gradients that were not averaged
@@ -106,14 +104,14 @@ class Reducer:
     def take_over(self, earlier: Reducer) -> None:
         """Close an `earlier` reducer of the same module, and continue from its state."""
         earlier.close()
-        earlier.read_flags()
+        earlier.flags.read()
         self.unsynced = earlier.unsynced
         self.is_prepared = earlier.is_prepared
         self.signals = earlier.signals
         self.loss = earlier.loss
         self.weight = earlier.weight
         self.scale = earlier.scale
-        self.reports = earlier.reports
+        self.flags.wait_for_report = earlier.flags.wait_for_report
         self.seconds = earlier.seconds
         self._device_waits = earlier._device_waits
         if earlier._hook is not None:
@@ -166,21 +164,9 @@ class Reducer:
         self._world = world
 
     @property
-    def received(self) -> list[float]:
-        """For each signal, a number above 0 if any rank gave it in the latest synchronisation."""
-        self.read_flags()
-        return self._buckets[-1].received
-
-    @property
     def collectives(self) -> list[str]:
         """What the ring's errors call the collective of each bucket."""
         return [bucket.exchange.collective for bucket in self._buckets]
-
-    @property
-    def losses_are_finite(self) -> bool:
-        """Whether the losses of all ranks were finite in the latest synchronisation."""
-        self.read_flags()
-        return self._buckets[-1].losses_are_finite
 
     def is_finite(self) -> bool:
         """Return whether gradients and losses of the latest synchronisation are finite, on every rank alike."""
@@ -189,11 +175,7 @@ class Reducer:
 
     def report(self, losses: Sequence[Tensor]) -> Report:
         """Return the report of the latest synchronisation, with the losses of this rank's micro-batches."""
-        unused: list[Tensor] = []
-        if self._refuses_unused:
-            unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets]
-        merge = functools.partial(self._store_flags, refuses=self._refuses_unused)
-        return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, merge)
+        return self.flags.report(self._trained, losses)
 
     def exchange_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let a comm hook average gradients from now on; raise ConfigError if there is one, or compression."""
@@ -263,7 +245,7 @@ class Reducer:
         torch_compat.call_after_backward(backward.at_end)
 
     def _begin(self) -> None:
-        self.read_flags()
+        self.flags.read()
         for bucket in self._buckets:
             bucket.clear()
         self._next_bucket = 0
@@ -294,7 +276,7 @@ class Reducer:
         try:
             self._launch(rest=True)
             self._check_versions()
-            unused = self._receive()
+            flags, unused = self._receive()
             runtime.check_default_group()
         except RuntimeError as error:
             cause = runtime.cause_of(error)
@@ -308,12 +290,14 @@ class Reducer:
             self.weight = None
             self.is_prepared = False
         self.unsynced = False
-        self._refuses_unused = check
-        if check and unused:
-            self._refuse_unused(unused)
+        self.flags.end_synchronization(flags, unused, refuses_unused=check)
 
-    def _receive(self) -> list[nn.Parameter]:
-        """Wait for all, and give out the averages; return the parameters that some rank has not used."""
+    def _receive(self) -> tuple[Sequence[Sequence[float] | None], list[nn.Parameter]]:
+        """Wait for all, and give out the averages.
+
+        Return the flags of each bucket, as `SyncFlags.receive`, and the parameters with sparse gradients that some rank
+        has not used.
+        """
         began = time.perf_counter()
         for bucket in self._buckets:
             bucket.exchange.launch_second_round()
@@ -324,21 +308,16 @@ class Reducer:
         is_finite = True
         if self.low_rank:  # only PowerSGD needs to know, to keep or drop what it has left out
             is_finite = all_finite([each for bucket in self._buckets for each in bucket.exchange.received])
-        unused: list[nn.Parameter] = []
-        found = self._flags_as_needed()
+        flags = self.flags.receive()
         self.factor = 1.0
         if self.weight is not None:
-            self.factor = self._buckets[-1].factor_of(self.weight, found[-1])
-        for bucket, numbers in zip(self._buckets, found, strict=True):
-            bucket.finish(numbers, is_finite=is_finite, factor=self.factor)
-            # Where flags come late, all ranks read them at one later point, and refuse there together.
-            is_read_later = self.reports or self._flags_in_flight is not None
-            if numbers is not None and not is_read_later:
-                unused += bucket.read_flags(numbers)
+            self.factor = self._buckets[-1].factor_of(self.weight, flags[-1])
+        for bucket, own in zip(self._buckets, flags, strict=True):
+            bucket.finish(own, is_finite=is_finite, factor=self.factor)
         began = time.perf_counter()
-        unused += self._sparse.average(self._world, absent=self._absent, factor=self.factor)
+        unused = self._sparse.average(self._world, absent=self._absent, factor=self.factor)
         self.seconds += time.perf_counter() - began
-        return unused
+        return flags, unused
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
         """Return what measures how long an accelerator waits for its backend; with the ring, the host waits."""
@@ -356,46 +335,6 @@ class Reducer:
         if self._device_waits is not None:
             seconds += self._device_waits.take(waits=waits)
         return seconds
-
-    def _flags_as_needed(self) -> Sequence[Sequence[float] | None]:
-        """Return the flags of each bucket, or None if the host need not know them now.
-
-        If this rank has all gradients, each parameter was used somewhere. So on an accelerator, whose flags are sent in
-        one copy, it does not wait for them; they are read by a report, or when the next synchronisation begins.
-        """
-        flags = [bucket.flags for bucket in self._buckets]
-        if flags[0].is_cpu or len({each.device for each in flags}) > 1:
-            return [each.tolist() for each in flags]
-        may_wait = all(bucket.complete for bucket in self._buckets)
-        if self.reports and may_wait:
-            return [None] * len(flags)
-        copy = accelerator.HostCopy(torch.cat(flags))
-        if not self.reports:
-            self._flags_in_flight = copy
-        if may_wait:
-            return [None] * len(flags)
-        return self._split(copy)
-
-    def _split(self, copy: accelerator.HostCopy) -> list[list[float]]:
-        numbers = copy.read()
-        runtime.check_default_group()
-        return [each.tolist() for each in numbers.split([len(bucket.flags) for bucket in self._buckets])]
-
-    def read_flags(self) -> None:
-        """Wait for the flags of the latest synchronisation, and merge them, unless they were read already."""
-        copy = self._flags_in_flight
-        self._flags_in_flight = None
-        if copy is not None:
-            self._store_flags(self._split(copy), self._refuses_unused)
-
-    def _store_flags(self, flags: Sequence[Sequence[float]], refuses: bool) -> list[float]:
-        """Store the averaged flags of each bucket; return the ranks' signals."""
-        unused: list[nn.Parameter] = []
-        for bucket, own in zip(self._buckets, flags, strict=True):
-            unused += bucket.read_flags(own)
-        if refuses and unused:
-            self._refuse_unused(unused)
-        return self._buckets[-1].received
 
     def _check_module(self) -> None:
         if not self.fits(tensors_of(self._model)[0]):
@@ -417,15 +356,6 @@ class Reducer:
             raise DistributedTrainingError(
                 f"a hook changed {names} in backward, before the gradients were averaged over ranks. {STEP_LATER}"
             )
-
-    def _refuse_unused(self, parameters: Sequence[nn.Parameter]) -> None:
-        # Every rank has seen the same flags, so every rank raises.
-        names = ", ".join(self._names[parameter] for parameter in parameters)
-        error = DistributedTrainingError(
-            f"these parameters took no part in the loss on at least one rank: {names}. If that is intended, set "
-            "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
-        )
-        raise on_all_ranks(error)
 
 
 def _layout(

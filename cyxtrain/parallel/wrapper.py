@@ -241,7 +241,7 @@ class DistributedDataParallel(nn.Module):
         self._reducer.signals = list(signals)
         if self._latest.has_reports:
             return self.received
-        return lambda: self._reducer.received if self._reducer is not None else list(signals)
+        return lambda: self._reducer.flags.received if self._reducer is not None else list(signals)
 
     @property
     def collectives(self) -> list[str]:
@@ -308,7 +308,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._latest.has_reports = True
         if self._reducer is not None:
-            self._reducer.reports = True
+            self._reducer.flags.wait_for_report = True
 
     def report(self, losses: Sequence[Tensor]) -> Report:
         """Begin to copy to the host what `is_finite` checks, and the ranks' signals.
@@ -362,7 +362,7 @@ class DistributedDataParallel(nn.Module):
     def losses_are_finite(self) -> bool:
         """Return whether the losses that were watched on all ranks are finite."""
         if self._reducer is not None:
-            return self._reducer.losses_are_finite
+            return self._reducer.flags.losses_are_finite
         return self._latest.checked is None or all_finite([self._latest.checked])
 
     def seconds_communicated(self, *, waits: bool = False) -> float:

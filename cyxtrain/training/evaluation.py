@@ -27,7 +27,7 @@ from cyxtrain.training.inputs.checked_data import CheckedData
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.snapshot import modes_kept
-from cyxtrain.training.outside_fit.gathered_outputs import Outputs, gathered_rows
+from cyxtrain.training.outside_fit.gathered_outputs import Outputs, check_parts, gathered_rows
 from cyxtrain.training.outside_fit.saved_predictions import Predictions, ShardFolder
 from cyxtrain.world.agreement import ending_group_on_error, on_first, raise_together
 from cyxtrain.world.world import World
@@ -191,6 +191,7 @@ def predict_to_folder(call: Call, path: str | os.PathLike[str], pad_value: float
     rows = call.rows
     model = call.trainer.model
     outputs = Outputs(rows.loss.without_own(rows.tried.output), rows.tried.rows_second)
+    check_parts(outputs.structure, rows.tried.rows)
     folder = ShardFolder(call.world, path, model, rows, outputs.structure)
 
     def write(following: int = -1) -> None:

@@ -58,6 +58,7 @@ class Tried:
         warning: A warning that the loss is weighted wrongly; "" if nothing suggests it.
         flops_per_row: Operations of forward and backward; None: not counted.
         has_one_value_per_row: Whether a batch norm in training mode gets a single value per channel of a row.
+        rows: Rows of a prediction.
         output: The output of a prediction, with tensors on the meta device.
         rows_second: Names of the output's parts whose rows are in the second dimension, as in the states of an LSTM.
     """
@@ -67,6 +68,7 @@ class Tried:
     warning: str = ""
     flops_per_row: float | None = None
     has_one_value_per_row: bool = False
+    rows: int = 0
     output: Any = None
     rows_second: frozenset[str] = frozenset()
 
@@ -197,7 +199,7 @@ class DryRun:
             output = self._output(batch, predicting=True)
             rows_second = self._find_rows_second(source, output, batch.rows)
         parts = {name: _on_meta(part) for name, part in leaves(output)}
-        return Tried(output=with_parts(output, parts), rows_second=rows_second)
+        return Tried(rows=batch.rows, output=with_parts(output, parts), rows_second=rows_second)
 
     def _refuse_required_targets(self, batch: Batch) -> None:
         """Refuse a model that computes its own loss and whose forward requires more than the inputs."""

@@ -122,13 +122,22 @@ def _checked(
             lengths[key] = counts.tolist()
         elif key in rows_second and isinstance(part, Tensor) and part.dim() > 1:
             found[key] = part.transpose(0, 1)
-    if not found:
-        raise _shape_error(owner, rows, output, "output", output)
+    check_parts(output, rows, owner)
     for name, part in found.items():
-        has_rows = isinstance(part, Tensor) and part.dim() > 0 and len(part) == rows
-        if not has_rows:
+        if len(part) != rows:
             raise _shape_error(owner, rows, output, name, part)
     return found, lengths
+
+
+def check_parts(output: Any, rows: int, owner: str = "predict") -> None:
+    """Raise ConfigError unless an output for some rows consists of tensors that can have a row per input row."""
+    parts = dict(leaves(output))
+    if not parts:
+        raise _shape_error(owner, rows, output, "output", output)
+    for name, part in parts.items():
+        has_rows = isinstance(part, PackedSequence) or (isinstance(part, Tensor) and part.dim() > 0)
+        if not has_rows:
+            raise _shape_error(owner, rows, output, name, part)
 
 
 def _shape_error(owner: str, rows: int, output: Any, name: str, part: Any) -> ConfigError:

@@ -309,3 +309,31 @@ def test_a_folder_without_predictions_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(cx.ConfigError, match=r"has no index\.json of predictions: .* writes it"):
             cx.open_predictions(folder)
+
+
+class Wrong(nn.Module):
+    """Returns something that `predict` cannot use."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.output = output
+
+    def forward(self, rows: Tensor) -> Any:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "what"),
+    [
+        (torch.tensor(1.0), r"a tensor of shape \[\]"),
+        ([[1, 2], [3]], "int as output"),
+        ("yes", "str"),
+        ({"scores": torch.zeros(4, 1), "name": "x"}, "str as output"),
+    ],
+)
+def test_output_without_rows_is_refused_before_a_folder_is_made(output, what, tmp_path):
+    trainer = cx.DistributedTrainer(Wrong(output), "mse", "sgd")
+    with one_process(), pytest.raises(cx.ConfigError, match=f"rows it returned {what}"):
+        trainer.predict(torch.zeros(4, 3), output_dir=tmp_path / "predictions")
+    assert not (tmp_path / "predictions").exists()
