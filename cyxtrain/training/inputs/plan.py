@@ -231,7 +231,9 @@ class FitPlan:
         """
         steps = self.steps_per_epoch
         if steps is None:
-            return max(0, epochs) if left is None else None
+            if left is not None:
+                return None
+            return max(0, epochs)
         divisor = max(steps, 1)
         if left is not None:
             epochs = min(epochs, _ceil_div(done + left, divisor))

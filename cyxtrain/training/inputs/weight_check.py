@@ -186,7 +186,9 @@ class WeightCheck:
 
 def _ratio(total: float, mean: float) -> float:
     """Return how many items a loss counts: its value with one item by its mean; 0 if unknown."""
-    return total / mean if total and math.isfinite(mean) else 0.0
+    if not total or not math.isfinite(mean):
+        return 0.0
+    return total / mean
 
 
 def _by_name(loss: BatchLoss) -> dict[str, BatchLoss]:

@@ -67,7 +67,9 @@ def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:
     if mode in _WITH_GRAPHS:
         return []
     found = [layer for layer in stacked_layers(model) if next(layer.children(), None) is not None]
-    return found if len(found) > 1 else []
+    if len(found) < 2:
+        return []
+    return found
 
 
 def explain_compiled(mode: bool | str, by_layer: bool) -> str:
