@@ -1,4 +1,4 @@
-"""The ways of calling `fit`: their types, for editors and mypy, and the one form that the rest of the code sees."""
+"""The ways of calling `fit`: their types, for editors and mypy, and the one form of all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iter
 
 
 class FitSettings(TypedDict, total=False):
-    """The fields of `DistributedTrainingConfig` (a test compares them); Keras's `verbose` and x; `group_by_length`."""
+    """The fields of `DistributedTrainingConfig`, Keras's `verbose` and x, and `group_by_length`."""
 
     epochs: int
     batch_size: int
@@ -110,7 +110,7 @@ _FAST_DEV_RUN: dict[str, Any] = {
 
 @dataclass
 class FitArguments:
-    """The arguments of `DistributedTrainer.fit`, in one form; a validation set without a name has the name ""."""
+    """The arguments of `fit`, in one form; a validation set without a name has the name ""."""
 
     inputs: Any
     targets: Any
@@ -169,7 +169,7 @@ def parse_fit(
 
 
 def _config_of(given: list[Any], config: Any) -> Any:
-    """Return the config, passed by position or by name; one that stands among the arrays is taken out of `given`."""
+    """Return the config, by position or by name; one among the arrays is taken out of `given`."""
     for place, array in enumerate(given):
         if isinstance(array, DistributedTrainingConfig):
             require(config is None, "fit got two configs: one by position, one by name.")
@@ -179,7 +179,7 @@ def _config_of(given: list[Any], config: Any) -> Any:
 
 
 def _arrays(given: list[Any], named: list[Any], settings: dict[str, Any]) -> list[Any]:
-    """Return X, y, X_val and y_val, each passed by position (`given`) or by name; None for what is missing."""
+    """Return X, y, X_val and y_val, by position (`given`) or by name; None for missing ones."""
     if "x" in settings:  # Keras's name
         require(given[0] is None, "fit got X twice.")
         given[0] = settings.pop("x")

@@ -1,4 +1,4 @@
-"""Data that passed a dry run: with it, how batches reach the model, and what is computed of its output."""
+"""Data that passed a dry run, how its batches reach the model, and what is measured on it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class EmptyBatch:
             yield
 
     def problem(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
-        """Return why a model cannot compute on no rows, or ""; `layers`: those that would wait for the other ranks."""
+        """Return why a model cannot compute on no rows, or ""; `layers` would wait for other ranks."""
         dtypes: set[torch.dtype] = set()
         with snapshot([model, *self._loss.functions], self._device, copies=True), torch.enable_grad():
             put_into_training(model, *self._loss.modules)

@@ -1,4 +1,4 @@
-"""Checks before training: settings, targets and outputs that would fail later, or give wrong results silently."""
+"""Checks before training, of what would fail later or give wrong results silently."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_trained(
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, config: DistributedTrainingConfig) -> None:
-    """Refuse settings that would change the loss between its evaluations by an optimizer's `step(closure)`."""
+    """Refuse settings that would change the loss between evaluations by `step(closure)`."""
     excluded = [name for name in _CLIPS if getattr(config, name) is not None]
     if config.precision == "fp16":
         excluded.append("precision='fp16'")
@@ -107,7 +107,7 @@ def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse learning rates that are not finite, and optimizers that cannot take the model's sparse gradients."""
+    """Refuse learning rates that are not finite, and sparse gradients that PyTorch does not take."""
     kind = type(optimizer)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     require(all(map(math.isfinite, rates)), f"{kind.__name__} has the learning rates {rates}: give finite numbers.")
@@ -153,7 +153,7 @@ def check_targets(source: Source, loss: Loss) -> None:
 
 
 def _check_target(targets: Tree | None, loss: Loss) -> None:
-    """Refuse a y that one of PyTorch's losses does not take: several parts, or class numbers as floats or columns."""
+    """Refuse a y of several parts, and class numbers as floats or columns, for PyTorch's losses."""
     if loss.is_known and isinstance(targets, (dict, tuple, list)):
         raise ConfigError(
             f"{type(loss.function).__name__} compares one output with one y, and y has {len(targets)} parts: give a "
@@ -179,7 +179,7 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
 
 
 def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) -> None:
-    """Warn of probabilities for a loss that takes scores, and of scores for one that takes (log-)probabilities."""
+    """Warn of probabilities where the loss takes scores, and of scores where it does not."""
     for part, each in loss.by_output.items():
         own, answer = loss.of_output(part, output, targets)
         warn_of_activation(own, answer, each, model)
@@ -200,7 +200,7 @@ def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) 
 
 
 def _last_operation(output: Tensor, scores: Tensor, model: nn.Module) -> str:
-    """Return the name of the model's last operation: by its values "Softmax", otherwise by the autograd graph."""
+    """Return the name of the model's last operation, by its values and the autograd graph."""
     operation = _made_by(output)
     if not bool(((scores >= 0) & (scores <= 1)).all()):
         return operation
@@ -213,7 +213,7 @@ def _last_operation(output: Tensor, scores: Tensor, model: nn.Module) -> str:
 
 
 def _made_by(output: Tensor) -> str:
-    """Return the name of the operation that made a tensor, skipping those that only move or limit its values."""
+    """Return the operation that made a tensor, skipping those that only move or limit values."""
     name = ""
     node = output.grad_fn
     while node is not None:
@@ -225,7 +225,7 @@ def _made_by(output: Tensor) -> str:
 
 
 def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
-    """Refuse targets and outputs that the loss does not take, such as classes for which the model has no output."""
+    """Refuse targets and outputs that the loss does not take, such as classes without an output."""
     for part, each in loss.by_output.items():
         own, answer = loss.of_output(part, output, targets)
         check_classes(answer, own, each)

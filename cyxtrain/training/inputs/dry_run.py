@@ -96,7 +96,9 @@ class DryRun:
         self._is_of_fit = is_of_fit
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Tried:
-        """Try a step of training on copies of a micro-batch's `rows`; `counts_flops`: count operations on a CPU, too.
+        """Try a step of training on copies of a micro-batch's `rows`.
+
+        `counts_flops`: count operations on a CPU, too; on an accelerator they are always counted.
 
         Cost: one micro-batch, and a copy of what is trained. A custom loss is also computed for a few single rows; a
         model that computes its own loss gets them one by one.
@@ -127,7 +129,7 @@ class DryRun:
 
     @contextlib.contextmanager
     def _values_per_channel(self) -> Iterator[set[int]]:
-        """Collect within how many values per channel batch norms in training mode get; no rank waits for another."""
+        """Collect the numbers of values per channel that batch norms in training mode get within."""
         found: set[int] = set()
         norms = self._batch_norms()
         training = [norm for norm in norms if norm.training]
@@ -211,7 +213,7 @@ class DryRun:
             )
 
     def _find_rows_second(self, source: Source, output: Any, rows: int) -> frozenset[str]:
-        """Return the names of the parts with 3 dimensions or more whose second one is always as long as the batch."""
+        """Return the names of parts whose rows are in the second of three or more dimensions."""
         lengths: dict[str, int] = {}  # of the first dimension
         for name, shape in _tensor_shapes(output).items():
             if len(shape) > 2 and shape[1] == rows and shape[:2] != (1, 1):
@@ -335,7 +337,7 @@ def trained_by(model: nn.Module, loss: Loss) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def _described_error(world: World, what: str, inputs: Tree | None = None) -> Iterator[None]:
-    """Raise a ConfigError with a remedy for an error of the user's code within; `what` failed, on which `inputs`."""
+    """Describe an error of the user's code within, with a remedy: `what` failed, on which `inputs`."""
     try:
         yield
     except ConfigError:
@@ -353,7 +355,7 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
 
 
 def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
-    """Return what to do if a layer of floats got whole numbers, or an embedding got floats; "" for other errors."""
+    """Return the remedy for whole numbers in a layer of floats, or floats in an embedding, or ""."""
     message = str(error)
     if "scalar types: Long, Int" in message:
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."

@@ -1,4 +1,4 @@
-"""Facts of a fit, named as in errors: what must be the same on all ranks, and on resume, by each setting's policy."""
+"""Facts of a fit, named as in errors: what must be the same on all ranks, and on resume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_OPTIONS = {"params", "lr", "initial_lr"}
 
 
 class Policy(Enum):
-    """Which value wins if a setting differs from the checkpoint's; its message. Ranks must agree on all but RANK."""
+    """Which value of a setting wins on resume, and the message. Ranks must agree on all but RANK."""
 
     EQUAL = "{name} is {now} and was {before}"  # decides the samples of a step: a difference is refused
     CHECKPOINT = "{name} {before} as in the checkpoint (the program has {now})"  # applied once: its effect was saved
@@ -151,7 +151,7 @@ def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]
 
 
 def restorable(state: TrainingState) -> dict[str, list[dict[str, Any]]]:
-    """Return the present values that a checkpoint restores, by name: of groups, of schedules, of parameters."""
+    """Return the present values that a checkpoint restores: of groups, schedules and parameters."""
     groups: list[dict[str, Any]] = []
     schedules: list[dict[str, Any]] = []
     for rates in state.rates.values():
@@ -169,7 +169,7 @@ def restorable(state: TrainingState) -> dict[str, list[dict[str, Any]]]:
 def describe_restored(
     program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]], settings: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Return the header's lines about values of the program that the checkpoint has replaced, with `settings`."""
+    """Return the header's lines about the program's values that the checkpoint has replaced."""
     replaced = {*settings}
     for kind in ("optimizer", "schedule"):
         for now, before in zip(program[kind], checkpoint[kind], strict=False):

@@ -81,7 +81,7 @@ class FitPlan:
         return self.data.call.precision.dtype or self.data.placement.dtype
 
     def merged_with(self, facts_by_rank: Sequence[dict[str, Any]]) -> FitPlan:
-        """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
+        """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL."""
         check_devices(self.world, facts_by_rank, self.data.placement.device)
         for number, rows in enumerate((self.data, *self.validation.values())):
             rows.loss.join_names([facts["_shown"][number] for facts in facts_by_rank])
@@ -111,7 +111,7 @@ class FitPlan:
 
     @property
     def measured(self) -> list[str]:
-        """Names of the numbers that an epoch may have in the history; the first set has them without its name, too."""
+        """Names of an epoch's numbers in the history; the first set also has them without its name."""
         names = self.data.measured
         first = next(iter(self.validation.values()), None)
         if first is not None:
@@ -151,7 +151,7 @@ class FitPlan:
 
     @property
     def knows_epochs(self) -> bool:
-        """Whether the number of epochs is known; if only `max_steps` is set, `config.epochs` may be just a bound."""
+        """Whether the number of epochs is known; with `max_steps` alone, it may be just a bound."""
         # Then it is `max_steps`: each epoch has a step at least.
         return self.steps_per_epoch is not None or self.config.epochs != self.config.max_steps
 
@@ -231,7 +231,9 @@ class FitPlan:
         """
         steps = self.steps_per_epoch
         if steps is None:
-            return max(0, epochs) if left is None else None
+            if left is not None:
+                return None
+            return max(0, epochs)
         divisor = max(steps, 1)
         if left is not None:
             epochs = min(epochs, _ceil_div(done + left, divisor))
@@ -244,7 +246,7 @@ class FitPlan:
         return self.feed.shares(place_of(position), self.data.placement, end)
 
     def is_over(self, position: Position) -> bool:
-        """Return whether the last epoch is complete, or the one with which a callback or `max_steps` ends the fit."""
+        """Return whether the last epoch is complete, or a callback or `max_steps` has ended the fit."""
         last = position.first_epoch + self.config.epochs
         return position.epoch >= last or (position.samples == 0 and self._is_stopped(position))
 
@@ -293,7 +295,7 @@ def place_of(position: Position) -> Place:
 def plan_fit(
     arguments: FitArguments, trainer: TrainerArguments, opened: Sources, epoch: int
 ) -> tuple[FitPlan, dict[str, Any]]:
-    """Return this rank's plan, and what must be the same on every rank; `epoch`: where it is likely to begin."""
+    """Return this rank's plan, and its facts; `epoch`: where the fit is likely to begin."""
     world = trainer.world
     model = trainer.model
     config = arguments.config
@@ -353,7 +355,7 @@ def _facts_of_sources(opened: Sources, world: World) -> dict[str, Any]:
 
 
 def _check_closures(optimizers: Mapping[str, torch.optim.Optimizer], data: CheckedData) -> None:
-    """Refuse an optimizer that evaluates the loss itself among several, unless the user's own step calls each."""
+    """Refuse one of several optimizers that evaluates the loss itself, unless a step calls each."""
     if len(optimizers) == 1 or data.call.optimizes:
         return
     for name, optimizer in optimizers.items():
@@ -453,7 +455,7 @@ def warn_of_data(facts_by_rank: Sequence[dict[str, Any]]) -> None:
 
 
 def _warn_of_not_finite(name: str, parts: Sequence[tuple[str, int, list[str]]]) -> None:
-    """Warn of NaN and infinities in a source; `parts`: of each rank's rows, as `Source.not_finite` returns them."""
+    """Warn of NaN and infinities in a source; `parts`: what `not_finite` returned on each rank."""
     where, _, _ = parts[0]
     count = sum(rows for _, rows, _ in parts)
     columns = dict.fromkeys(column for _, _, named in parts for column in named)
@@ -469,10 +471,10 @@ def _warn_of_not_finite(name: str, parts: Sequence[tuple[str, int, list[str]]]) 
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
-    """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments, at most.
+    """Return (steps of an epoch, of the whole fit) that `fit` takes with the same arguments, at most.
 
-    Use it for a schedule that needs a length: the numbers are the same on every rank, and smaller with more ranks. All
-    ranks call it; like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
+    They are optimizer steps, as a schedule needs them: the same on every rank, and fewer with more ranks. All ranks
+    call it; like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
 
     Args:
         *data: As `DistributedTrainer.fit`: X and y, or an iterable of batches; perhaps a `DistributedTrainingConfig`.
@@ -499,7 +501,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
 
 
 def _world_of_fit(world: World, config: DistributedTrainingConfig) -> World:
-    """Return the world of this process, or one as large as the world of workers that a notebook would start."""
+    """Return this process's world, or one as large as that of a notebook's workers."""
     asked = config.num_processes
     if asked is None or world.size > 1 or process_env.is_launched():
         return world

@@ -1,4 +1,4 @@
-"""Micro-batches of a single row, or none, on which batch norm cannot train: refused before the first step."""
+"""Micro-batches of a single row, or none: refused before the first step if batch norm trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 
 
 def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
-    """Return the plan when each rank's rows of a step are known; refuse rows that batch norm cannot train on."""
+    """Return the plan, once each rank's rows are known; refuse rows that batch norm cannot train on."""
     _check_single_rows(model, plan)
     without_rows = _empty_batch(model, plan)
     data = replace(plan.data, without_rows=without_rows, num_micro_batches=plan.feed.micro_batches)
@@ -55,7 +55,7 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
 
 
 def _empty_batch(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
-    """Return what a rank that runs out of rows computes; None: nothing. Raise ConfigError if the model cannot."""
+    """Return what a rank that runs out of rows computes, or None; refuse a model that cannot."""
     layers = _layers_together(model, converts=plan.config.sync_batchnorm)
     if not layers or plan.world.size == 1:
         return None
@@ -90,6 +90,6 @@ def _describe_uneven(step: UnevenStep, data: str) -> str:
 
 
 def _layers_together(model: nn.Module, *, converts: bool) -> list[nn.Module]:
-    """Return the layers that compute over all ranks; `converts`: all batch norms will become SyncBatchNorm."""
+    """Return the layers that compute over all ranks; `converts`: batch norms will become such."""
     kind = torch_compat.BatchNormModule if converts else nn.SyncBatchNorm
     return [module for module in model.modules() if isinstance(module, kind)]

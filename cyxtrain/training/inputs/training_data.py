@@ -74,7 +74,7 @@ def raised_on_all_ranks() -> Iterator[None]:
 
 
 def _source_facts(sources: Sources) -> dict[str, Any]:
-    """Return the facts that ranks compare about their data: its kind, and a summary for `Source.reconcile`."""
+    """Return what ranks compare of their data: its kind, and a summary for `Source.reconcile`."""
     facts: dict[str, Any] = {"the validation data": [name or "given" for name in sources[1]]}
     for name, source in by_name(sources).items():
         summary = source.summary()
@@ -134,7 +134,7 @@ def _open_validation(world: World, arguments: FitArguments) -> dict[str, Source]
 
 
 def _split(source: ArraySource, arguments: FitArguments) -> tuple[ArraySource, ArraySource]:
-    """Return the rows to train on and those that validation_split holds out: by class, by group, or the last ones."""
+    """Return the rows to train on and those held out: by class, by group, or the last ones."""
     config = arguments.config
     first = validation_rows(len(source), config.validation_split)
     count = len(source) - first
@@ -169,7 +169,7 @@ def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
-    """Prefix a ConfigError within, if it is about the validation data; `name`: "training", "validation near"."""
+    """Prefix a ConfigError about validation data within; `name`: "training", "validation near"."""
     kind, _, own = name.partition(" ")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Check on a few rows whether a loss is a mean: otherwise ranks and micro-batches would be weighted wrongly."""
+"""Check on a few rows whether a loss is a mean: ranks are weighted by rows if it is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COUNT_TOLERANCE = 1e-5
 
 
 class WeightCheck:
-    """Compares the loss of a few rows with their single losses, in evaluation mode; the loss learns its divisor."""
+    """A comparison of the loss of a few rows with the losses of single rows, in evaluation mode."""
 
     def __init__(self, model: nn.Module, loss: Loss, call: ModelCall, batch: Batch) -> None:
         self._model = model
@@ -42,7 +42,7 @@ class WeightCheck:
         self._tolerance = _TOLERANCE if is_full else _TOLERANCE_16_BITS
 
     def problem(self) -> str:
-        """Return a warning that the loss is weighted wrongly; "" if it is right, or one row cannot be tried alone."""
+        """Return a warning that the loss is weighted wrongly; "" if it is right or cannot be compared."""
         for find in (self.find_items, self._find_weights):
             with contextlib.suppress(Exception):
                 found = find()
@@ -51,7 +51,7 @@ class WeightCheck:
         return ""
 
     def find_items(self) -> str:
-        """Find out whether the model divides by num_items_in_batch, and what it counts; return a warning, or ""."""
+        """Find out what a model that divides by num_items_in_batch counts; return a warning, or ""."""
         if not self._may_divide_by_items():
             return ""
         # Raises if forward has **kwargs and passes them to something that does not know the argument.
@@ -120,7 +120,7 @@ class WeightCheck:
         return self._loss.gives_pairs or self._loss.is_assumed_mean
 
     def _losses(self) -> list[dict[str, BatchLoss]]:
-        """Return the losses by name, of all rows and of each; with a loss_fn, by one forward if its output has rows."""
+        """Return the losses of all rows and of each, by name; by one forward if the output has rows."""
         batches = [self._together, *self._single]
         output = self._call.without_graph(self._model, self._together)
         rows = self._together.rows
@@ -186,7 +186,9 @@ class WeightCheck:
 
 def _ratio(total: float, mean: float) -> float:
     """Return how many items a loss counts: its value with one item by its mean; 0 if unknown."""
-    return total / mean if total and math.isfinite(mean) else 0.0
+    if not total or not math.isfinite(mean):
+        return 0.0
+    return total / mean
 
 
 def _by_name(loss: BatchLoss) -> dict[str, BatchLoss]:

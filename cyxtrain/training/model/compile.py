@@ -1,4 +1,4 @@
-"""`torch.compile` and gradient checkpointing for the duration of a fit, and CUDA graphs of compiled models.
+"""`torch.compile` and gradient checkpointing during a fit, and CUDA graphs of compiled models.
 
 A CUDA graph writes its results to the same memory in every step. What is kept longer is copied
 (`accelerator.own_copy`), and each step tells PyTorch where it begins (`marked_steps`). With gradient checkpointing
@@ -59,7 +59,7 @@ def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, 
 
 
 def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:
-    """Return the layers to compile one by one, so that gradients are ready as soon as each has run backward.
+    """Return the layers to compile one by one: gradients are ready once each has run backward.
 
     These are the layers that have layers themselves, in the model's outermost Sequentials and ModuleLists; none if
     there are fewer than two, or if the mode captures the model as one CUDA graph.
@@ -67,7 +67,9 @@ def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:
     if mode in _WITH_GRAPHS:
         return []
     found = [layer for layer in stacked_layers(model) if next(layer.children(), None) is not None]
-    return found if len(found) > 1 else []
+    if len(found) < 2:
+        return []
+    return found
 
 
 def explain_compiled(mode: bool | str, by_layer: bool) -> str:
@@ -104,7 +106,7 @@ def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> I
 
 
 def marked_steps(batches: Iterator[_Batch], device: torch.device) -> Iterator[_Batch]:
-    """Return batches that tell PyTorch where the step with each begins, so that CUDA graphs may reuse their memory.
+    """Return batches that mark for PyTorch where steps begin: CUDA graphs may reuse memory there.
 
     Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite
     outputs and gradients of the first one that are still needed.

@@ -107,7 +107,7 @@ class ModelCall:
         return self.predict(model, batch)
 
     def with_items(self, model: Callable[..., Any], batch: Batch, items: Tensor | int | None) -> Any:
-        """Return the output of a model that computes its own loss; `items`: `num_items_in_batch`, if it is passed."""
+        """Return the output of a model that computes its own loss; `items`: `num_items_in_batch`."""
         named: dict[str, Any] = {}
         if items is not None:
             named[ARGUMENT] = items
@@ -166,7 +166,7 @@ class ModelCall:
 
 
 def _several(inputs: Any) -> Any:
-    """Return the inputs of an opaque batch: a tuple or a dictionary, or one of another type; other inputs as given."""
+    """Return the inputs of an opaque batch as a tuple or a dictionary; other inputs as given."""
     if not isinstance(inputs, OpaqueBatch):
         return inputs
     return inputs.given if isinstance(inputs.given, (tuple, dict)) else (inputs.given,)
@@ -185,7 +185,7 @@ def _way_of(model: nn.Module, inputs: Any) -> _Way:
 
 
 def _takes_names(parameters: Sequence[inspect.Parameter], inputs: dict[Any, Any]) -> bool:
-    """Return whether a forward takes all inputs by name, or some, with all that it requires except the targets."""
+    """Return whether a forward takes all inputs by name, or some with all that it requires."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return True
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -40,7 +40,7 @@ def memory_explained(world: World, *, trains: bool = True) -> Iterator[None]:
 
 
 def _device_memory(error: Exception) -> str:
-    """Describe how much memory of its device PyTorch has held, with a remedy; "" if the error is about the CPU's."""
+    """Describe how much memory of its device PyTorch has held, with a remedy; "" for the CPU."""
     if _is_of_the_cpu(error):
         return ""
     device = accelerator.in_use()

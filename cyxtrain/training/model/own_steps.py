@@ -66,7 +66,7 @@ class BuiltInStep:
         self.pair: tuple[Any, Any] | None = None
 
     def __call__(self, given: Any) -> dict[str, Any]:
-        """Return "loss" and other numbers that the built-in step measures on a batch, and the model's "output"."""
+        """Return "loss" and other numbers that the built-in step measures, and the model's "output"."""
         loss = self._loss
         batch = Batch(0, *batch_parts(given))
         output = self._call_for(batch, loss)(self._model, batch)
@@ -86,7 +86,7 @@ class BuiltInStep:
         return measured
 
     def _first_loss(self, output: Any, batch: Batch) -> BatchLoss:
-        """Return the loss of the first batch; find whether accuracy can be measured; refuse a loss_fn that is a sum."""
+        """Return the loss of the first batch; refuse a sum; find whether accuracy can be measured."""
         loss = self._loss
         with self.precision.suspended():
             loss.check_shapes(output, batch.targets)
@@ -220,7 +220,7 @@ class TrainerSteps:
         return self._running_steps[-1].optimize(loss, optimizer, self, retain_graph=retain_graph)
 
     def test_step(self, batch: Any) -> Any:
-        """Return the loss of a batch of `evaluate` or of the validation data, as `train_step`; without gradients.
+        """Return the loss of a batch of `evaluate` or of validation data, like `train_step`; no gradients.
 
         Args:
             batch: As in `train_step`.
@@ -281,7 +281,7 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
 
 
 class StepCall(ModelCall):
-    """Calls a step of the user's own with batches as the data give them, in the precision of the built-in step.
+    """A call of the user's own step, with batches as the data give them, in the same precision.
 
     `target_name`: as `collate` finds it. The trainer's other modules, such as a teacher, go to the device.
     """
@@ -304,7 +304,7 @@ class StepCall(ModelCall):
         return f"{self._own.name} failed, tried on a batch of shape {shapes}"
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Return the step's result; `model`: the model itself, outside training, or a function that runs the step."""
+        """Return the step's result; `model`: in training, a function that runs the step."""
         call: Callable[[Any], Any] = self._run
         if not isinstance(model, nn.Module):
             call = partial(self._watched, model)
@@ -350,7 +350,7 @@ class StepCall(ModelCall):
         return result if built_in.weight is None else _weighted(result, built_in.weight)
 
     def _with_optimized_loss(self, result: Any) -> dict[str, Any]:
-        """Return the result of a step that has called `optimize`; its own "loss" takes precedence over those losses."""
+        """Return the result of a step that has called `optimize`; its own "loss" takes precedence."""
         self.optimizes = True
         built_in = self.running
         named: dict[str, Any] = {}
@@ -461,7 +461,7 @@ def checked_loss(loss: Any) -> tuple[Tensor, Any]:
 
 
 def what_needs_all_rows(calls: int, loss: Any) -> str:
-    """Return the part of a step that excludes several micro-batches, or ""; `calls`: of `optimize` in this step."""
+    """Return what excludes several micro-batches in a step, or ""; `calls`: of `optimize` so far."""
     if calls > 1:
         return "several calls of optimize"
     if callable(loss):
@@ -472,7 +472,7 @@ def what_needs_all_rows(calls: int, loss: Any) -> str:
 
 
 def accumulation_excludes(what: str) -> str:
-    """Return the error for a step with several micro-batches; `what`: the part of it that needs all rows at once."""
+    """Return the error for a step with several micro-batches; `what` needs all rows at once."""
     return (
         f"a step has several micro-batches, and the train_step has {what}, which needs all rows of its step at once: "
         "set accumulation_steps=1, with a smaller batch_size if memory is short."

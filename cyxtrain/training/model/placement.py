@@ -107,7 +107,7 @@ def _automatic_device(model: nn.Module, visible: torch.device | None) -> torch.d
 
 
 def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
-    """Refuse SyncBatchNorm on a CPU, where PyTorch does not support it; `wanted`: batch norms will be converted."""
+    """Refuse SyncBatchNorm on a CPU, where PyTorch has none; `wanted`: layers will be converted."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if device.type == "cpu" and (layers or wanted):
         asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
@@ -171,7 +171,7 @@ def explain_device(world: World, device: torch.device, facts_by_rank: Sequence[d
 
 
 def put_channels_last(model: nn.Module) -> None:
-    """Store a model's weights of 4 and 5 dimensions channels last, in place; raise ConfigError if it has none."""
+    """Store a model's weights of 4 and 5 dimensions channels last; raise ConfigError without any."""
     if not any(parameter.dim() in (4, 5) for parameter in model.parameters()):
         raise ConfigError(
             f"channels_last=True is for 2-d and 3-d convolutions, and no parameter of {type(model).__name__} has 4 or "

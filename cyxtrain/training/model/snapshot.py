@@ -1,4 +1,4 @@
-"""Snapshots of buffers, modules and other objects, to undo what a step or a trial changes; modes of modules."""
+"""Snapshots of buffers, modules and other objects, to undo what a step or a trial changes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, coll
 
 
 def put_into_training(*modules: nn.Module) -> Callable[[], None]:
-    """Put modules that are in evaluation mode, as `from_pretrained` returns them, into training mode with all parts.
+    """Put modules that are in evaluation mode into training mode, with all their parts.
 
-    A module in training mode is not changed: its parts in evaluation mode, such as a frozen batch norm, are the user's
-    choice. The returned function, called before each epoch, undoes an `eval()` of a whole module in between.
+    `from_pretrained` returns models in evaluation mode. A module in training mode is not changed: its parts in
+    evaluation mode, such as a frozen batch norm, are the user's choice. The returned function, called before each
+    epoch, undoes an `eval()` of a whole module in between.
     """
     for module in modules:
         if not module.training:
@@ -185,7 +186,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def _copied(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    """Return (tensor, its copy on the CPU), without frozen parameters, and without buffers, which are kept apart."""
+    """Return (tensor, its copy on the CPU) of each, except frozen parameters and buffers."""
     excluded = _frozen(modules) | {id(buffer) for module in modules for buffer in module.buffers(recurse=False)}
     copies: list[tuple[Tensor, Tensor]] = []
     for tensor in tensors:
@@ -283,7 +284,7 @@ class BuffersKept:
 
 
 class StepBuffers:
-    """The buffers of a wrapped model, which each step's forward changes; `depth`: how many steps' copies to keep."""
+    """The buffers of a wrapped model, which each step changes; `depth`: of how many steps to keep."""
 
     def __init__(self, ddp: DistributedDataParallel, depth: int) -> None:
         self._ddp = ddp
@@ -308,7 +309,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _restored(buffer: Tensor, copy: Tensor) -> Tensor:
-    """Return a buffer with the values of a copy: itself, written in place, or a new copy if it cannot be written."""
+    """Return a buffer with the values of a copy: written in place, or a new one if it cannot be."""
     if buffer.is_cpu and fingerprint(buffer) == fingerprint(copy):
         return buffer
     if parts_of(buffer) is None:

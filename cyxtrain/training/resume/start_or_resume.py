@@ -76,7 +76,7 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 def start_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
 ) -> tuple[FitPlan, Checkpoint | None, HeaderLines]:
-    """Go to where a fit begins or continues; return the final plan, the checkpoint, and lines for the header."""
+    """Go to where a fit begins or continues; return the plan, the checkpoint and header lines."""
     try:
         digests = plan.digests()
         program = plan.world.gather(_program_of(state, plan.config, digests))[0]
@@ -103,7 +103,7 @@ def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests
 
 
 def _after_all(world: World, config: DistributedTrainingConfig) -> float:
-    """Return a starting time that makes a run newer than all others in its folder, whose clocks may be ahead."""
+    """Return a starting time that makes a run the newest in its folder: clocks may be ahead."""
     started = [0.0]
     if config.makes_checkpoints and world.is_first:
         started += [found.run.get("started", 0.0) for found in _folder_of(config).newest_first()]
@@ -212,7 +212,7 @@ def _resume_schedules(state: TrainingState, plan: FitPlan) -> HeaderLines:
 
 
 def _is_new_run(plan: FitPlan, checkpoint: CheckpointState, run: Mapping[str, Any]) -> bool:
-    """Return whether a fit that continues a checkpoint becomes another run; `run`: facts of this fit's own."""
+    """Return whether a fit that continues a checkpoint becomes another run; `run`: its own facts."""
     is_own = plan.resume != AUTO or checkpoint.run.get("program", run["program"]) == run["program"]
     return plan.resume not in (None, AUTO) or not is_own or "id" not in checkpoint.run
 
@@ -259,7 +259,7 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
 
 
 def _describe_start(plan: FitPlan, state: TrainingState) -> HeaderLines:
-    """Return the header's lines if a fit starts from scratch: about `resume`, and a checkpoint_dir without effect."""
+    """Return the header's lines about `resume` and checkpoint_dir if a fit starts from scratch."""
     config = plan.config
     if not plan.world.is_first:
         return []
@@ -308,7 +308,7 @@ def _newest_of_call(
 def _checkpoints_of_call(
     folder: CheckpointFolder, state: TrainingState, call: tuple[Any, Any], launched: str | None
 ) -> list[Found]:
-    """Return the checkpoints that a call of `fit` may continue from, the newest first; corrupt ones are included.
+    """Return the checkpoints that a call of `fit` may continue from, also corrupt ones, newest first.
 
     `call`: its number, from 1, and the epochs before it. `launched`: the launch in which this trainer must have written
     them; None: any. Processes that are alive continue their own checkpoints, which are left out.

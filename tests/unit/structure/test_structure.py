@@ -74,7 +74,7 @@ INSIDE = {
     "data": ["rng sampler slices", "order sharding", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange",
-        "bucket gathering step_report",
+        "bucket gathering step_report sync_flags",
         "compression sparse_gradients",
         "reducer",
         "wrapper",
