@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import leaks
+import markers
 import pytest
 
 
@@ -25,15 +26,25 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of by_night.txt as nightly: with them the daily run would take a third longer."""
-    listed = set((Path(__file__).parent / "by_night.txt").read_text(encoding="utf-8").splitlines())
-    for item in items:
-        if f"{item.path.name}::{item.name}" in listed:
-            item.add_marker(pytest.mark.nightly)
-    gc.collect()
-    gc.freeze()  # what is imported stays: each full collection would go through all of PyTorch
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark the cases of each test that `nightly_where` asks for."""
+    found = yield
+    if isinstance(found, list) and found:
+        markers.mark_nightly_cases(found)
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected: all that is imported stays, and each time all of it is searched."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()  # later collections leave out what is imported, with all of PyTorch
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -91,10 +102,19 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.fixture(scope="session")
 def rank_server() -> None:
-    """Starts the server of rank_processes; imported here, as the process that only hands out tests needs no torch."""
+    """Start the server of rank_processes; imported here, as the process that only hands out tests needs no torch."""
     import rank_processes
 
     rank_processes.start_server()
+
+
+@pytest.fixture(scope="session")
+def needs_hosts() -> None:
+    """Skip tests where this machine cannot have several hosts: finding out starts two."""
+    import hosts
+
+    if reason := hosts.why_not():
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

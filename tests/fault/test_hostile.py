@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hostile_ranks import Folder, join_and_train, run_out_of_descriptors
-from rank_processes import environment, rank_server, run_processes, values  # noqa: F401 - a fixture
+from rank_processes import environment, run_processes, values
 from strangers import CLAIM, Address, Crowd, connect, hear_all, shake_hands
 from worlds import free_port
 
@@ -134,7 +134,8 @@ def check_strangers_change_nothing(folder: Path, world_size: int, count: int, se
         assert after["highest_mb"] < before["highest_mb"] + MORE_MEMORY_MB
 
 
-@pytest.mark.parametrize(("world_size", "secret"), [(2, SECRET), pytest.param(3, None, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world_size", "secret"), [(2, SECRET), (3, None)])
 def test_a_thousand_strangers_at_every_port_change_nothing(tmp_path, world_size, secret):
     check_strangers_change_nothing(tmp_path / "world", world_size, 1000, secret)
 

@@ -80,7 +80,7 @@ class TrainingStep:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
-        self._updates = _NoUpdates() if updates is None else updates
+        self._updates = _NO_UPDATES if updates is None else updates
         self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
         # the optimizer that evaluates the loss itself, such as LBFGS: the only one of its fit
         self._closure_optimizer = next(filter(needs_closure, state.optimizers.values()), None)
@@ -424,3 +424,6 @@ class _NoUpdates:
 
     def finish(self) -> Verdict:
         return Verdict.TAKEN
+
+
+_NO_UPDATES = _NoUpdates()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from fitting import fingerprint, flat, make_model, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
@@ -51,6 +50,7 @@ def fit_all(wanted: Any) -> dict[str, dict[str, Any]]:
     return {name: fit(name, wanted) for name in FUSABLE}
 
 
+@pytest.mark.nightly
 def test_every_optimizer_that_can_is_fused_and_does_the_same_but_for_rounding():
     with one_process():
         as_built, found = fit_all(False), fit_all("auto")

@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
-from rank_processes import rank_server  # noqa: F401 - a fixture
-from scipy import stats
-from sklearn import metrics as expected
+from lazy import LazyModule, LazyParameter, resolve
+from markers import by_night
 from torch import nn
 from torch.nn import functional
 
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
+expected: Any = LazyModule("sklearn.metrics")
+stats: Any = LazyModule("scipy.stats")
+torchmetrics: Any = LazyModule("torchmetrics")
 ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
 OF_TWO = [
     *("f1", "precision", "recall", "specificity", "jaccard", "auc", "average_precision", "cohen_kappa", "matthews"),
@@ -188,11 +189,11 @@ def of_numbers(truth: Any, said: Any) -> dict[str, float]:
     "kind",
     [
         "classes",
-        "probabilities",
-        pytest.param("logits", marks=pytest.mark.nightly),
-        pytest.param("labels", marks=pytest.mark.nightly),
-        pytest.param("numbers", marks=pytest.mark.nightly),
-        pytest.param("two numbers", marks=pytest.mark.nightly),
+        by_night("probabilities"),
+        by_night("logits"),
+        by_night("labels"),
+        by_night("numbers"),
+        by_night("two numbers"),
     ],
 )
 def test_every_metric_is_scikit_learns_on_any_number_of_ranks(kind):
@@ -212,6 +213,7 @@ def few_rows() -> dict[str, float]:
     return dict(trainer.evaluate(inputs[:3], torch.tensor([0, 1, 2]), batch_size=1))
 
 
+@pytest.mark.nightly
 def test_ranks_without_a_row_take_part():
     [alone] = everywhere(1, few_rows)
     for found in run_world(4, few_rows):
@@ -278,7 +280,7 @@ def resume_each(folder: str, ranks: int) -> list[dict[str, list[float]]]:
     return found + [fit_measured(resume=str(path)) for path in sorted(Path(folder).glob("step-*.ckpt"))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_metrics_go_on_in_the_middle_of_an_epoch(world_size, tmp_path):
     for whole, *resumed in everywhere(world_size, resume_each, str(tmp_path), world_size):
         assert len(resumed) == 3
@@ -286,6 +288,7 @@ def test_metrics_go_on_in_the_middle_of_an_epoch(world_size, tmp_path):
             assert found == whole
 
 
+@pytest.mark.nightly
 def test_metrics_go_on_on_another_number_of_ranks(tmp_path):
     [whole, *_] = run_world(3, fit_with_checkpoints, str(tmp_path))
     path = str(sorted(tmp_path.glob("step-*.ckpt"))[0])
@@ -362,7 +365,7 @@ def test_a_function_may_return_a_sum_and_its_weight():
     ("metrics", "words"),
     [
         ("f1_score", "no metric 'f1_score'. Did you mean 'f1'"),
-        ([torchmetrics.F1Score], r"got the class F1Score: pass an instance"),
+        (LazyParameter(lambda: [torchmetrics.F1Score]), r"got the class F1Score: pass an instance"),
         ([3], "metrics takes names, functions .* got 3"),
         (["f1", "f1"], "two named 'f1'"),
         ({"loss": confidence}, "'loss' needs another name"),
@@ -370,7 +373,7 @@ def test_a_function_may_return_a_sum_and_its_weight():
 )
 def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
     with pytest.raises(cx.ConfigError, match=words):
-        cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics=metrics)
+        cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics=resolve(metrics))
 
 
 @pytest.mark.parametrize(
@@ -382,21 +385,29 @@ def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
         ("logits", ["top_2"], "'top_2' is for classes"),
         ("classes", {"bad": lambda output, target: torch.ones(7)}, "bad must return a number per row, or their mean"),
         ("classes", {"odd": lambda output, target: 1 / 0}, "the metric odd cannot take .* division by zero"),
-        ("classes", [torchmetrics.MeanSquaredError()], "metric mean_squared_error cannot take"),
+        ("classes", LazyParameter(lambda: [torchmetrics.MeanSquaredError()]), "metric mean_squared_error cannot take"),
         (
             "classes",
-            [torchmetrics.ConfusionMatrix("multiclass", num_classes=3)],
+            LazyParameter(lambda: [torchmetrics.ConfusionMatrix("multiclass", num_classes=3)]),
             r"confusion_matrix has shape \[3, 3\], and the history takes a number, or one for each class",
         ),
-        ("classes", [torchmetrics.ROC("multiclass", num_classes=3)], "metric multiclass_roc has 3 parts, and the hist"),
-        ("classes", [torchmetrics.text.BLEUScore()], r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet"),
+        (
+            "classes",
+            LazyParameter(lambda: [torchmetrics.ROC("multiclass", num_classes=3)]),
+            "metric multiclass_roc has 3 parts, and the hist",
+        ),
+        (
+            "classes",
+            LazyParameter(lambda: [torchmetrics.text.BLEUScore()]),
+            r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet",
+        ),
         ("labels", ["cohen_kappa"], "'cohen_kappa' is for one class per row, and the targets are several labels"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_anything_starts(kind, metrics, words):
     model, loss, rows, _ = task(kind)
     with one_process():
-        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=metrics)
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=resolve(metrics))
         with pytest.raises(cx.ConfigError, match=words):
             trainer.fit(*rows, epochs=1, verbose=False)
         assert trainer.epoch == 0

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from fitting import everywhere, make_rows, one_process, run_world, seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
+from lazy import LazyModule
+from markers import by_night
 from torch import Tensor, nn
 
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
+torchmetrics: Any = LazyModule("torchmetrics")
 ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
 Parts = namedtuple("Parts", ["digit", "size", "pair"])
 
@@ -82,7 +83,7 @@ def evaluated(form: str) -> dict[str, float]:
     return dict(trainer.evaluate(*rows_of(form), batch_size=4, return_dict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
 def test_each_is_that_of_a_model_with_this_output_alone(world_size):
     x, answers = rows_of()
     expected: dict[str, float] = {}

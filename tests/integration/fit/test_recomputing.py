@@ -8,7 +8,6 @@ import pytest
 import torch
 from deep_model import Block, make_deep
 from fitting import fingerprint, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
@@ -37,6 +36,7 @@ def test_a_model_that_calculates_anew_has_the_same_bits():
         assert more == runs + 4 * steps  # each block once more in each backward
 
 
+@pytest.mark.nightly
 def test_ranks_that_calculate_anew_have_the_same_bits():
     for (kept, _), (anew, _) in zip(run_world(2, fit, False, {}), run_world(2, fit, True, {}), strict=True):
         assert kept == anew

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fitting import Trace, fingerprint, make_model, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -212,6 +211,7 @@ def test_a_function_is_given_the_steps_of_each_fit_and_starts_from_the_given_rat
             traced(lambda optimizer, total_steps: None)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_a_schedule_of_a_function_resumes_bit_for_bit_and_follows_more_epochs(tmp_path: Path, interval: str):
     def make(optimizer: torch.optim.Optimizer, total_steps: int) -> schedulers.LRScheduler:

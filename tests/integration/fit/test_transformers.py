@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from fitting import fingerprint, flat, make_model, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -128,6 +127,7 @@ def resumed_after_each_step(folder: str, *names: str) -> None:
             ], (name, step)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_fit_resumed_before_and_after_it_has_the_bits_of_the_whole(tmp_path: Path, world_size: int):
     if world_size == 1:

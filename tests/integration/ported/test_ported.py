@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from fitting import everywhere, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PORTED, SIDE = EXAMPLES / "ported", EXAMPLES / "side_by_side"
@@ -80,7 +79,6 @@ PROGRAMS = {
         packages=("transformers", "peft"),
     ),
 }
-BY_DAY = ("forecaster", "tabular", "vae")
 Histories = dict[str, list[float]]
 
 
@@ -105,10 +103,9 @@ def check_ending(program: Ported, last: str) -> None:
         assert least <= number <= most, last
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in PROGRAMS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_it_has_the_losses_of_one_rank_on_several(name, world_size):
     program = PROGRAMS[name]
     for package in program.packages:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from fitting import fingerprint, make_model, make_rows, one_process, run_new_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.optim import lr_scheduler as schedulers
 
 import cyxtrain as cx
@@ -82,6 +81,7 @@ def stretched_and_cut_off(folder: str) -> list[str]:
     return [fingerprint(whole.model), fingerprint(again.model)]
 
 
+@pytest.mark.nightly
 def test_a_fit_whose_cosine_was_stretched_resumes_bit_for_bit(tmp_path):
     for rank, (whole, again) in enumerate(run_new_world(2, stretched_and_cut_off, str(tmp_path))):
         assert whole == again, rank

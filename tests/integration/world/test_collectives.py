@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kept_worlds import on_ranks
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 
 import cyxtrain as cx
 from cyxtrain.world import runtime
@@ -222,6 +222,7 @@ def backend_of_small_agreements(backend):
         return dist.get_backend(runtime.cpu_group())
 
 
+@pytest.mark.nightly
 @on_ranks(2)
 def test_a_compiled_function_may_call_them():
     tensor = own()
