@@ -12,12 +12,7 @@ import subprocess
 
 import pytest
 import yaml
-<<<<<<< HEAD
 from pages import DOCS, IS_CHECKOUT, ROOT, broken_links, read_page, without_code
-from worlds import TESTS
-=======
-from pages import DOCS, ROOT, read_page
->>>>>>> d10
 
 import cyxtrain as cx
 

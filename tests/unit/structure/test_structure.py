@@ -74,8 +74,8 @@ INSIDE = {
     "data": ["rng sampler slices", "order sharding", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange",
-        "bucket gathering step_report sync_flags",
-        "compression sparse_gradients",
+        "bucket gathering step_report",
+        "compression sparse_gradients sync_flags",
         "reducer",
         "wrapper",
     ],
