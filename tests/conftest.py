@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import lazy
 import leaks
 import pytest
 
@@ -32,8 +33,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if f"{item.path.name}::{item.name}" in listed:
             item.add_marker(pytest.mark.nightly)
-    gc.collect()
-    gc.freeze()  # what is imported stays: each full collection would go through all of PyTorch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected: all that is imported stays, and each time all of it is searched."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()  # later collections leave out what is imported, with all of PyTorch
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -66,6 +77,12 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(autouse=True, scope="module")
+def lazy_modules_are_imported(request: pytest.FixtureRequest) -> None:
+    """Import what a file names lazily before its first test: some libraries set environment variables."""
+    lazy.import_lazy_modules(vars(request.module))
+
+
+@pytest.fixture(autouse=True, scope="module")
 def kept_worlds_end() -> Iterator[None]:
     """Ends the worlds of ranks that stayed from one test of a module to the next."""
     yield
@@ -95,6 +112,15 @@ def rank_server() -> None:
     import rank_processes
 
     rank_processes.start_server()
+
+
+@pytest.fixture(scope="session")
+def needs_hosts() -> None:
+    """Skip tests where this machine cannot have several hosts: finding out starts two."""
+    import hosts
+
+    if reason := hosts.why_not():
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

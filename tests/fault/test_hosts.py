@@ -24,7 +24,7 @@ from worlds import RankResult, child_environment, wait_until
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(hosts.why_not() != "", reason=hosts.why_not() or "there can be hosts"),
+    pytest.mark.usefixtures("needs_hosts"),
 ]
 START_SECONDS = 60.0
 LARGE = 8 << 20

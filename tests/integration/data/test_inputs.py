@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_rows, one_process, run_world, seeded
+from lazy import LazyParameter, resolve
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional
@@ -291,6 +291,12 @@ def test_a_fit_of_several_inputs_resumes(tmp_path):
 LEFT, RIGHT, TARGETS = parts(12)
 
 
+def sparse_eye() -> Any:
+    from scipy import sparse
+
+    return sparse.eye(12, format="csr")
+
+
 @pytest.mark.parametrize(
     ("inputs", "targets", "more", "words"),
     [
@@ -313,13 +319,13 @@ LEFT, RIGHT, TARGETS = parts(12)
         ((LEFT, RIGHT), TARGETS, {"class_weight": [1.0, 2.0]}, r"must be a dictionary, as dict"),
         ((LEFT, RIGHT), LEFT, {"class_weight": {0: 1.0}}, "class_weight needs one class number per row"),
         (torch.eye(12).to_sparse(), TARGETS, {}, r"X is a sparse tensor, .*: give X.to_dense\(\)"),
-        (scipy.sparse.eye(12, format="csr"), TARGETS, {}, r"X is a csr_\w+, .*: give X.toarray\(\)"),
+        (LazyParameter(sparse_eye), TARGETS, {}, r"X is a csr_\w+, .*: give X.toarray\(\)"),
         ((LEFT, RIGHT), TARGETS, {"validation_data": ((LEFT, RIGHT),)}, "or .X_val, y_val, sample_weight."),
     ],
 )
 def test_what_cannot_be_rows_is_refused(inputs, targets, more, words):
     with one_process(), pytest.raises(cx.ConfigError, match=words):
-        trained(TwoInputs, inputs, targets, **more)
+        trained(TwoInputs, resolve(inputs), targets, **more)
 
 
 def test_weights_need_a_loss_of_each_row():

@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
+from lazy import LazyModule, LazyParameter, resolve
 from rank_processes import rank_server  # noqa: F401 - a fixture
-from scipy import stats
-from sklearn import metrics as expected
 from torch import nn
 from torch.nn import functional
 
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
+expected: Any = LazyModule("sklearn.metrics")
+stats: Any = LazyModule("scipy.stats")
+torchmetrics: Any = LazyModule("torchmetrics")
 ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
 OF_TWO = [
     *("f1", "precision", "recall", "specificity", "jaccard", "auc", "average_precision", "cohen_kappa", "matthews"),
@@ -362,7 +363,7 @@ def test_a_function_may_return_a_sum_and_its_weight():
     ("metrics", "words"),
     [
         ("f1_score", "no metric 'f1_score'. Did you mean 'f1'"),
-        ([torchmetrics.F1Score], r"got the class F1Score: pass an instance"),
+        (LazyParameter(lambda: [torchmetrics.F1Score]), r"got the class F1Score: pass an instance"),
         ([3], "metrics takes names, functions .* got 3"),
         (["f1", "f1"], "two named 'f1'"),
         ({"loss": confidence}, "'loss' needs another name"),
@@ -370,7 +371,7 @@ def test_a_function_may_return_a_sum_and_its_weight():
 )
 def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
     with pytest.raises(cx.ConfigError, match=words):
-        cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics=metrics)
+        cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics=resolve(metrics))
 
 
 @pytest.mark.parametrize(
@@ -382,21 +383,29 @@ def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
         ("logits", ["top_2"], "'top_2' is for classes"),
         ("classes", {"bad": lambda output, target: torch.ones(7)}, "bad must return a number per row, or their mean"),
         ("classes", {"odd": lambda output, target: 1 / 0}, "the metric odd cannot take .* division by zero"),
-        ("classes", [torchmetrics.MeanSquaredError()], "metric mean_squared_error cannot take"),
+        ("classes", LazyParameter(lambda: [torchmetrics.MeanSquaredError()]), "metric mean_squared_error cannot take"),
         (
             "classes",
-            [torchmetrics.ConfusionMatrix("multiclass", num_classes=3)],
+            LazyParameter(lambda: [torchmetrics.ConfusionMatrix("multiclass", num_classes=3)]),
             r"confusion_matrix has shape \[3, 3\], and the history takes a number, or one for each class",
         ),
-        ("classes", [torchmetrics.ROC("multiclass", num_classes=3)], "metric multiclass_roc has 3 parts, and the hist"),
-        ("classes", [torchmetrics.text.BLEUScore()], r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet"),
+        (
+            "classes",
+            LazyParameter(lambda: [torchmetrics.ROC("multiclass", num_classes=3)]),
+            "metric multiclass_roc has 3 parts, and the hist",
+        ),
+        (
+            "classes",
+            LazyParameter(lambda: [torchmetrics.text.BLEUScore()]),
+            r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet",
+        ),
         ("labels", ["cohen_kappa"], "'cohen_kappa' is for one class per row, and the targets are several labels"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_anything_starts(kind, metrics, words):
     model, loss, rows, _ = task(kind)
     with one_process():
-        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=metrics)
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=resolve(metrics))
         with pytest.raises(cx.ConfigError, match=words):
             trainer.fit(*rows, epochs=1, verbose=False)
         assert trainer.epoch == 0

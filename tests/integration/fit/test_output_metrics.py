@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from fitting import everywhere, make_rows, one_process, run_world, seeded
+from lazy import LazyModule
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
+torchmetrics: Any = LazyModule("torchmetrics")
 ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
 Parts = namedtuple("Parts", ["digit", "size", "pair"])
 

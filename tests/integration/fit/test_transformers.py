@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, seeded
+from lazy import LazyModule
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
 
-transformers = pytest.importorskip("transformers")
+transformers: Any = LazyModule("transformers", optional=True)
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("rank_server")]
 
 ROWS, LENGTH, WORDS, EFFECTIVE, EPOCHS = 21, 10, 23, 8, 2

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
+from lazy import LazyModule
 from rank_processes import (
     rank_server,  # noqa: F401 - a fixture
     run_ranks,
 )
-from sklearn import metrics as expected
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
+expected: Any = LazyModule("sklearn.metrics")
+tensorboard: Any = LazyModule("tensorboard.backend.event_processing.event_accumulator")
 by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
 
@@ -384,7 +385,7 @@ def test_a_confusion_matrix_is_of_all_rows_and_a_picture(world_size, tmp_path):
     matrix = ranks[0][0]
     assert matrix.sum(1).tolist() == np.bincount(classes, minlength=CLASSES).tolist()
     assert [found is None for found, _ in ranks] == [False, *[True] * (world_size - 1)]
-    events = EventAccumulator(str(tmp_path / "logs" / "validation")).Reload()
+    events = tensorboard.EventAccumulator(str(tmp_path / "logs" / "validation")).Reload()
     assert [image.step for image in events.Images("epoch/confusion_matrix")] == [5, 10]
 
 
@@ -396,7 +397,7 @@ def test_each_validation_set_has_a_picture(tmp_path):
         fit_measured(metrics=[metric], callbacks=callbacks, validation_data=sets)
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["matrix_far_b.png", "matrix_near.png"]
     assert [*metric.figures] == ["near", "far/b"]
-    events = EventAccumulator(str(tmp_path / "logs" / "validation")).Reload()
+    events = tensorboard.EventAccumulator(str(tmp_path / "logs" / "validation")).Reload()
     assert sorted(events.Tags()["images"]) == ["epoch/confusion_matrix far/b", "epoch/confusion_matrix near"]
 
 

@@ -46,7 +46,6 @@ from cyxtrain.ring import Deadline, RankRecord, StoreClient, try_transports
 from cyxtrain.ring.rendezvous import probe
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-needs_hosts = pytest.mark.skipif(hosts.why_not() != "", reason=hosts.why_not() or "there can be hosts")
 MACHINE = Machine("node", "eth0", 8, "64 GiB", "none", "0.1.0", "2.13.0", "3.11.7")
 COLUMNS = 80 - len("[rank 0] ")
 
@@ -543,7 +542,7 @@ def on_hosts(network, places, *arguments):
     return found[0].value
 
 
-@needs_hosts
+@pytest.mark.usefixtures("needs_hosts")
 @pytest.mark.nightly
 def test_a_link_between_two_hosts_that_is_cut_is_named_and_no_other():
     with hosts.hosts(3) as network:
@@ -558,7 +557,7 @@ def test_a_link_between_two_hosts_that_is_cut_is_named_and_no_other():
     assert said.endswith("broken: 1 - 2; the other 2 are OK")
 
 
-@needs_hosts
+@pytest.mark.usefixtures("needs_hosts")
 @pytest.mark.nightly
 def test_four_ranks_on_two_hosts_are_well():
     with hosts.hosts(2) as network:
@@ -571,7 +570,7 @@ def test_four_ranks_on_two_hosts_are_well():
     assert ways["0 - 1"] == ways["2 - 3"] == "unix"
 
 
-@needs_hosts
+@pytest.mark.usefixtures("needs_hosts")
 @pytest.mark.nightly
 def test_hosts_between_which_large_packets_are_lost_are_told_to_look_at_their_mtu():
     with hosts.hosts(3) as network:
@@ -587,7 +586,7 @@ def test_hosts_between_which_large_packets_are_lost_are_told_to_look_at_their_mt
     assert "Is the MTU the same on both machines" in said
 
 
-@needs_hosts
+@pytest.mark.usefixtures("needs_hosts")
 @pytest.mark.nightly
 def test_a_rank_that_is_stopped_on_another_host_is_named_and_all_others_are_tried():
     with hosts.hosts(3) as network:

@@ -22,7 +22,7 @@ from worlds import child_environment
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(hosts.why_not() != "", reason=hosts.why_not() or "there can be hosts"),
+    pytest.mark.usefixtures("needs_hosts"),
 ]
 CONFIG = str(Path(__file__).resolve().parents[3] / "configs" / "digits_mlp.yaml")
 FIT = ("cyxtrain", "fit", CONFIG, "training.epochs=3")

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 from launching import children_of, runs, wait_until
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from lazy import LazyModule
 
 import cyxtrain as cx
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+nbclient: Any = LazyModule("nbclient")
+nbformat: Any = LazyModule("nbformat")
 PACKAGE = Path(cx.__file__).parents[1]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -46,7 +46,7 @@ config = cx.DistributedTrainingConfig(epochs=2, batch_size=32, num_processes=2)
 class Kernel:
     """A notebook's kernel, and what its cells show."""
 
-    def __init__(self, client: NotebookClient) -> None:
+    def __init__(self, client: Any) -> None:
         self._client = client
         self.pid = client.km.provisioner.pid
         self._count = 0
@@ -58,7 +58,7 @@ class Kernel:
         self._count += 1
         try:
             self._client.execute_cell(cell, self._count - 1)
-        except CellExecutionError:
+        except nbclient.exceptions.CellExecutionError:
             if not may_fail:
                 raise
         written, shown = "", ""
@@ -86,7 +86,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PACKAGE))
         patch.chdir(tmp_path_factory.mktemp("notebook"))
-        client = NotebookClient(nbformat.v4.new_notebook(), timeout=100, kernel_name="python3")
+        client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=100, kernel_name="python3")
         with client.setup_kernel():
             found = Kernel(client)
             found.run(FIRST)
@@ -178,7 +178,7 @@ def test_the_plot_of_the_page_is_one_below_its_cell(tmp_path, monkeypatch):
     plots = f"import matplotlib.pyplot as plt\nfrom IPython.display import display\n{plots}"
     fit = "trainer.fit(x_train, y_train, epochs=2, effective_batch_size=64, num_processes=2, callbacks=[LivePlot()]);"
     cells = [nbformat.v4.new_code_cell(each) for each in (first, plots, f"{fit}\n{fit}")]
-    NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=300).execute(cwd=str(tmp_path))
+    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=300).execute(cwd=str(tmp_path))
     shown = [each.get("data", {}) for each in cells[2].outputs]
     assert sum("image/png" in each for each in shown) == 2  # one for each fit
     texts = [each["text/plain"] for each in shown if "samples/s" in each.get("text/plain", "")]
@@ -192,7 +192,7 @@ def test_the_quickstart_runs_and_has_its_outputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook: Any = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     saved = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     found = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     assert [[each.output_type for each in outputs] for outputs in saved] == [
         [each.output_type for each in outputs] for outputs in found

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import make_model, one_process
+from lazy import LazyParameter, resolve
 from torch import nn
 
 import cyxtrain as cx
@@ -317,14 +318,15 @@ def test_settings_of_other_objects_get_names_and_no_advice_for_calls():
 @pytest.mark.parametrize(
     "arguments",
     [
-        (torch.optim.SGD(make_model().parameters(), 0.1), nn.CrossEntropyLoss()),
+        (LazyParameter(lambda: torch.optim.SGD(make_model().parameters(), 0.1)), nn.CrossEntropyLoss()),
         (torch.optim.SGD, nn.CrossEntropyLoss()),
         ("sgd", "cross_entropy"),
     ],
 )
 def test_a_loss_and_an_optimizer_that_are_swapped_are_told_in_one_line(arguments):
+    given = map(resolve, arguments)
     with pytest.raises(cx.ConfigError, match=r"the order is DistributedTrainer\(model, loss_fn, optimizer\)") as caught:
-        cx.DistributedTrainer(make_model(), *arguments)
+        cx.DistributedTrainer(make_model(), *given)
     assert "\n" not in str(caught.value)
 
 

@@ -7,7 +7,6 @@ import importlib.resources
 
 import numpy as np
 import pytest
-import sklearn.datasets
 
 from cyxtrain.datasets import load_digits
 
@@ -23,7 +22,9 @@ def digits():
 @pytest.fixture(scope="module")
 def source():
     """An independent copy: pixels 0 ... 16 and digits, in the order of the source."""
-    return sklearn.datasets.load_digits(return_X_y=True)
+    from sklearn.datasets import load_digits as load_source
+
+    return load_source(return_X_y=True)
 
 
 def rows(x, y):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import sys
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import numpy as np
 import pytest
 from fitting import CLASSES, FEATURES, make_model, make_rows, one_process, run_world
-from IPython.core.formatters import DisplayFormatter
+from lazy import LazyModule
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
+formatters: Any = LazyModule("IPython.core.formatters")
 HISTORY = cx.TrainingHistory(
     train_losses=[0.9, 0.5, float("nan")],
     val_losses=[1.0, 0.7, 0.6],
@@ -101,7 +103,7 @@ def test_curves_are_drawn_and_written(tmp_path):
 
 
 def test_a_notebook_that_has_not_loaded_matplotlib_shows_a_picture():
-    shown, _ = DisplayFormatter().format(HISTORY.plot())
+    shown, _ = formatters.DisplayFormatter().format(HISTORY.plot())
     assert shown["image/png"].startswith(b"\x89PNG")
 
 
@@ -211,4 +213,4 @@ def test_a_summary_is_not_shown_again_by_a_prompt_or_a_notebook():
     with one_process():
         text = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd").summary()
     assert repr(text) == ""
-    assert DisplayFormatter().format(text) == ({}, {})
+    assert formatters.DisplayFormatter().format(text) == ({}, {})
