@@ -11,6 +11,7 @@ from typing import Any
 
 import lazy
 import leaks
+import markers
 import pytest
 
 
@@ -26,13 +27,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of by_night.txt as nightly: with them the daily run would take a third longer."""
-    listed = set((Path(__file__).parent / "by_night.txt").read_text(encoding="utf-8").splitlines())
-    for item in items:
-        if f"{item.path.name}::{item.name}" in listed:
-            item.add_marker(pytest.mark.nightly)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark the cases of each test that `nightly_where` asks for."""
+    found = yield
+    if isinstance(found, list) and found:
+        markers.mark_nightly_cases(found)
+    return found
 
 
 @pytest.hookimpl(wrapper=True)

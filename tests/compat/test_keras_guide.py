@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from markers import nightly_where
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 import cyxtrain as cx
@@ -49,6 +50,7 @@ def check(number: int, said: str) -> None:
     assert float(found[0]) >= least
 
 
+@nightly_where(lambda number: number > 0)
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("number", range(3))
 def test_programs_run_and_learn_on_two_ranks(number, tmp_path):

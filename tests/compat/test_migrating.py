@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from markers import by_night, nightly_where
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port
 
@@ -91,8 +92,9 @@ def test_their_lines_are_python(name):
             compile(line.replace("@hvd.elastic.run", "hvd.elastic.run"), cell, "exec")
 
 
+@nightly_where(lambda name: name != "a loop on one process")
 @pytest.mark.usefixtures("rank_server")
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 @pytest.mark.parametrize("name", TABLES)
 def test_our_lines_run_from_top_to_bottom(name, world_size, tmp_path):
     ran = values(run_ranks(world_size, run_table, name, str(tmp_path)))

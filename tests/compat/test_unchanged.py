@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import unchanged
+from markers import nightly_where
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 DDP = [
@@ -89,6 +90,10 @@ NIGHTLY_WORLDS = {
     (4, "unchanged_sharding"): SHARDING_OF_FOUR,
     (2, "unchanged_groups"): GROUPS + GROUPS_AT_NIGHT,
 }
+ONLY_AT_NIGHT = {
+    *("fully_sharded_as_one_process", "fully_sharded_as_over_gloo"),
+    *("groups_say_what_they_are", "groups_of_neighbours"),
+}
 CASES = [
     pytest.param(*world, name, id=f"{world[1].removeprefix('unchanged_')}-{world[0]}-{name}", marks=marks)
     for worlds, marks in ((WORLDS, ()), (NIGHTLY_WORLDS, (pytest.mark.nightly,)))
@@ -113,6 +118,7 @@ def found(rank_server, tmp_path_factory):  # noqa: F811
     return of
 
 
+@nightly_where(lambda name: name in ONLY_AT_NIGHT)
 @pytest.mark.skipif(sys.platform == "win32", reason="PyTorch's Gloo for Windows knows less")
 @pytest.mark.parametrize(("world_size", "module", "name"), CASES)
 def test_unchanged(found, world_size, module, name):

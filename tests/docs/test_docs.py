@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from markers import nightly_where
 from page_runs import run_page
 from pages import DOCS, ROOT, Page, check_prints, is_like, read_page
 from rank_processes import rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
@@ -51,6 +52,7 @@ def test_programs_run_alone(page, tmp_path):
     run_alone(page, tmp_path, with_slow=False, seconds=SECONDS)
 
 
+@nightly_where(lambda page: page.path.name not in ("collectives.md", "resuming.md"))
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.runs_on_two_ranks], ids=lambda page: page.path.name)
 def test_programs_run_on_two_ranks(page, tmp_path):

@@ -13,7 +13,6 @@ import subprocess
 import pytest
 import yaml
 from pages import DOCS, ROOT, read_page
-from worlds import TESTS
 
 import cyxtrain as cx
 
@@ -236,12 +235,3 @@ def test_package_unpickles_nothing():
     pickled = re.compile(r"(?<![\w.])(?:pickle|torch|marshal)\.loads?\b|allow_pickle=True|\bUnpickler\b")
     found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(text)]
     assert found == ["cyxtrain/notebook/sharing.py"]  # between a notebook and its authenticated workers
-
-
-def test_list_of_nightly_tests_names_existing_tests():
-    lines = (TESTS / "by_night.txt").read_text(encoding="utf-8").splitlines()
-    files = {path.name: path for path in TESTS.rglob("test_*.py")}
-    for line in lines[1:]:
-        file, _, name = line.partition("::")
-        text = files[file].read_text(encoding="utf-8")
-        assert f"def {name.partition('[')[0]}(" in text, line

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def last_accuracy(lines):
 
 
 # .ci/run begins with the same on 2 ranks.
-@pytest.mark.parametrize("num_ranks", [pytest.param(count, marks=pytest.mark.nightly) for count in (1, 2, 4)])
+@pytest.mark.parametrize("num_ranks", [by_night(count) for count in (1, 2, 4)])
 def test_main_job_learns_the_digits_on_any_number_of_ranks(num_ranks, tmp_path):
     lines = run_example("train_digits.py", num_ranks, tmp_path)
     assert last_accuracy(lines) >= 0.97
@@ -64,7 +65,7 @@ def run_script(path: str) -> str:
 
 
 @pytest.mark.usefixtures("rank_server")
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("launched", [False, by_night(True)])
 def test_first_program_in_readme_runs_as_it_stands(launched, tmp_path):
     readme, script = (ROOT / "README.md").read_text(encoding="utf-8"), tmp_path / "train.py"
     script.write_text(re.search(r"```python\n(.*?)```", readme, flags=re.DOTALL)[1], encoding="utf-8")

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from markers import by_night, nightly_where
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from worlds import SUPPORT, child_environment, free_port
 
@@ -119,6 +120,7 @@ def test_each_guide_is_checked():
     assert sorted(CHECKS) == [path.stem for path in GUIDES]
 
 
+@nightly_where(lambda path: by_name(path) != "amp_trainer")
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("path", GUIDES, ids=by_name)
 def test_guides_do_on_one_rank_and_on_two_what_they_say(path, tmp_path):
@@ -134,7 +136,7 @@ def test_guides_do_on_one_rank_and_on_two_what_they_say(path, tmp_path):
 
 
 @pytest.mark.usefixtures("rank_server")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_every_line_of_the_api_sections_runs_as_typed(world_size, tmp_path):
     said = values(run_ranks(world_size, run_guide, str(API), str(tmp_path)))
     for rank, own in enumerate(said):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kept_worlds import on_ranks
+from markers import nightly_where
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 import cyxtrain as cx
@@ -91,9 +92,7 @@ SHORT = {
     ),
 }
 SHORT["vae_gan"] = Ending(SHORT["vae"].line, (0.015, 0.07), (0.03, 0.08), same_on_two_ranks=False)
-LONG = dict.fromkeys(
-    ("gan", "imbalanced", "powersgd", "regression", "text_bytes", "vae", "vae_gan"), pytest.mark.nightly
-)
+DAILY = ("callbacks", "collectives", "custom_loop", "resume")
 LONGER = {"draw_pictures", "train_cyxtrain", "train_digits", "train_torch"}
 """Examples that tests/docs/test_examples.py runs, and one that needs a browser."""
 
@@ -121,7 +120,8 @@ def check_same(said: str, other: str) -> None:
     assert list(map(float, NUMBER.findall(said))) == pytest.approx(list(map(float, NUMBER.findall(other))), abs=0.03)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in SHORT])
+@nightly_where(lambda name: name not in DAILY)
+@pytest.mark.parametrize("name", SHORT)
 def test_alone_and_on_two_ranks_it_ends_as_it_says(name, tmp_path):
     (alone,) = values(run_ranks(1, run_example, name, str(tmp_path), seconds=SECONDS))
     first, second = values(run_ranks(2, run_example, name, str(tmp_path), seconds=SECONDS))

@@ -29,6 +29,7 @@ from faults import (
     Stop,
     Throttle,
 )
+from markers import by_night
 from rank_processes import Ended, rank_server, run_ranks  # noqa: F401 - a fixture
 from worlds import run_threads, wait_until
 from xxhash import xxh3_64, xxh3_64_digest
@@ -77,15 +78,15 @@ def by_day_and_nightly(by_day: int, nightly: int) -> pytest.MarkDecorator:
     [
         (1, Fault(Slices(1))),
         (1, Fault(Delay(0.005))),
-        (1, Fault(Delay(0.05), rank=1)),
+        by_night(1, Fault(Delay(0.05), rank=1)),
         (1, Fault(Throttle(100_000))),
         (20, Fault(Slices(7), role="messages")),
-        (1, Fault(Cut(), after_bytes=500, seconds=0.3)),
-        (1, Fault(Cut(), past_handshake=True, seconds=0.5)),
-        (1, Fault(OneWay(), rank=0, after_bytes=400, seconds=0.5)),
+        by_night(1, Fault(Cut(), after_bytes=500, seconds=0.3)),
+        by_night(1, Fault(Cut(), past_handshake=True, seconds=0.5)),
+        by_night(1, Fault(OneWay(), rank=0, after_bytes=400, seconds=0.5)),
         (LARGE, Fault(Throttle(20_000_000), rank=2)),
-        (LARGE, Fault(Cut(), rank=1, after_bytes=100_000, seconds=0.5)),
-        (LARGE, Fault(OneWay(), peer=0, after_bytes=1_000_000, seconds=0.5)),
+        by_night(LARGE, Fault(Cut(), rank=1, after_bytes=100_000, seconds=0.5)),
+        by_night(LARGE, Fault(OneWay(), peer=0, after_bytes=1_000_000, seconds=0.5)),
     ],
     ids=repr,
 )
@@ -278,6 +279,7 @@ def test_a_flipped_bit_in_what_is_said_beside_the_ring_names_its_rank():
 # --- faults of processes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("what", [Stop(1.2), HoldGil(1.2)], ids=repr)
 def test_a_short_stop_and_a_held_gil_change_no_bit(what):

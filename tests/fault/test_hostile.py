@@ -134,7 +134,8 @@ def check_strangers_change_nothing(folder: Path, world_size: int, count: int, se
         assert after["highest_mb"] < before["highest_mb"] + MORE_MEMORY_MB
 
 
-@pytest.mark.parametrize(("world_size", "secret"), [(2, SECRET), pytest.param(3, None, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world_size", "secret"), [(2, SECRET), (3, None)])
 def test_a_thousand_strangers_at_every_port_change_nothing(tmp_path, world_size, secret):
     check_strangers_change_nothing(tmp_path / "world", world_size, 1000, secret)
 

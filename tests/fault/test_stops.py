@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from markers import by_night
 from stopped_fits import Cell, Outcome, Program, every_cell
 
 from cyxtrain.checkpoint.folder import CheckpointFolder
@@ -163,10 +164,10 @@ def test_ctrl_c_without_checkpoints_interrupts_a_long_step(tmp_path):
     [
         ("alone", {}),
         ("by hand", {"STREAM": "1"}),
-        pytest.param("alone", {"STREAM": "1"}, marks=pytest.mark.nightly),
-        pytest.param("by hand", {}, marks=pytest.mark.nightly),
-        pytest.param("alone", {"START_METHOD": "spawn"}, marks=pytest.mark.nightly),
-        pytest.param("alone", {"START_METHOD": "spawn", "STREAM": "1"}, marks=pytest.mark.nightly),
+        by_night("alone", {"STREAM": "1"}),
+        by_night("by hand", {}),
+        by_night("alone", {"START_METHOD": "spawn"}),
+        by_night("alone", {"START_METHOD": "spawn", "STREAM": "1"}),
     ],
 )
 def test_a_worker_that_dies_before_the_signal_arrives_does_not_lose_the_checkpoint(starter, more, tmp_path):
@@ -191,9 +192,7 @@ def test_a_worker_that_dies_of_the_signal_after_the_fit_has_stopped_is_no_error(
     assert not problem(cell, outcome, tmp_path), outcome.output
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"STREAM": "1"}, pytest.param({"START_METHOD": "spawn"}, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("more", [{}, {"STREAM": "1"}, by_night({"START_METHOD": "spawn"})])
 def test_workers_outlive_signals_and_end_with_their_rank(more, tmp_path):
     program = Program(tmp_path / "fit", "alone", "step", 2, **more)
     try:

@@ -13,6 +13,7 @@ import pytest
 import survival
 import survival_ranks
 from launching import noted_pids, runs, started
+from markers import by_night, nightly_where
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from survival import ACTIVITIES, living, run_alone
 from worlds import child_environment
@@ -29,6 +30,8 @@ KILLS = [
     for turn, activity in enumerate([*ACTIVITIES, "in a fit", "in the handshake"])
 ]
 KILLS += [("in a large sum", 4, 100, "unix"), ("in the middle of a chunk", 3, 101, "unix")]
+DAILY = (0, 6, 11, 102)
+"""The seeds of the kills by day: both transports, and two and three ranks."""
 KILLS += [("in a large sum", 2, 102, "unix")]  # with a core for each they wait by progress counters, without by frames
 
 
@@ -39,6 +42,7 @@ def all_seconds():
     survival.show("survivors that learnt of a kill", found)
 
 
+@nightly_where(lambda seed: seed not in DAILY)
 @pytest.mark.parametrize(("activity", "world_size", "seed", "transport"), KILLS)
 def test_every_survivor_of_a_kill_at_any_moment_names_the_rank_within_a_second(
     activity, world_size, seed, transport, tmp_path, all_seconds
@@ -50,7 +54,7 @@ def test_every_survivor_of_a_kill_at_any_moment_names_the_rank_within_a_second(
     ("makes", "kinds"),
     [
         pytest.param(True, {"PeerLostError", "RendezvousError"}, id="while a group with it is made"),
-        pytest.param(False, {"PeerLostError"}, id="while one waits in a group without it"),
+        by_night(False, {"PeerLostError"}, id="while one waits in a group without it"),
     ],
 )
 def test_every_survivor_names_the_killed_rank_also_beside_other_groups(makes, kinds, tmp_path):
@@ -111,6 +115,7 @@ def came_of(scenarios):
     return find
 
 
+@pytest.mark.nightly
 def test_a_stop_of_two_and_a_half_seconds_changes_no_bit(came_of):
     quiet, stopped = came_of("stopped for 2.5 s")
     assert stopped == quiet
@@ -220,6 +225,7 @@ def test_the_launcher_shows_the_traceback_of_the_rank_whose_own_code_failed_and_
 # --- many lives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [1, 2])
 def test_fifty_lives_leave_no_descriptor_no_thread_and_no_memory(processes, tmp_path):
     survival.check_many_lives(tmp_path / "notes", processes, lives=50, warm_up=25, most_kib=8192)

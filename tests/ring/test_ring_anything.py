@@ -137,6 +137,7 @@ ENTRIES = (
 )
 
 
+@pytest.mark.nightly
 @BY_DAY
 @given(SPLITS)
 def test_any_bytes_in_any_parts_are_messages_or_a_handshake_error(parts):
@@ -150,6 +151,7 @@ def test_whatever_a_listener_hears_it_lets_nobody_in_and_raises_nothing_else(hel
     check_listener(hello, proof)
 
 
+@pytest.mark.nightly
 @BY_DAY
 @given(_like(ANSWER), _like(VERDICT))
 @example(b'{"nonce": "' + b"\\ud800" * 32 + b'"}', b'{"refused": "\\ud800", "proof": ""}')
@@ -157,6 +159,7 @@ def test_whatever_a_caller_hears_it_believes_nobody_and_raises_nothing_else(answ
     check_caller(answer, verdict)
 
 
+@pytest.mark.nightly
 @BY_DAY
 @given(ENTRIES)
 @example(b"[" * 100_000)

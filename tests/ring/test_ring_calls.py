@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night
 from ring_values import Op, options
 from torch.profiler import ProfilerActivity, profile
 from worlds import run_threads
@@ -287,7 +288,7 @@ def test_calls_are_in_a_trace_with_their_shapes(communication):
 # --- works that only C++ holds --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("communication", ["inline", "thread"])
+@pytest.mark.parametrize("communication", ["inline", by_night("thread")])
 def test_a_work_that_python_has_let_go_of_is_still_there_for_cpp(communication):
     """PyTorch's registry of works holds the C++ half alone, as its reducer does."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from markers import nightly_where
 from ring_values import Op, all_reduce, options
 from torch import Tensor
 from worlds import run_threads
@@ -79,6 +80,10 @@ def through_all(group: RingProcessGroup, side: int, *, transposed: bool) -> dict
     return found
 
 
+DAILY = [("tcp", "thread", True), ("unix", "inline", False), ("unix", "thread", True)]
+
+
+@nightly_where(lambda transport, communication, within: (transport, communication, within) not in DAILY)
 @pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("communication", ["inline", "thread"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -96,6 +101,7 @@ def test_every_collective_writes_into_tensors_of_inference_mode(transport, commu
     assert run_threads(3, rank_main, options=chosen) == [[]] * 3
 
 
+@nightly_where(lambda transport: transport == "tcp")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_group_that_was_made_in_inference_mode_serves_training(transport):
     """With what it keeps from one collective to the next."""

@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night
 from ring_values import (
     Op,
     all_reduce,
@@ -39,7 +40,6 @@ from cyxtrain.ring.shared_memory.barrier import SharedMemoryBarrier
 from cyxtrain.ring.wire.frames import Kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share no memory on this system")
-NIGHTLY = pytest.mark.nightly
 MIB = 2**20
 LARGE = 500_003
 MEETINGS = 8
@@ -127,7 +127,7 @@ def go_through(group, rounds, seed):
     return travels(group), wrong
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), [(2, 200), (3, 200), (4, 100)])
+@pytest.mark.parametrize(("world_size", "rounds"), [(2, 200), by_night(3, 200), by_night(4, 100)])
 def test_a_rank_that_overwrites_its_tensor_at_once_changes_nothing_for_the_others(world_size, rounds):
     found = run_threads(world_size, lambda group: go_through(group, rounds, world_size))
     assert found == [(SHARED, [])] * world_size
@@ -368,7 +368,7 @@ def over_plain_links(way, monkeypatch):
     return RingOptions(transport=transport)
 
 
-@pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=NIGHTLY) for way in WAYS[1:])])
+@pytest.mark.parametrize("way", [WAYS[0], *map(by_night, WAYS[1:])])
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_large_calls_that_differ_are_an_error_on_every_rank_within_a_second(what, way, monkeypatch):
     check_differing(what, 3, [0], ring_options=over_plain_links(way, monkeypatch))

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from markers import by_night
 from ring_values import DTYPES, all_reduce, error_of, made, same
 from worlds import join_threads, run_threads, wait_until
 
@@ -50,7 +51,7 @@ def test_strided_tensors_are_sent_and_received():
     assert run_threads(2, rank_main)[1] == torch.arange(12.0).view(3, 4).t().tolist()
 
 
-@pytest.mark.parametrize("first", ["send", "recv"])
+@pytest.mark.parametrize("first", ["send", by_night("recv")])
 def test_both_ranks_may_begin_with_the_same_side_of_a_large_exchange(first):
     def rank_main(group):
         ours, theirs = made(torch.float32, LARGE, group.rank()), torch.empty(LARGE)

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night, nightly_where
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from ring_values import Op, made, reduced, said_of, same, with_cores
 from worlds import run_threads, wait_until
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not ORDERS_WRITES, reason="ranks publish no progress counters on this system"
 )
 COUNT = 5000
-ROOMY = with_cores((2, 2), (3, 3), pytest.param(5, 8, marks=pytest.mark.nightly))
+ROOMY = with_cores((2, 2), (3, 3), by_night(5, 8))
 
 
 def mean_of(group):
@@ -80,7 +81,7 @@ def test_a_rank_that_comes_late_is_asked_and_the_links_stay_whole(world_size, co
     assert run_threads(world_size, rank_main) == [[True] * 6] * world_size
 
 
-@with_cores((2, 2), (3, 3))
+@with_cores((2, 2), by_night(3, 3))
 def test_a_rank_that_is_slow_on_the_way_is_not_asked(world_size, cores):
     def rank_main(group):
         mean = mean_of(group)
@@ -112,6 +113,7 @@ def broadcast_from(source):
     return options
 
 
+@nightly_where(lambda call, world_size: (call, world_size) != ("all_reduce", 2))
 @with_cores((2, 2), (3, 3))
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_in_another_collective_is_named(world_size, cores, call):
@@ -169,6 +171,7 @@ def test_messages_move_while_a_rank_waits():
     assert run_threads(2, rank_main) == [True] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("rank_server")
 def test_a_rank_that_is_killed_is_named():
     ended = run_ranks(2, wait_for_the_dead, CYXTRAIN_TRANSPORT="unix")

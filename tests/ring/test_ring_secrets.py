@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from joined_ranks import join, own_rank
+from markers import by_night
 from meetings import LATE, SECRET, board_of, meet, meet_all, say_entry
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from strangers import CLAIM, connect, hear_all, say, shake_hands
@@ -131,9 +132,9 @@ class Waiting:
     ("change", "reason"),
     [
         ({"run": RUN}, "it belongs to another run than rank 0, or to an earlier incarnation of this run"),
-        ({"generation": 1}, "it belongs to another run than rank 0, or to an earlier incarnation of this run"),
-        ({"rank": 2}, "there is no rank 2 in a world of 2"),
-        ({"rank": 0}, "rank 0 is taken"),
+        by_night({"generation": 1}, "it belongs to another run than rank 0, or to an earlier incarnation of this run"),
+        by_night({"rank": 2}, "there is no rank 2 in a world of 2"),
+        by_night({"rank": 0}, "rank 0 is taken"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -273,7 +274,9 @@ def test_processes_join_with_one_secret_or_none_of_which_rank_0_warns(tmp_path, 
 
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize(
-    "secrets", [["one", None], [None, "one"], ["one", "another"], ["one", "one", "another"]], ids=str
+    "secrets",
+    [by_night(["one", None]), by_night([None, "one"]), by_night(["one", "another"]), ["one", "one", "another"]],
+    ids=str,
 )
 def test_secrets_that_differ_are_said_by_all_processes_at_the_deadline(tmp_path, secrets):
     found = values(run_ranks(len(secrets), join_with_secret, str(tmp_path), secrets, False, 1.5))

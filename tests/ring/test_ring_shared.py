@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from ring_values import Op, all_reduce, made, reduced, said_of, same, with_cores
 from torch import nn
@@ -44,7 +45,7 @@ def mean_of(group, dtype, count, seed=0):
     return mean
 
 
-@with_cores((2, 1), (3, 1), (3, 3), pytest.param(5, 1, marks=pytest.mark.nightly))
+@with_cores((2, 1), by_night(3, 1), by_night(3, 3), by_night(5, 1))
 def test_its_bits_are_those_of_all_reduce(world_size, cores):
     def rank_main(group):
         wrong = []
@@ -333,6 +334,7 @@ def write_in_a_child():
     return status == 0 and torch.equal(mean.tensor, before)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("rank_server")
 def test_a_rank_that_ends_on_the_way_is_named():
     ended = run_ranks(3, end_on_the_way, CYXTRAIN_TRANSPORT="unix")

@@ -14,6 +14,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night, nightly_where
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from ring_values import DTYPES, Op, all_reduce, bits, made, options, reduced, said_of, same, tiled, with_cores
 from worlds import run_threads, wait_until
@@ -31,8 +32,7 @@ from cyxtrain.ring.wire.persistent import MAX_KEPT
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share no memory on this system")
 SHORTEST = SHORT_BYTES // 4 + 1
 COUNT = 5000
-NIGHTLY = pytest.mark.nightly
-WORLDS = with_cores((2, 2), (3, 1), *(pytest.param(*world, marks=NIGHTLY) for world in ((2, 1), (3, 3), (5, 8))))
+WORLDS = with_cores((2, 2), (3, 1), *(by_night(*world) for world in ((2, 1), (3, 3), (5, 8))))
 
 
 REAL, COPIED = (torch.float32, torch.float64), (torch.float32, torch.bfloat16, torch.bool)
@@ -58,6 +58,7 @@ def open_staged(group):
     all_reduce(group, torch.zeros(COUNT), Op.SUM)
 
 
+@nightly_where(lambda op: op == Op.AVG)
 @WORLDS
 @pytest.mark.parametrize("op", [Op.SUM, Op.AVG])
 def test_bits_are_those_of_every_all_reduce(world_size, cores, op):
@@ -76,6 +77,7 @@ def test_bits_are_those_of_every_all_reduce(world_size, cores, op):
     assert run_threads(world_size, rank_main, seconds=60) == [[]] * world_size
 
 
+@nightly_where(lambda op: op == Op.AVG)
 @WORLDS
 @pytest.mark.parametrize("op", [Op.SUM, Op.AVG])
 def test_bits_of_a_reduce_scatter_are_those_of_the_part_wherever_the_output_lies(world_size, cores, op):
@@ -117,6 +119,7 @@ def transposed(tensor):
     return rows.t().contiguous().t()
 
 
+@nightly_where(lambda world_size: world_size == 3)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @WORLDS
 def test_broadcast_and_all_gather_bring_every_dtype_bit_by_bit(world_size, cores):
@@ -234,7 +237,7 @@ def test_all_ranks_take_the_same_way_however_their_tensors_lie(world_size, cores
     assert run_threads(world_size, rank_main) == [[[2.0], [4.0]]] * world_size
 
 
-@with_cores((2, 1), (2, 2), pytest.param(3, 3, marks=NIGHTLY))
+@with_cores((2, 1), (2, 2), by_night(3, 3))
 @pytest.mark.parametrize(
     "other",
     [
@@ -278,7 +281,7 @@ def test_what_was_first_reduced_in_inference_is_trained_with_later(world_size, c
     assert run_threads(world_size, rank_main) == [[2.0]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=NIGHTLY)])
+@pytest.mark.parametrize("world_size", [2, 3, by_night(5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_of_two_nans_the_same_one_stays_as_where_they_travel(dtype, world_size):
     """Also of one element at the end of a piece, and at the end of a window."""
@@ -308,7 +311,7 @@ def test_a_tensor_without_memory_is_refused_before_anything_starts():
 
 
 @pytest.mark.skipif(not ORDERS_WRITES, reason="nothing is shown in memory on this system")
-@with_cores((2, 2), pytest.param(3, 3, marks=NIGHTLY))
+@with_cores((2, 2), by_night(3, 3))
 def test_a_question_is_found_though_another_has_been_asked_since(world_size, cores):
     """A rank that is late at the end of one looks for the question of that one, while it is asked in the next."""
 
@@ -367,7 +370,7 @@ def test_where_one_rank_has_no_room_all_go_as_ever_and_do_not_try_again(rank, mo
     assert sorted(asked) == [0, 1]
 
 
-@with_cores((2, 1), (2, 2))
+@with_cores((2, 1), by_night(2, 2))
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(world_size, cores):
     over = threading.Event()
 
@@ -383,6 +386,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(world_size, cores):
     assert run_threads(world_size, rank_main, collective_seconds=1.0) == [1, True]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("rank_server")
 def test_a_rank_that_is_killed_is_named():
     ended = run_ranks(2, reduce_until_one_is_killed, CYXTRAIN_TRANSPORT="unix")

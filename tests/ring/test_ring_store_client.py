@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night
 from meetings import LATE, meet
 from ring_values import error_of
 from worlds import join_threads, run_threads, wait_until
@@ -43,7 +44,7 @@ class SilentStore(dist.Store):
         return desired
 
 
-@pytest.mark.parametrize("seconds", [0.2, 1.0])
+@pytest.mark.parametrize("seconds", [0.2, by_night(1.0)])
 def test_a_store_that_does_not_answer_is_left_at_the_deadline(seconds):
     store = SilentStore()
     try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transport_ranks
+from markers import by_night
 from meetings import meet_all
 from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 from ring_values import Op, all_reduce, reduced
@@ -92,12 +93,13 @@ def check_bits(transport, world_size, checksums=False, full=False):
         assert not wrong, f"{transport}, rank {rank} of {world_size}: {wrong}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(3), by_night(4)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_collective_gives_the_documented_bits_over_every_transport_around_every_limit(transport, world_size):
     check_bits(transport, world_size)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("transport", "world_size"), [("unix", 3)])
 def test_and_with_checksums(transport, world_size):
     check_bits(transport, world_size, checksums=True)
@@ -140,7 +142,7 @@ def test_nobody_listens_at_a_unix_socket_any_more_when_all_have_met(transport, w
     assert [found["unix"] for found in small_world(transport, world_size)] == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_by_itself_the_ring_shares_memory_on_one_machine(world_size):
     for variables in ({}, {"CYXTRAIN_TRANSPORT": "auto"}, {"CYXTRAIN_TRANSPORT": ""}):
         for found in values(run_ranks(world_size, transport_ranks.join_and_say, **variables)):

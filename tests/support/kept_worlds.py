@@ -64,7 +64,7 @@ def run_kept(
     return outcomes
 
 
-def on_ranks(*world_sizes: int, backend: str = "cpu", seconds: float = SECONDS) -> Callable[[Any], Any]:
+def on_ranks(*world_sizes: Any, backend: str = "cpu", seconds: float = SECONDS) -> Callable[[Any], Any]:
     """Make a test of a function without arguments: it runs as every rank of a world of each size."""
 
     def decorate(program: Callable[[], Any]) -> Any:

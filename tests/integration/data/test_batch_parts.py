@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, make_model, make_rows, one_process
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -142,7 +143,7 @@ def fit_forms() -> tuple[list[str], list[int]]:
     return bits, predicted
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_each_form_trains_as_rows_without_texts(world_size):
     for bits, predicted in everywhere(world_size, fit_forms):
         assert len(set(bits)) == 1

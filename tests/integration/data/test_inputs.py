@@ -10,6 +10,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_rows, one_process, run_world, seeded
 from lazy import LazyParameter, resolve
+from markers import by_night
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional
@@ -173,9 +174,9 @@ def test_two_targets_with_a_loss_of_ones_own_on_any_number_of_ranks():
     "kind",
     [
         "mean",
-        "classes",
-        "own",
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("sum", "ignoring", "elements")),
+        by_night("classes"),
+        by_night("own"),
+        *map(by_night, ("sum", "ignoring", "elements")),
     ],
 )
 def test_rows_with_weights_on_any_number_of_ranks(kind):

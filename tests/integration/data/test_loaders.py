@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import multiprocessing
 import random
@@ -15,6 +14,7 @@ import pytest
 import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
 from kept_worlds import close_worlds
+from markers import by_night, nightly_where
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import (
@@ -31,7 +31,6 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import cyxtrain as cx
 
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS, BATCH = 41, 4  # no multiple of a step
 WORLDS = [1, 2, by_night(4)]
@@ -134,11 +133,11 @@ def fit_kind(kind: str) -> dict[str, Any]:
 
 
 KINDS = ["data set", "shuffled", "in order", "workers", "kept workers", "weighted", "a generator", "subset"]
-BY_NIGHT = ("data set", "workers", "kept workers", "a generator", "dealt already", "a batch sampler")
 KINDS += ["dealt already", "drop_last", "a batch sampler", "own batches"]
 
 
-@pytest.mark.parametrize("kind", [by_night(kind) if kind in BY_NIGHT else kind for kind in KINDS])
+@nightly_where(lambda kind: kind != "shuffled")
+@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_train_on_the_rows_of_one_also_where_they_are_augmented(kind):
     alone = everywhere(1, fit_kind, kind)[0]
     for world_size in (2,):
@@ -174,6 +173,7 @@ def fit_as_arrays(shuffle: bool) -> tuple[str, str]:
     return found[0], found[1]
 
 
+@nightly_where(lambda world_size: world_size == 2)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_loader_of_tensors_gives_the_bits_of_arrays(world_size, shuffle):
@@ -215,7 +215,7 @@ def check_resumed(kind: str, ranks: int, folder: Path, steps: int, kept: str) ->
         assert 0 < len(after["seen"]) < len(before["seen"])
 
 
-@pytest.mark.parametrize("kind", [by_night("workers"), by_night("kept workers"), "weighted", "own batches"])
+@pytest.mark.parametrize("kind", [by_night("workers"), by_night("kept workers"), "weighted", by_night("own batches")])
 def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, tmp_path):
     check_resumed(kind, 2, tmp_path, 6, "step-00000006.ckpt")
 
@@ -229,7 +229,7 @@ def rows_of_kind(kind: str, folder: str, resume: str | None) -> list[int]:
     return trained(loader_of(kind, 2), epochs=1, resume=resume, **more)["seen"]
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "weighted", "own batches"])
+@pytest.mark.parametrize("kind", ["shuffled", by_night("weighted"), by_night("own batches")])
 def test_another_number_of_ranks_goes_on_with_the_same_rows(kind, tmp_path):
     through = everywhere(2, rows_of_kind, kind, str(tmp_path), None)
     for path in tmp_path.glob("*.ckpt"):
@@ -320,7 +320,7 @@ def validated() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_loader_validates(world_size):
     for arrays, named, positional in everywhere(world_size, validated):
         assert len(arrays["val_loss"]) == 2
@@ -376,7 +376,7 @@ def fit_forms() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_dictionaries_weights_and_classes_count_as_those_of_arrays(world_size):
     for found in everywhere(world_size, fit_forms):
         assert found[0] == found[1]
@@ -401,7 +401,7 @@ def class_numbers_that_do_not_count() -> list[list[float]]:
     return [parameters(inputs, targets, batch_size=BATCH, shuffle=False), parameters(DataLoader(Rows(), BATCH))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_rows_whose_class_does_not_count_are_found_in_each_batch(world_size):
     for arrays, loader in everywhere(world_size, class_numbers_that_do_not_count):
         np.testing.assert_allclose(arrays, loader, atol=1e-12)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fitting import everywhere, fingerprint, make_model, make_rows, one_process
 from kept_worlds import close_worlds
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
@@ -119,7 +120,7 @@ def lengths() -> list[tuple[list[float], str, int]]:
 
 
 @pytest.mark.filterwarnings("ignore:epoch 2 has")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_each_epoch_is_as_long_as_its_data(world_size):
     for found in everywhere(world_size, lengths):
         for seen, _, steps in found:
@@ -139,7 +140,7 @@ def fit_remembering(folder: str, resume: str | None) -> tuple[list[float], str, 
     return trained(loader, checkpoint_every_n_steps=1, checkpoint_dir=folder, resume=resume)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_samplers_own_state_is_resumed_bit_for_bit(world_size, tmp_path):
     whole = everywhere(world_size, fit_remembering, str(tmp_path), None)
     assert len({bits for _, bits, _ in whole}) == 1

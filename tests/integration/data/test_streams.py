@@ -13,13 +13,13 @@ import pytest
 import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
 from kept_worlds import close_worlds
+from markers import by_night
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import cyxtrain as cx
 
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS = 41
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -105,7 +105,7 @@ def dealt(kind: str) -> dict[str, Any]:
     return trained(data, **({"batch_size": 6} if kind == "own samples" else {}))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, by_night(4)])
+@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(4)])
 def test_what_all_ranks_have_is_dealt_and_equals_one_rank(world_size):
     with one_process():
         alone = arrays(effective_batch_size=12)
@@ -115,7 +115,7 @@ def test_what_all_ranks_have_is_dealt_and_equals_one_rank(world_size):
         assert found["step"] == alone["step"] == 8
 
 
-@pytest.mark.parametrize("kind", ["iterable", by_night("samples"), "own samples"])
+@pytest.mark.parametrize("kind", ["iterable", by_night("samples"), by_night("own samples")])
 def test_nothing_comes_twice(kind):
     with one_process():
         alone = dealt(kind)["seen"]
@@ -128,7 +128,7 @@ def accumulated() -> dict[str, Any]:
     return trained(functools.partial(in_pieces, 12 // (2 * cx.get_world_size())), accumulation_steps=2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_micro_batches_are_batches(world_size):
     with one_process():
         alone = arrays(effective_batch_size=12)
@@ -296,8 +296,8 @@ def interrupted(kind: str, folder: str, resume: str | None, settings: dict[str, 
     [
         ("function", {}, 8),
         by_night("workers", {}, 8),
-        ("own", {}, 24),
-        ("function", {"steps_per_epoch": 4}, 6),
+        by_night("own", {}, 24),
+        by_night("function", {"steps_per_epoch": 4}, 6),
     ],
 )
 def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, settings, step, tmp_path):
@@ -398,7 +398,7 @@ def evaluated() -> list[Any]:
     return [*given, trainer.predict(inputs, batch_size=6).tolist(), trainer.predict(data).tolist()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(3)])
 def test_evaluation_and_prediction_of_batches_are_those_of_arrays(world_size):
     for measured, of_batches, outputs, predicted in everywhere(world_size, evaluated):
         np.testing.assert_allclose(measured, of_batches, rtol=1e-12)
@@ -509,7 +509,7 @@ def fit_with_nothing_between() -> dict[str, Any]:
     return trained(with_nothing_between, validation_data=with_nothing_between)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_batch_without_rows_ends_nothing_and_counts_for_nothing(world_size):
     with one_process():
         expected = trained(

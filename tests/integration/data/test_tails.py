@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_model, make_rows, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
@@ -105,7 +106,7 @@ def fit_all_normed() -> list[str]:
     return [*found, fit_normed(129, "batch", {"drop_last": True}, False)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_single_row_for_batch_norm_is_refused_before_the_first_step_and_else_trained(world_size):
     for found in everywhere(world_size, fit_all_normed):
         for said, expected in zip(found, [*CASES.values(), "2 steps"], strict=True):

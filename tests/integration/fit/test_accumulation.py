@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fitting import Floats, flat, make_model, make_rows, one_process, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -86,7 +87,7 @@ def furthest(found: Floats, expected: Floats) -> float:
     return float(abs(found - expected).max())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(3)])
 def test_micro_batches_make_the_step_of_the_whole(world_size):
     effective = PER_RANK * world_size
     with one_process():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, Floats, flat, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -298,7 +299,7 @@ def resume_from(folder: str) -> dict[str, Any]:
     return {"went on": flat(second.model.parameters()), "never stopped": flat(first.model.parameters())}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_checkpoint_is_gone_on_from_to_the_bit(world_size, tmp_path):
     close_worlds()  # what resumes is another process
     for found in run_world(world_size, resume_from, str(tmp_path)):

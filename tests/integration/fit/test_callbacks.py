@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import FEATURES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world, seeded
+from markers import by_night, nightly_where
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 
@@ -104,7 +105,7 @@ CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_hooks_come_in_keras_order_on_every_rank_with_the_numbers_of_all(world_size):
     ranks = everywhere(world_size, fit_recorded)
     for calls, logs, history in ranks:
@@ -163,7 +164,7 @@ def fit_stopped(rank: int, where: dict[str, int]) -> list[Any]:
     return [steps, first.epochs, len(first.val_losses), again.epochs, fingerprint(trainer.model)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(3)])
 @pytest.mark.parametrize(("where", "steps"), [({"epoch": 1}, 8), ({"step": 5}, 6), ({"step": 8}, 8)])
 def test_what_one_rank_decides_all_do(world_size, where, steps):
     found = everywhere(world_size, fit_stopped, world_size - 1, where)
@@ -214,6 +215,7 @@ def fit_failing(hook: str, folder: str) -> None:
         trainer_with(Failing(hook)).fit(INPUTS, TARGETS, epochs=2, **saving, **QUIET)
 
 
+@nightly_where(lambda hook: hook != "beginning")
 @pytest.mark.parametrize("hook", KINDS)
 def test_an_error_in_a_callback_of_one_rank_ends_all(hook, tmp_path):
     first, second = run_ranks(2, fit_failing, hook, str(tmp_path), seconds=20.0)
@@ -310,7 +312,7 @@ def fit_until_worse(folder: str) -> list[Any]:
     return [len(history.epochs), best, fingerprint(trainer.model) == keeping.found[best], keeping.found[best]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_the_best_weights_come_back_on_every_rank(world_size, tmp_path):
     found = everywhere(world_size, fit_until_worse, str(tmp_path))
     assert found == found[:1] * world_size
@@ -421,8 +423,8 @@ def fit_and_resume(limit: int, folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("limit", [4, 1000])
+@pytest.mark.parametrize("world_size", [1, by_night(3)])
+@pytest.mark.parametrize("limit", [4, by_night(1000)])
 def test_resumed_after_any_step_it_ends_with_the_same_callbacks_and_weights(limit, world_size, tmp_path):
     for found in everywhere(world_size, fit_and_resume, limit, str(tmp_path)):
         first = found[0]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import everywhere, make_model, make_rows, one_process
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.utils.data import Dataset
 
@@ -146,7 +147,9 @@ def fit_slowly(what: str, who: int | None) -> tuple[list[Any], list[dict[str, fl
     return monitor.slow, trainer.step_seconds, [str(each.message) for each in said if "slow" in str(each.message)]
 
 
-@pytest.mark.parametrize(("what", "who"), [("data", None), ("compute", None), ("compute", 0), ("compute", 1)])
+@pytest.mark.parametrize(
+    ("what", "who"), [("data", None), by_night("compute", None), by_night("compute", 0), by_night("compute", 1)]
+)
 def test_a_slow_rank_is_named_with_what_it_does_also_where_one_rank_looks(what, who):
     found = everywhere(2, fit_slowly, what, who)
     for rank, (slow, seconds, _) in enumerate(found):
@@ -168,7 +171,7 @@ def profiled(folder: str, form: str) -> list[str]:
     return said.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_profile_is_a_trace_of_each_rank_and_a_table(world_size, tmp_path):
     said = everywhere(world_size, profiled, str(tmp_path / "new" / "folder"), "path")
     folder = tmp_path / "new" / "folder"
@@ -221,7 +224,7 @@ def fit_with_bar(who: int | None, verbose: bool) -> list[str]:
     return [line for line in said.getvalue().splitlines() if line.startswith("epoch")]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_bar_of_ones_own_shows_each_epoch_once_on_rank_0(world_size):
     alone, both = everywhere(world_size, fit_with_bar, None, False), everywhere(world_size, fit_with_bar, None, True)
     assert [line.split()[1] for line in alone[0]] == [line.split()[1] for line in both[0]] == ["1/2", "2/2"]
@@ -267,7 +270,7 @@ def test_the_batches_of_a_validation_are_told_one_by_one():
     assert told[-2][2] == pytest.approx(told[-1][1], rel=1e-12)  # the mean of all of them
 
 
-@pytest.mark.parametrize("who", [None, 1])
+@pytest.mark.parametrize("who", [None, by_night(1)])
 def test_each_rank_is_told_of_its_own_batches(who):
     first, second = everywhere(2, validate, who)
     assert [each for each in second if isinstance(each, int)] == [0, 1]

@@ -242,6 +242,7 @@ def backward_of_compiled(by_layer: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_gradients_of_layers_that_are_compiled_one_by_one_arrive_while_backward_runs():
     whole, by_layer = (run_world(1, backward_of_compiled, each, seconds=100)[0] for each in (False, True))
     assert whole["compiled"] == [""]
@@ -354,6 +355,7 @@ def marks_after(device: str) -> list[int]:
     return [*found, MarkStepBox.mark_step_counter]
 
 
+@pytest.mark.nightly
 def test_pytorch_is_told_of_steps_on_cuda_alone_and_finds_them_by_itself_afterwards():
     assert run_world(1, marks_after, "cuda") == [[-1, 0]]
     assert run_world(1, marks_after, "cpu") == [[0, 0]]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, fingerprint, make_rows, seeded
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 
@@ -118,9 +119,7 @@ def fit(trainer: cx.DistributedTrainer, deciding: Deciding, common: random.Rando
     return "complete" if position.stopped or position.epoch == EPOCHS else "time is over"
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 102))]
-)
+@pytest.mark.parametrize("seed", [0, *map(by_night, range(1, 102))])
 def test_whatever_ranks_decide_all_do_the_same_and_none_hangs(seed, tmp_path):
     first, *others = values(run_ranks(2 + seed % 3, decide, seed, str(tmp_path), seconds=90.0))
     assert first[-1][0] == "complete", first

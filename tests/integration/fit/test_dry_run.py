@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import FEATURES, everywhere, make_model, make_rows, one_process, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -134,7 +135,7 @@ def traces(*, precision: str = "fp32") -> list[Any]:
     return [sorted(differences), bool((before == inputs).all()), bool((gradient == 1).all()), model.hooked > 0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_it_leaves_no_trace_in_model_loss_metrics_data_and_generators(world_size: int) -> None:
     for found in everywhere(world_size, traces):
         assert found == [[], True, True, True]
@@ -347,7 +348,7 @@ def outputs_by_mode() -> list[Any]:
     return [losses[0] > losses[-1], len(validated), detected[0] > detected[-1], detector.predict(inputs).shape[0]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_models_that_differ_between_the_modes_or_differentiate_in_forward_train(world_size: int) -> None:
     for found in everywhere(world_size, outputs_by_mode):
         assert found == [True, 1, True, 20]
@@ -421,7 +422,7 @@ def modes_in_fit() -> list[Any]:
     return [same, back, loss.modes == {True, False}, loss.training, trained, whole.training]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_part_in_evaluation_mode_stays_so_and_a_whole_model_is_trained_in_training_mode(world_size: int) -> None:
     for found in everywhere(world_size, modes_in_fit):
         assert found == [[True, 0.0], [False, True, True], True, True, [True, True], False]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import Floats, adam, fingerprint, make_model, make_rows, one_process, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ def evaluate_all() -> dict[tuple[int, int], tuple[list[float], Floats]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_n_ranks_equal_one_process_in_every_bit_for_every_size_from_1_to_50(world_size):
     with one_process():
         alone = evaluate_all()

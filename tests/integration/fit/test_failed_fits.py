@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fitting import fingerprint, make_model, make_rows
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 
@@ -206,7 +207,7 @@ def fail_in_a_group_that_pytorch_made():
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_after_a_failed_fit_the_next_one_is_as_right_as_the_first(world_size):
     ranks = values(run_ranks(world_size, fail_and_fit_again, seconds=60))
     for number, place in enumerate(PLACES):
@@ -255,7 +256,7 @@ def test_group_that_pytorch_made_is_the_programs_to_make_anew():
         assert "To continue, make a new default process group on every rank." in refused[1]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_after_a_failed_fit_every_collective_begins_a_new_world(world_size):
     values(run_ranks(world_size, fail_before_each, collective_calls, seconds=60))
 

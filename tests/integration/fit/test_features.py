@@ -10,6 +10,7 @@ import pytest
 import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_rows, run_world, seeded
 from kept_worlds import close_worlds
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -82,16 +83,18 @@ def assert_n_ranks_are_one(settings: dict[str, Any], double: bool, adam: bool, t
             assert found["losses"] == pytest.approx(alone["losses"], abs=tolerance)
 
 
-def by_night(features: dict[str, dict[str, Any]]) -> list[Any]:
-    return [pytest.param(value, id=name, marks=pytest.mark.nightly) for name, value in features.items()]
+def each_by_night(features: dict[str, dict[str, Any]]) -> list[Any]:
+    return [by_night(value, id=name) for name, value in features.items()]
 
 
-@pytest.mark.parametrize("settings", [pytest.param(together(EXACT), id="all"), *by_night(FEATURES_OF_A_STEP)])
+@pytest.mark.parametrize("settings", [pytest.param(together(EXACT), id="all"), *each_by_night(FEATURES_OF_A_STEP)])
 def test_n_ranks_are_one(settings):
     assert_n_ranks_are_one(settings, double=True, adam=True, tolerance=1e-8)
 
 
-@pytest.mark.parametrize("settings", by_night(IN_16_BITS) + by_night({"all": together({**EXACT, **IN_16_BITS})}))
+@pytest.mark.parametrize(
+    "settings", each_by_night(IN_16_BITS) + each_by_night({"all": together({**EXACT, **IN_16_BITS})})
+)
 def test_n_ranks_are_one_as_closely_as_16_bits_allow(settings):
     assert_n_ranks_are_one(settings, double=False, adam=False, tolerance=1e-2)
 
@@ -108,10 +111,10 @@ ALL = together({**EXACT, **IN_16_BITS}, precision="fp16", compression="powersgd"
 ALL["amp"] = cx.AMPConfig(initial_scale=2.0**22, dynamic_history_size=4)
 
 
-@pytest.mark.parametrize("settings", [pytest.param(ALL, id="all"), *by_night({**FEATURES_OF_A_STEP, **IN_16_BITS})])
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(1, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly)]
+    "settings", [pytest.param(ALL, id="all"), *each_by_night({**FEATURES_OF_A_STEP, **IN_16_BITS})]
 )
+@pytest.mark.parametrize("world_size", [2, by_night(1), by_night(3)])
 def test_a_resumed_fit_is_the_uninterrupted_one(world_size, settings, tmp_path):
     close_worlds()  # what resumes is another process
     for found in everywhere(world_size, resume_from_each, str(tmp_path), settings):

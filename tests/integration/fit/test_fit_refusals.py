@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -431,7 +432,7 @@ def refuse_all(one_rank: bool) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("one_rank", [False, True])
+@pytest.mark.parametrize("one_rank", [False, by_night(True)])
 def test_every_rank_refuses_also_what_only_one_of_them_was_given(one_rank):
     ranks = run_world(2, refuse_all, one_rank)
     fine = [found.pop("afterwards") for found in ranks]
@@ -570,7 +571,7 @@ def test_nan_in_y_is_a_warning_too():
         regression().fit(INPUTS, numbers, epochs=1, verbose=False, on_nonfinite="skip")
 
 
-@pytest.mark.parametrize("row", [0, 11])
+@pytest.mark.parametrize("row", [0, by_night(11)])
 def test_nan_in_x_is_a_warning_where_the_caller_stands(row):
     first, second = run_world(2, warnings_of_fit, row)  # whichever rank has looked through it
     assert first[0].startswith(f"UserWarning in {__file__}: row {row} of X holds nan.")
@@ -724,7 +725,7 @@ def refused_steps() -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_steps_that_nobody_calls_are_refused_with_what_to_do(world_size):
     for said in everywhere(world_size, refused_steps):
         lightning, keras, stepping, validating = said

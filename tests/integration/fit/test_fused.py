@@ -51,6 +51,7 @@ def fit_all(wanted: Any) -> dict[str, dict[str, Any]]:
     return {name: fit(name, wanted) for name in FUSABLE}
 
 
+@pytest.mark.nightly
 def test_every_optimizer_that_can_is_fused_and_does_the_same_but_for_rounding():
     with one_process():
         as_built, found = fit_all(False), fit_all("auto")

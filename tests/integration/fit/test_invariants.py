@@ -11,6 +11,7 @@ import pytest
 import torch
 from fitting import Floats, adam, flat, make_model, make_rows, one_process, outcome, run_world
 from kept_worlds import close_worlds
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -30,7 +31,7 @@ ALL_CASES: list[Case] = list(itertools.product(SAMPLES, BATCH_SIZES, (False, Tru
 NIGHT_CASES: list[Case] = [case for case in ALL_CASES if case[0] >= 64 * case[1] or case[:2] == (1797, 3)]
 DAY_CASES: list[Case] = [case for case in ALL_CASES if case not in NIGHT_CASES]
 AGAIN = [case for case in DAY_CASES if case[0] in (7, 100) and case[1] == 3]
-WORLDS = (2, *(pytest.param(world_size, marks=pytest.mark.nightly) for world_size in (3, 4)))
+WORLDS = (2, by_night(3), by_night(4))
 
 
 def fit_adam(case: Case, world_size: int) -> dict[str, Any]:

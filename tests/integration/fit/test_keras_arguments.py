@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
+from markers import by_night, nightly_where
 from rank_processes import rank_server  # noqa: F401 - a fixture
 
 import cyxtrain as cx
@@ -102,6 +103,7 @@ def fit_in_parts(kind: str, folder: str, resume: str | None, **more: Any) -> tup
     return model.seen, fingerprint(model)
 
 
+@nightly_where(lambda kind: kind in ("DataLoader", "iterable"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_epoch_continues_in_the_data_and_they_come_again_when_they_are_over(kind, tmp_path):
     """Five epochs of two steps and two of five are the same ten steps: two passes through the data."""
@@ -296,7 +298,7 @@ def validate_some() -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_so_many_batches_are_validated_as_are_asked_for_over_all_ranks(world_size):
     for some, six, of_loader, of_batches, small, whole in everywhere(world_size, validate_some):
         assert some == pytest.approx(six, rel=1e-6)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import everywhere, make_model, make_rows, one_process
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -145,7 +146,7 @@ def fit_constrained(world_size: int) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_constraint_is_a_parametrization_or_a_callback(world_size):
     alone = fit_constrained(1)
     assert [least for least, _ in alone] == [0, 0]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import pytest
 import torch
 from late_fits import BATCH, DEVICE, NAN, OTHERS, QUICK, STEPS, fit_each, loop_each
+from markers import by_night
 from stand_in import fakegpu
 from stand_in.running import run_on_stand_in
 
 from cyxtrain.parallel.finite import all_finite
 
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 DAILY = ["adamw", "sgd", "several buckets", "clip_norm", "a rank without rows", "NaN", "NaN in the last step"]
 DAILY += ["NaN in the first step with momentum", "NaN before a checkpoint", "NaN, not fused", "unused on one rank"]
 DAILY += ["NaN and a hook before the step", "NaN before a validation"]
@@ -74,7 +73,7 @@ def check(name: str, here: dict[str, Any], on_cpu: dict[str, Any], world_size: i
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [(1, DAILY), (2, DAILY), *(by_night(world_size, [*QUICK, *OTHERS]) for world_size in (1, 2))],
+    [(1, DAILY), by_night(2, DAILY), *(by_night(world_size, [*QUICK, *OTHERS]) for world_size in (1, 2))],
     ids=["1-some", "2-some", "1-all", "2-all"],
 )
 def test_fits_end_as_on_the_cpu_and_the_host_does_not_wait(fakegpu_folder, world_size, names):
@@ -94,6 +93,7 @@ def test_fits_end_as_on_the_cpu_and_the_host_does_not_wait(fakegpu_folder, world
             assert [each["position"]["epoch"] for name in LATE for each in results[name]] == [1] * 4
 
 
+@pytest.mark.nightly
 def test_a_loop_of_ones_own_does_not_wait_and_hears_of_unused_parameters_in_the_next_backward(fakegpu_folder):
     for here, on_cpu, late, at_once in run_on_stand_in(fakegpu_folder, 2, loop_each):
         assert here["stops"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, make_model, make_rows, one_process, run_new_world, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +33,6 @@ from cyxtrain.callbacks import (
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS, VALID = make_rows(37), make_rows(9, seed=1)
 FIT: dict[str, Any] = {"epochs": 2, "effective_batch_size": 8, "verbose": False}
-NIGHTLY_3 = pytest.param(3, marks=pytest.mark.nightly)
 
 
 class Program:
@@ -90,7 +90,7 @@ def train(**settings: Any) -> tuple[dict[str, list[float]], dict[str, float]]:
     return history.history, dict(program.trainer.evaluate(*VALID))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, NIGHTLY_3, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [1, 2, by_night(3), by_night(4)])
 def test_it_has_the_numbers_of_all_ranks(world_size):
     found = everywhere(world_size, train)
     assert all(each == found[0] for each in found)
@@ -134,9 +134,7 @@ def stop_and_resume(folder: str, ranks: int | None, accumulation: int) -> list[A
     return [whole]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "resuming"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("world_size", "resuming"), [(1, 1), (2, 2), (2, 1), by_night(1, 2)])
 def test_a_resumed_epoch_has_all_its_numbers(tmp_path, world_size, resuming):
 
     ((whole,), *_) = run_new_world(world_size, stop_and_resume, str(tmp_path), None, 1)

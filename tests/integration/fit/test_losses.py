@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import adam, flat, make_model, make_rows, one_process, outcome, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -187,7 +188,7 @@ def test_one_rank_does_what_a_loop_by_hand_does(name):
     assert alone()[name]["evaluation"][0] == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_n_ranks_do_what_one_rank_does(name, world_size):
     expected = alone()[name]

@@ -12,6 +12,7 @@ import torch
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
 from lazy import LazyModule, LazyParameter, resolve
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional
@@ -189,11 +190,11 @@ def of_numbers(truth: Any, said: Any) -> dict[str, float]:
     "kind",
     [
         "classes",
-        "probabilities",
-        pytest.param("logits", marks=pytest.mark.nightly),
-        pytest.param("labels", marks=pytest.mark.nightly),
-        pytest.param("numbers", marks=pytest.mark.nightly),
-        pytest.param("two numbers", marks=pytest.mark.nightly),
+        by_night("probabilities"),
+        by_night("logits"),
+        by_night("labels"),
+        by_night("numbers"),
+        by_night("two numbers"),
     ],
 )
 def test_every_metric_is_scikit_learns_on_any_number_of_ranks(kind):
@@ -213,6 +214,7 @@ def few_rows() -> dict[str, float]:
     return dict(trainer.evaluate(inputs[:3], torch.tensor([0, 1, 2]), batch_size=1))
 
 
+@pytest.mark.nightly
 def test_ranks_without_a_row_take_part():
     [alone] = everywhere(1, few_rows)
     for found in run_world(4, few_rows):
@@ -279,7 +281,7 @@ def resume_each(folder: str, ranks: int) -> list[dict[str, list[float]]]:
     return found + [fit_measured(resume=str(path)) for path in sorted(Path(folder).glob("step-*.ckpt"))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_metrics_go_on_in_the_middle_of_an_epoch(world_size, tmp_path):
     for whole, *resumed in everywhere(world_size, resume_each, str(tmp_path), world_size):
         assert len(resumed) == 3
@@ -287,6 +289,7 @@ def test_metrics_go_on_in_the_middle_of_an_epoch(world_size, tmp_path):
             assert found == whole
 
 
+@pytest.mark.nightly
 def test_metrics_go_on_on_another_number_of_ranks(tmp_path):
     [whole, *_] = run_world(3, fit_with_checkpoints, str(tmp_path))
     path = str(sorted(tmp_path.glob("step-*.ckpt"))[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import FEATURES, adam, everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -18,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 import cyxtrain as cx
 from cyxtrain.parallel.finite import all_finite
 
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 BATCH, BATCHES = 12, 5
@@ -105,7 +104,7 @@ def fit_without(batch: int) -> dict[str, Any]:
     return fit(INPUTS[kept], TARGETS[kept])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
+@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(3)])
 def test_every_rank_raises_at_the_same_step_and_names_the_rank_and_the_parameters(world_size):
     row = BATCH - 1
     culprit = rank_of(BAD_BATCH * BATCH + row, world_size)
@@ -120,7 +119,7 @@ def test_every_rank_raises_at_the_same_step_and_names_the_rank_and_the_parameter
         assert found["ranks"] == world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_the_model_is_as_before_the_step_running_means_too(world_size):
     before = everywhere(world_size, fit_first, BAD_BATCH)
     after = everywhere(world_size, fit_marked, (BAD_BATCH,), 0, {})
@@ -128,7 +127,7 @@ def test_the_model_is_as_before_the_step_running_means_too(world_size):
     assert after[0]["fingerprint"] == before[0]["fingerprint"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
+@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(3)])
 def test_a_step_that_is_skipped_is_as_if_its_rows_were_not_there(world_size):
     without = everywhere(world_size, fit_without, BAD_BATCH)
     skipping = everywhere(world_size, fit_marked, (BAD_BATCH,), 0, {"on_nonfinite": "skip"})
@@ -142,7 +141,7 @@ def test_a_step_that_is_skipped_is_as_if_its_rows_were_not_there(world_size):
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_loss_that_is_infinite_is_found_where_its_gradients_are_not(world_size):
     targets = TARGETS.clone()
     targets[BATCH : 2 * BATCH] = 2

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, make_model, make_rows, one_process, seeded
+from markers import nightly_where
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -128,6 +129,7 @@ def found_on(world_size: int, accumulation_steps: int) -> list[dict[str, Any]]:
     return everywhere(world_size, fit_all, accumulation_steps)
 
 
+@nightly_where(lambda name, world_size: name == "**kwargs" and world_size > 1)
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "required"])

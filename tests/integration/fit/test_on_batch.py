@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, flat, make_model, make_rows, one_process, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ import cyxtrain as cx
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 ROWS, EFFECTIVE = 21, 8  # batches of 8, 8 and 5: two ranks get different numbers of rows
-WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.nightly)]
+WORLDS = [1, 2, by_night(4)]
 
 
 def data() -> tuple[Tensor, Tensor]:

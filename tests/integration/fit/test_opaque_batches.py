@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, one_process
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,7 +30,7 @@ def alone() -> Iterator[None]:
 
 ALONE = pytest.mark.usefixtures("alone")
 ROWS, BATCH = 21, 8
-WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.nightly)]
+WORLDS = [1, 2, by_night(4)]
 SETTINGS: dict[str, Any] = {"epochs": 2, "effective_batch_size": BATCH, "verbose": False}
 
 
@@ -221,7 +222,7 @@ def accumulated(name: str) -> dict[str, Any]:
     return fitted(name, accumulation_steps=2)
 
 
-@pytest.mark.parametrize("name", ["boxes", pytest.param("graphs", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["boxes", by_night("graphs")])
 def test_micro_batches_of_any_form_add_up_to_the_same_step(name):
     for found in everywhere(2, accumulated, name):
         np.testing.assert_allclose(found["parameters"], by_hand(name)[0], rtol=1e-11)

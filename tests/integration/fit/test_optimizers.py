@@ -23,6 +23,7 @@ from fitting import (
     run_world,
     seeded,
 )
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -30,7 +31,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-RANKS = [2, pytest.param(4, marks=pytest.mark.nightly)]
+RANKS = [2, by_night(4)]
 ROWS = 13  # with 6 per step, the last step has one row: on several ranks, only rank 0 has rows
 SETTINGS: dict[str, Any] = {"effective_batch_size": 6, "verbose": False}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fitting import everywhere, make_rows, one_process, run_world, seeded
 from lazy import LazyModule
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -83,7 +84,7 @@ def evaluated(form: str) -> dict[str, float]:
     return dict(trainer.evaluate(*rows_of(form), batch_size=4, return_dict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
 def test_each_is_that_of_a_model_with_this_output_alone(world_size):
     x, answers = rows_of()
     expected: dict[str, float] = {}

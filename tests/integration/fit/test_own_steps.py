@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, flat, make_model, make_rows, one_process
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,7 +26,7 @@ Trainer = cx.DistributedTrainer
 ROWS, EFFECTIVE = 21, 8  # batches of 8, 8 and 5: on 4 ranks, the last ones are uneven
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
 SETTINGS: dict[str, Any] = {"epochs": 2, "effective_batch_size": EFFECTIVE, "verbose": False}
-WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.nightly)]
+WORLDS = [1, 2, by_night(4)]
 
 
 def data() -> tuple[Tensor, Tensor]:

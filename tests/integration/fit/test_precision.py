@@ -14,6 +14,7 @@ import torch
 from fitting import CLASSES, FEATURES, adam, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -130,7 +131,7 @@ def test_a_fit_in_fp16_goes_as_a_loop_with_gradscaler():
         assert found["dtypes"] == {"torch.float32"}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_ranks_stay_in_step_when_one_overflows(world_size):
     amp = {"initial_scale": 2.0**10, "dynamic_history_size": 3}
     scales, _, losses = by_hand(amp, large=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
@@ -299,7 +300,7 @@ def predict_packed(rows: int, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("rows", [1, 7, pytest.param(13, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("rows", [1, 7, by_night(13)])
 def test_packed_sequences_are_rows_in_the_order_of_the_data_and_states_stay_beside_them(rows, world_size, tmp_path):
     inputs = sequences(rows)
     with torch.no_grad():

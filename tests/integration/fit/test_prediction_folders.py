@@ -17,6 +17,7 @@ import pytest
 import torch
 from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
 from killed_predictions import BATCH, ROWS
+from markers import by_night
 from rank_processes import (
     rank_server,  # noqa: F401 - a fixture
     run_ranks,
@@ -92,7 +93,7 @@ def predict_several(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
 def test_a_folder_has_what_predict_returns_and_the_same_files_on_any_number_of_ranks(world_size, tmp_path):
     contents = []
     for ranks in (1, world_size):
@@ -204,10 +205,10 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_next_call_continues(world
     ("kind", "victim", "then"),
     [
         ("arrays", -1, 2),
-        pytest.param("arrays", 1, 2, marks=pytest.mark.nightly),
-        pytest.param("arrays", 0, 1, marks=pytest.mark.nightly),
-        pytest.param("stream", -1, 2, marks=pytest.mark.nightly),
-        pytest.param("stream", 0, 3, marks=pytest.mark.nightly),
+        by_night("arrays", 1, 2),
+        by_night("arrays", 0, 1),
+        by_night("stream", -1, 2),
+        by_night("stream", 0, 3),
     ],
 )
 def test_a_killed_prediction_continues_with_the_shards_that_are_missing(kind, victim, then, tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import flat, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -119,7 +120,7 @@ def train_and_resume(kind: str, folder: str) -> list[dict[str, Any]]:
     return [*found, train(kind, folder, drops=True)]
 
 
-@pytest.mark.parametrize("kind", ["small", pytest.param("hugging face", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["small", by_night("hugging face")])
 def test_it_is_trained_in_training_mode_as_one_rank_does_and_resumed(kind: str, tmp_path: Path) -> None:
     if kind == "hugging face":
         pytest.importorskip("transformers")

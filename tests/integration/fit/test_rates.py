@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import Trace, fingerprint, make_model, make_rows, one_process, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -70,7 +71,7 @@ def test_each_step_has_the_rate_that_was_asked_for():
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
 def test_the_trace_is_the_same_on_any_number_of_ranks(world_size):
     with one_process():
         alone = traces()
@@ -117,7 +118,7 @@ class Interrupt(cx.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", ["all", "warm-up before it"])
+@pytest.mark.parametrize("name", ["all", by_night("warm-up before it")])
 def test_a_fit_resumed_in_or_after_its_warm_up_has_the_rates_and_bits_of_the_whole(tmp_path: Path, name: str, capsys):
     asked = ASKED[name]
     with one_process():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -73,7 +74,7 @@ def set_by_one(setter: int) -> tuple[list[Any], str]:
     return seen.values, fingerprint(trainer.model)
 
 
-@pytest.mark.parametrize("setter", [0, 1])
+@pytest.mark.parametrize("setter", [0, by_night(1)])
 def test_what_one_rank_sets_is_set_on_all(setter):
     first, second = run_world(2, set_by_one, setter)
     assert first == second
@@ -133,7 +134,7 @@ def resumed_plateau(folder: str) -> list[tuple[list[Any], str]]:
     return [whole] + [plateau(resume=str(path)) for path in sorted(Path(folder).glob("step-*.ckpt"))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_plateau_resumes(world_size, tmp_path):
     for whole, *resumed in everywhere(world_size, resumed_plateau, str(tmp_path)):
         assert [rates[0] for _, rates in whole[0]] == [0.1, 0.05, 0.025, 0.0125, 0.00625]
@@ -401,7 +402,7 @@ def end_on_nan(who: int) -> tuple[int, list[float], list[str]]:
     return trainer.step, trainer.history.train_losses, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, by_night(1)])
 def test_a_fit_ends_on_nan_on_all_ranks_where_one_wants_it(who):
     first, second = run_world(2, end_on_nan, who)
     assert first[0] == second[0] == 6
@@ -680,7 +681,7 @@ def fit_with_one_each(who: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("who", [0, by_night(1)])
 def test_each_callback_on_one_rank_alone_decides_for_all(who, tmp_path):
     first, second = run_world(2, fit_with_one_each, who, str(tmp_path))
     assert first == second
@@ -703,7 +704,7 @@ def refuse_one_each(who: int, folder: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, by_night(1)])
 def test_what_changes_or_saves_a_model_is_refused_on_one_rank_alone(who, tmp_path):
     for said in run_world(2, refuse_one_each, who, str(tmp_path)):
         assert len(said) == len(REFUSED_ALONE)

@@ -37,6 +37,7 @@ def test_a_model_that_calculates_anew_has_the_same_bits():
         assert more == runs + 4 * steps  # each block once more in each backward
 
 
+@pytest.mark.nightly
 def test_ranks_that_calculate_anew_have_the_same_bits():
     for (kept, _), (anew, _) in zip(run_world(2, fit, False, {}), run_world(2, fit, True, {}), strict=True):
         assert kept == anew

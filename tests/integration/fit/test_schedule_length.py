@@ -212,6 +212,7 @@ def test_a_function_is_given_the_steps_of_each_fit_and_starts_from_the_given_rat
             traced(lambda optimizer, total_steps: None)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_a_schedule_of_a_function_resumes_bit_for_bit_and_follows_more_epochs(tmp_path: Path, interval: str):
     def make(optimizer: torch.optim.Optimizer, total_steps: int) -> schedulers.LRScheduler:

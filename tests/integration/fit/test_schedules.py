@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import make_model, make_rows, one_process, run_world
+from markers import nightly_where
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.optim import lr_scheduler as schedulers
 
@@ -127,6 +128,7 @@ def by_hand(name: str) -> list[float]:
     return rates
 
 
+@nightly_where(lambda name: name != "StepLR")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_it_is_stepped_once_per_step_and_resumes(name, tmp_path):
@@ -188,6 +190,7 @@ def test_an_object_of_another_package_that_would_be_stepped_wrongly_is_refused(t
             fit_with_others("Halving", str(tmp_path), learning_rate_scaling="sqrt")
 
 
+@pytest.mark.nightly
 def test_every_rank_of_every_world_has_the_same_rates():
     with one_process():
         alone = traced("OneCycleLR")

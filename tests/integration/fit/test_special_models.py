@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, outcome, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ def alone() -> dict[str, Any]:
         return fit_all()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_n_ranks_do_what_one_rank_does(world_size):
     ranks = run_world(world_size, fit_all)
     for name, expected in alone().items():
@@ -140,6 +141,7 @@ def count_calls() -> int:
     return model.calls
 
 
+@pytest.mark.nightly
 def test_a_rank_without_rows_never_runs_the_model_in_a_step():
     assert run_world(3, count_calls) == [8, 6, 0]
 
@@ -154,7 +156,7 @@ def fit_batch_norm() -> dict[str, Any]:
     return outcome(trainer, history) | {"buffers": buffers, "again": list(again)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_buffers_of_batch_norm_are_the_same_on_every_rank_after_fit(world_size):
     first, *others = run_world(world_size, fit_batch_norm)
     assert first["buffers"]["1.num_batches_tracked"] == 4
@@ -209,7 +211,7 @@ def catch_an_error_of_one_rank() -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_an_error_in_the_model_of_one_rank_that_it_catches_does_not_leave_the_others_waiting(world_size):
     texts = run_world(world_size, catch_an_error_of_one_rank, seconds=20.0)
     assert texts[1] == "LookupError: no such word"
@@ -243,7 +245,7 @@ def catch_an_error_of_ours(adopts: bool) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("adopts", [False, True])
+@pytest.mark.parametrize("adopts", [False, by_night(True)])
 def test_an_error_of_our_own_on_one_rank_does_not_leave_the_others_waiting(adopts):
     run = run_ranks if adopts else run_world
     first, second = (getattr(end, "value", end) for end in run(2, catch_an_error_of_ours, adopts, seconds=20.0))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import adam, everywhere, flat, make_model, make_rows, one_process, outcome, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def float32_in_a_fit(precision: str | None) -> list[Any]:
     return look.seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_float32_precision_holds_for_the_fit_on_every_rank_and_is_put_back(world_size):
     for seen in everywhere(world_size, float32_in_a_fit, "high"):
         assert seen == [["high", True, "tf32"]] * 3
@@ -137,7 +138,7 @@ def fit_images(channels_last: bool, dims: int = 2) -> dict[str, Any]:
     return {"losses": history.train_losses, "used": found, "strides": strides == {model[0].weight.stride()}}
 
 
-@pytest.mark.parametrize(("world_size", "dims"), [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("world_size", "dims"), [(1, 2), (1, 3), by_night(2, 2)])
 def test_channels_last_is_used_by_all_convolutions_and_changes_no_number(world_size, dims):
     with one_process():
         usual = fit_images(False, dims)
@@ -345,6 +346,7 @@ def use_a_device(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_a_fit_on_an_accelerator_tells_memory_and_flops_in_the_epochs_line_and_to_tensorboard(fakegpu_folder, tmp_path):
     [found] = run_on_stand_in(fakegpu_folder, 1, use_a_device, tmp_path.as_posix())
     usage, told = found["usage"], found["told"]

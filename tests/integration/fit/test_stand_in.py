@@ -54,6 +54,7 @@ print(values.device, dist.Backend.backend_capability["ring"])
 """
 
 
+@pytest.mark.nightly
 def test_a_program_has_the_device_once_it_imports_torch_also_when_the_launcher_starts_it(fakegpu_folder, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(LOOK)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fitting import CLASSES, FEATURES, fingerprint, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from worlds import wait_until
@@ -28,7 +29,6 @@ from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.training.stopping import stopping_signals
 
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
     pytest.mark.skipif(os.name == "nt", reason="these ranks get POSIX signals"),
@@ -262,7 +262,7 @@ def fit_until_somebody_fails(moment: tuple[bool, int]) -> dict[str, Any]:
     raise AssertionError("it went on")
 
 
-@pytest.mark.parametrize("moment", [(True, 4), (False, 3)], ids=["in training", "in validation"])
+@pytest.mark.parametrize("moment", [(True, 4), by_night((False, 3))], ids=["in training", "in validation"])
 def test_an_error_on_one_rank_ends_all_within_two_seconds_and_its_traceback_is_what_they_show(moment):
     first, failed, third = run_world(3, fit_until_somebody_fails, moment)
     assert failed["message"] == "this row is no row"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -96,7 +97,7 @@ def train_and_resume(folder: str) -> tuple[dict[str, Any], dict[str, dict[str, A
     return whole, {path.name: train({"checkpoint_dir": folder, "resume": path}) for path in paths}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(3)])
 def test_a_fit_with_a_loss_that_learns_is_resumed_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     for whole, resumed in everywhere(world_size, train_and_resume, str(tmp_path)):
         assert len(resumed) >= 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import adam, make_model, make_rows, one_process, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -229,7 +230,7 @@ def screen(text: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [80, by_night(120)])
 def test_a_terminal_has_a_bar_with_loss_accuracy_rate_and_remaining_time(columns):
     with one_process():
         text = fit_in_terminal(columns)

@@ -128,6 +128,7 @@ def resumed_after_each_step(folder: str, *names: str) -> None:
             ], (name, step)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_fit_resumed_before_and_after_it_has_the_bits_of_the_whole(tmp_path: Path, world_size: int):
     if world_size == 1:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_model, make_rows, one_process, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -108,7 +109,7 @@ def rows_of() -> list[list[dict[str, float]]]:
     return [make_trainer(make_model()).fit(*ROWS, **{**FIT, **way}).validations for way in ways]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
 def test_they_are_the_same_on_any_number_of_ranks(world_size):
     [alone] = everywhere(1, rows_of)
     ranks = run_world(world_size, rows_of)
@@ -136,9 +137,7 @@ class StopsAt(cx.callbacks.Callback):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-@pytest.mark.parametrize(
-    "freq", [{"validate_every_n_steps": 4}, pytest.param({"validation_freq": 0.4}, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("freq", [{"validate_every_n_steps": 4}, by_night({"validation_freq": 0.4})])
 def test_a_fit_resumes_between_and_within_validations(freq, tmp_path):
     early = {"monitor": "val_f1", "patience": 9, "restore_best_weights": True}
 
@@ -519,6 +518,7 @@ def test_a_file_has_the_settings_and_the_sets(tmp_path):
     assert "val_far_loss" in history.history
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX processes")
 def test_workers_of_a_notebook_do_the_same():
     given = {"max_steps": 12, "validate_every_n_steps": 5, "validation_data": {"near": VALID, "far": FAR}}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, one_process, run_world, seeded
+from markers import by_night, nightly_where
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -173,6 +174,14 @@ def found_on(world_size: int, accumulation_steps: int) -> list[dict[str, Any]]:
         return [fit_all(accumulation_steps)]
 
 
+NIGHTLY = {
+    "a loss_fn's pair": [(1, 4), (2, 1), (2, 4), (3, 1), (3, 4)],
+    "a model's pair": [(2, 1), (3, 1), (3, 4)],
+}
+"""Numbers of ranks and of micro-batches, by the name of a problem."""
+
+
+@nightly_where(lambda name, world_size, accumulation_steps: (world_size, accumulation_steps) in NIGHTLY.get(name, ()))
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -379,7 +388,7 @@ def fit_forms() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_step_in_which_nothing_counts_is_taken_alike_in_every_form(world_size):
     for forms in everywhere(world_size, fit_forms)[0]:
         expected, steps, rate = forms["ignore_index"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import signal
@@ -14,6 +13,7 @@ import pytest
 import torch
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from lazy import LazyModule
+from markers import by_night
 from rank_processes import (
     rank_server,  # noqa: F401 - a fixture
     run_ranks,
@@ -27,7 +27,6 @@ import cyxtrain as cx
 pytestmark = pytest.mark.usefixtures("rank_server")
 expected: Any = LazyModule("sklearn.metrics")
 tensorboard: Any = LazyModule("tensorboard.backend.event_processing.event_accumulator")
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
 
 

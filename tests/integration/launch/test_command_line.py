@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 import click
 import pytest
 from forked_programs import run_python
+from markers import by_night
 from rank_processes import environment, rank_server, run_processes, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port
 
@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "digits_mlp.yaml")
 SHORT = "training.epochs=3"
 SECONDS = 60.0
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 
 
 def command(folder: str, *words: str) -> tuple[int, str]:
@@ -92,8 +91,10 @@ def by_open_mpi(rank: int, port: int) -> dict[str, str]:
     ("start", "says"),
     [
         (launched, "world      2 ranks\n"),
-        (by_slurm, "world      2 ranks, started by Slurm; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"),
-        (by_open_mpi, "world      2 ranks, started by Open MPI; RANK, WORLD_SIZE"),
+        by_night(
+            by_slurm, "world      2 ranks, started by Slurm; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        ),
+        by_night(by_open_mpi, "world      2 ranks, started by Open MPI; RANK, WORLD_SIZE"),
     ],
 )
 def test_two_ranks_however_they_are_started_train_what_one_does(start, says, by_one_rank):
@@ -104,12 +105,13 @@ def test_two_ranks_however_they_are_started_train_what_one_does(start, says, by_
     assert measures(first) == by_one_rank
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "starter",
     [
         ["-m", "cyxtrain", "launch", "-n", "2", "--", "cyxtrain"],
-        by_night(["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cyxtrain"]),
-        by_night(["-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "cyxtrain"]),
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cyxtrain"],
+        ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "cyxtrain"],
     ],
     ids=["cyxtrain launch", "torchrun", "torch.distributed.launch"],
 )
@@ -175,14 +177,16 @@ def test_settings_are_shown_with_all_that_decides_them(tmp_path, monkeypatch):
         ),
         (["fit", CONFIG, "training.epochs"], "ConfigError: an override is name=value", 1),
         (["fit", "none.yaml"], "ConfigError: there is no file none.yaml", 1),
-        (["fit", CONFIG, "--resume", "none.ckpt"], "CheckpointError: .*none.ckpt", 1),
+        by_night(["fit", CONFIG, "--resume", "none.ckpt"], "CheckpointError: .*none.ckpt", 1),
         (["evaluate", "none.ckpt"], "CheckpointError: .*none.ckpt", 1),
         (["evaluate", "."], "CheckpointError: . has no intact checkpoint", 1),
-        (["fit", CONFIG, "training.epochs=three"], "ConfigError: .* with .*three: training.epochs must be a whole", 1),
+        by_night(
+            ["fit", CONFIG, "training.epochs=three"], "ConfigError: .* with .*three: training.epochs must be a whole", 1
+        ),
         (["fit"], "cyxtrain fit: Missing argument 'CONFIG'", 2),
         (["fit", CONFIG, "--resum", "auto"], "cyxtrain fit: No such option '--resum'. Did you mean", 2),
         (["fti", CONFIG], r"cyxtrain: No such command 'fti'", 2),
-        (["completion", "tcsh"], "cyxtrain completion: Invalid value", 2),
+        by_night(["completion", "tcsh"], "cyxtrain completion: Invalid value", 2),
     ],
 )
 def test_an_error_is_one_line(words, says, code):
@@ -263,7 +267,7 @@ def test_help_has_examples(words):
     assert "examples:" in text or words == ["completion"]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", by_night("zsh"), by_night("fish")])
 def test_a_shell_is_told_how_to_complete(shell):
     code, text = alone("completion", shell)
     assert code == 0

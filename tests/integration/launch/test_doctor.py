@@ -24,6 +24,7 @@ from doctor_ranks import (
     examine_here,
     examine_with_one_way_closed,
 )
+from markers import by_night
 from rank_processes import (
     Ended,
     environment,
@@ -479,7 +480,7 @@ def test_a_rank_that_never_comes_is_named_and_the_others_are_tried():
     assert out.splitlines()[-1] == "the pair is OK; missing: rank 1"
 
 
-@pytest.mark.parametrize(("rank", "peer"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("rank", "peer"), [(1, 2), by_night(2, 1)])
 def test_a_pair_of_which_one_way_is_closed_is_named_and_no_other(rank, peer):
     out = reported(run_ranks(3, examine_with_one_way_closed, rank, peer), 1)
     assert rows(out) == {"0 - 1": "ok", "0 - 2": "ok", "1 - 2": "BROKEN"}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import fingerprint, one_process, run_world
+from markers import nightly_where
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,6 +39,7 @@ def tried(path: str, overrides: list[str]) -> dict[str, Any]:
     return {"losses": history.train_losses, "world": history.world_size, "test": measured.loss}
 
 
+@nightly_where(lambda path: path.name != "base.yaml")
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
 def test_every_file_runs_on_one_rank_and_on_two(path):
     overrides = WHOLE if path.name == "base.yaml" else []

@@ -78,6 +78,7 @@ def screen(text: str) -> list[str]:
     return lines
 
 
+@pytest.mark.nightly
 def test_a_terminal_has_the_bar_of_rank_0_and_whole_lines_of_all_ranks(tmp_path: Path) -> None:
     text = shown_in_terminal(80, *LAUNCHER, "2", write_script(tmp_path, TRAIN))
     bars = re.findall(r"epoch [12]/2  [━┄][^\r\n\x1b]*", text)

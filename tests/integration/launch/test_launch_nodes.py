@@ -86,13 +86,14 @@ MEETS = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("failing", "when"),
     [
         (0, "met"),
-        pytest.param(1, "not yet met", marks=pytest.mark.nightly),
-        pytest.param(1, "met", marks=pytest.mark.nightly),
-        pytest.param(0, "not yet met", marks=pytest.mark.nightly),
+        (1, "not yet met"),
+        (1, "met"),
+        (0, "not yet met"),
     ],
 )
 def test_after_a_failure_on_one_machine_all_ranks_meet_again(tmp_path, failing, when):

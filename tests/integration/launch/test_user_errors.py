@@ -20,7 +20,6 @@ are its report of Ctrl-C.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import pytest
 from launching import LAUNCHER
+from markers import by_night
 from worlds import child_environment, wait_until
 
 from cyxtrain.environment.uncaught import HEADER
@@ -43,7 +43,6 @@ LAUNCHERS = {
     "torchrun 1": [*TORCHRUN, "1"],
     "torchrun 2": [*TORCHRUN, "2"],
 }
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 
 PROGRAM = """
 import os, sys, time
@@ -152,7 +151,7 @@ def lines_of(folder: Path, launcher: int | str, mistake: str, **variables: str) 
         by_night("shape", "ConfigError: the model cannot take X, tried on shape ", 1),
         *(by_night("in a context", "ConfigError: the model cannot take X, tried on shape ", n) for n in (1, 2)),
         *(by_night("keyword", "ConfigError: ", n) for n in (1, 2)),
-        ("keyword of the trainer", "ConfigError: DistributedTrainer has no argument 'metric'. Did you mean", 2),
+        by_night("keyword of the trainer", "ConfigError: DistributedTrainer has no argument 'metric'. Did you mean", 2),
         by_night("keyword of the trainer", "ConfigError: DistributedTrainer has no argument 'metric'. ", 1),
         *(by_night("targets", "ConfigError: ", n) for n in (1, 2)),
         *(by_night("nan", "NonFiniteError: epoch 1, step 1 ", n) for n in (1, 2)),
@@ -241,7 +240,8 @@ def test_a_rank_that_exits_without_joining_ends_the_run_at_once(tmp_path):
     assert len(lines) == 5
 
 
-@pytest.mark.parametrize("num_ranks", [by_night(1), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ctrl_c_in_a_fit_is_one_line_of_the_launcher(num_ranks, tmp_path):
     process = start(tmp_path, num_ranks, "ctrl-c")
     try:

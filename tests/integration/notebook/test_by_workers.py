@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import io
 import os
 import re
@@ -23,6 +22,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
 from launching import SECONDS, runs, wait_until
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +35,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="these workers get POSIX signals"),
     pytest.mark.usefixtures("rank_server", "workers"),
 ]
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 X, Y = make_rows(50)
 RANKS = 2
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 5, "verbose": False, "num_processes": RANKS}
@@ -241,6 +240,7 @@ def count_rows(outputs: Any, targets: Any) -> dict[str, float]:
     return {"rows": len(targets), "ranks": cx.get_world_size(), "right": float((outputs.argmax(1) == targets).mean())}
 
 
+@pytest.mark.nightly
 def test_workers_compute_metrics_over_whole_sets(tmp_path):
     matrix = cx.metrics.ConfusionMatrix(tmp_path / "matrix.png")
     trainer = trainer_of(metrics=[cx.metrics.WholeSet(count_rows), matrix, "f1_per_class"])
@@ -375,6 +375,7 @@ def fit_what_keeps_much() -> list[Any]:
     return [fingerprint(model), *kept]
 
 
+@pytest.mark.nightly
 def test_what_no_state_dict_has_comes_back_too():
     launched = run_world(RANKS, fit_what_keeps_much)[0]
     assert fit_what_keeps_much() == launched
@@ -479,6 +480,7 @@ def fit_by_a_rate_that_is_a_tensor() -> list[Any]:
     return [fingerprint(model), float(rate), type(optimizer.param_groups[0]["lr"]).__name__]
 
 
+@pytest.mark.nightly
 def test_a_learning_rate_that_is_a_tensor_stays_one():
     assert fit_by_a_rate_that_is_a_tensor() == run_world(RANKS, fit_by_a_rate_that_is_a_tensor)[0]
 
@@ -581,6 +583,7 @@ def test_a_callback_that_stays_may_predict_by_itself_and_is_refused_the_workers(
         trainer.fit(X, Y, callbacks=[Asking(lambda trainer: trainer.predict(X))], **{**SETTINGS, "epochs": 10**6})
 
 
+@pytest.mark.nightly
 def test_workers_predict_to_a_folder_and_count_steps_and_a_call_with_callbacks_runs_here(tmp_path, capsys):
     trainer = trainer_of()
     read = trainer.predict(X, batch_size=3, output_dir=tmp_path)
@@ -782,6 +785,7 @@ def test_more_processes_than_cores_are_warned_of(monkeypatch):
         started()
 
 
+@pytest.mark.nightly
 def test_calls_use_the_same_workers():
     before = started()
     trainer = trainer_of()
@@ -820,6 +824,7 @@ def test_workers_are_started_anew_where_they_would_differ(change, tmp_path, monk
     monkeypatch.undo()
 
 
+@pytest.mark.nightly
 def test_ranks_of_a_launcher_are_used_and_no_worker():
     text, _ = run_world(RANKS, fit_shown)
     assert "world      2 ranks, as launched: ignored num_processes=4" in text
@@ -998,6 +1003,7 @@ class Refusing(nn.Linear):
         return super().forward(rows)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("what", "named"),
     [

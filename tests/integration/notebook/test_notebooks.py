@@ -96,6 +96,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         wait_until(lambda: not any(map(runs, left)))
 
 
+@pytest.mark.nightly
 def test_a_class_of_the_notebook_is_trained_twice(kernel):
     _, shown = kernel.run("history = trainer.fit(rows, classes, config)")
     lines = shown.splitlines()
@@ -109,6 +110,7 @@ def test_a_class_of_the_notebook_is_trained_twice(kernel):
     assert kernel.workers() == before
 
 
+@pytest.mark.nightly
 def test_it_predicts_with_the_weights_that_came_back(kernel):
     written, _ = kernel.run(
         "before = net.eval()(rows).detach()\n"

@@ -18,6 +18,7 @@ from fitting import FEATURES, everywhere, fingerprint, flat, make_rows, run_worl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_worlds import close_worlds, on_ranks
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -70,7 +71,7 @@ def sent_bytes(ddp: cx.DistributedDataParallel) -> int:
 # --- 16 bits --------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_in_16_bits_gradients_are_the_mean_as_closely_as_the_type_allows():
     for compression, dtype in NARROW.items():
         for fields in ({}, {"bucket_size_mb": MANY_BUCKETS}, {"gradient_as_bucket_view": False}):
@@ -104,6 +105,7 @@ def test_fewer_bytes_travel():
     assert found["powersgd"] < whole / 5
 
 
+@pytest.mark.nightly
 @on_ranks(3)
 def test_unused_parameters_are_named_in_16_bits_and_among_thin_matrices():
     for compression in ("fp16", "bf16", "powersgd"):
@@ -124,7 +126,7 @@ def test_unused_parameters_are_named_in_16_bits_and_among_thin_matrices():
 # --- PowerSGD -------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_what_is_sent_and_what_is_kept_are_the_gradient():
     """Of all ranks together, in each of many steps: mean gradient + mean error before = approximation + mean error."""
     for fields in ({}, {"bucket_size_mb": MANY_BUCKETS}, {"matrix_approximation_rank": 3}):
@@ -168,7 +170,7 @@ def mean_errors(ddp: cx.DistributedDataParallel, model: nn.Module) -> dict[str, 
     return found
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_a_gradient_of_few_directions_is_exact():
     """A linear layer's gradient has no more than one per row of the joined batch."""
     model = network()[3]
@@ -338,9 +340,10 @@ def fit(
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("compression", "width", "tolerance"),
-    [("fp16", 1, 1e-3), pytest.param("bf16", 1, 1e-2, marks=pytest.mark.nightly), ("powersgd", 6, 1e-6)],
+    [("fp16", 1, 1e-3), ("bf16", 1, 1e-2), ("powersgd", 6, 1e-6)],
 )
 def test_n_ranks_equal_one_as_closely_as_the_compression_allows(compression, width, tolerance):
     """With six rows in a joined batch, gradients of linear layers have six directions: six columns hold them all."""
@@ -363,7 +366,7 @@ def fit_and_resume(compression: str, folder: str, settings: dict[str, Any]) -> l
     return [each["bits"] for each in (whole, *found)]
 
 
-@pytest.mark.parametrize("compression", ["fp16", "powersgd"])
+@pytest.mark.parametrize("compression", ["fp16", by_night("powersgd")])
 def test_a_resumed_fit_equals_the_uninterrupted_one(compression, tmp_path):
     for found in run_world(2, fit_and_resume, compression, str(tmp_path), {}):
         assert len(found) == 1 + 10 + 3  # 21 steps, every second; three ends of epochs
@@ -414,6 +417,7 @@ def test_resuming_with_another_compression_says_so(tmp_path):
     assert any("the compression of gradients was fp16 and is powersgd" in text for text in found[0]), found
 
 
+@pytest.mark.nightly
 def test_on_another_number_of_ranks_each_has_the_mean_of_what_was_kept(tmp_path):
     run_world(3, fit_with_checkpoint, str(tmp_path))
     kept = read_checkpoint(tmp_path / "step-00000009.ckpt").others["compression"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients, loss_on, mean_gradients, network
 from fitting import flat, make_model, make_rows
 from kept_worlds import on_ranks
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 MANY_BUCKETS = 1e-4  # MiB: about a parameter each
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_gradients_after_backward_are_the_mean_over_ranks():
     for fields in ({}, {"bucket_size_mb": MANY_BUCKETS}, {"gradient_as_bucket_view": False}):
         model = network()
@@ -52,7 +53,7 @@ def test_gradients_are_those_of_pytorchs_own_wrapper():
     assert_close(gradients(ours), gradients(theirs), rtol=1e-7, atol=1e-7)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_training_goes_as_on_one_rank_with_the_joined_batch():
     for as_view in (True, False):
         for set_to_none in (True, False):

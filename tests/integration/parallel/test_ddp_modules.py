@@ -6,6 +6,7 @@ import pytest
 import torch
 from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients, loss_on, mean_gradients, network
 from kept_worlds import on_ranks
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +33,7 @@ def branch_loss(names_of):
     return lambda model, rank: model(batch(rank), names_of(rank)).square().mean()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_module_begins_as_that_of_rank_0():
     torch.manual_seed(cx.get_rank())
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1).double())

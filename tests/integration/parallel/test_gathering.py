@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, make_model, make_rows, one_process, outcome, run_world, seeded
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,7 +39,7 @@ def gather_all() -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
 def test_rows_come_in_rank_order_and_gradients_are_summed_over_ranks(world_size):
     factor = sum(range(1, world_size + 1))
     for rank, found in enumerate(everywhere(world_size, gather_all)):
@@ -139,7 +140,7 @@ def test_one_rank_trains_on_the_loss_over_all_pairs():
     np.testing.assert_allclose(alone()["all rows, 21 rows, 1"]["parameters"], flat(tensors), atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_n_ranks_train_on_the_loss_over_all_pairs_also_if_some_have_no_rows(world_size):
     ranks = run_world(world_size, fit_all)
     others = {f"{name}, {rows} rows, {steps}" for name in MODELS for n, rows, steps in OTHER_PAIRS if n == world_size}
@@ -188,6 +189,7 @@ def fit_detached() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rows_that_get_no_gradient_after_the_gather_train_as_on_one_rank_also_if_some_ranks_have_no_rows(world_size):
     with one_process():

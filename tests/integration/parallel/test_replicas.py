@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import adam, make_model, make_rows, one_process, run_world
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from worlds import child_environment
@@ -157,7 +158,7 @@ def fit_drifting(settings: dict[str, Any]) -> list[Any]:
     return [trainer._state.position.step]
 
 
-@pytest.mark.parametrize(("every", "step"), [(None, 6), pytest.param(2, 4, marks=pytest.mark.nightly), (5, 5)])
+@pytest.mark.parametrize(("every", "step"), [(None, 6), by_night(2, 4), by_night(5, 5)])
 def test_fit_compares_after_each_epoch_or_every_n_steps(every, step):
     found = run_world(3, fit_drifting, {} if every is None else {"check_replicas_every_n_steps": every})
     assert found == [[step, 1, 3.0, True]] * 3

@@ -13,6 +13,7 @@ import torch
 from ddp_models import batch
 from fitting import everywhere, flat, make_rows
 from kept_worlds import close_worlds, on_ranks
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -257,6 +258,7 @@ def fit(form: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {"bits": bits, "mean": flat([model.mean]), "graph": fingerprint(model.graph)}
 
 
+@pytest.mark.nightly
 def test_moving_means_of_a_fit_are_those_of_one_rank_with_the_joined_batch():
     alone = everywhere(1, fit, "expanded", {})[0]
     for world_size in (2, 3):
@@ -265,7 +267,7 @@ def test_moving_means_of_a_fit_are_those_of_one_rank_with_the_joined_batch():
             assert found["graph"] == alone["graph"]
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_fit_with_buffers_of_any_form_is_resumed_bit_for_bit(world_size, tmp_path: Path):
     for form in ("more in csr", "overlapping"):
         for steps in (1, 2):

@@ -10,6 +10,7 @@ import torch
 from ddp_models import assert_same_on_all_ranks
 from fitting import everywhere, flat
 from kept_worlds import on_ranks
+from markers import by_night
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ def mean_over_ranks() -> None:
     assert found[True]["words.weight"].indices().max() < WORDS - 2  # a row that no rank has used does not travel
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_sparse_gradients_are_averaged_as_dense_ones_are():
     mean_over_ranks()
 
@@ -120,6 +121,7 @@ def fits(sparse: bool) -> list[tuple[Any, list[float]]]:
     return [fit(sparse, optimizer, settings) for optimizer, settings in FITS]
 
 
+@pytest.mark.nightly
 def test_fit_with_sparse_embeddings_is_fit_with_dense_ones_on_any_number_of_ranks():
     dense = everywhere(1, fits, False)[0]
     for world_size in (1, 2, 3):

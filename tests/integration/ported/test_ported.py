@@ -80,7 +80,6 @@ PROGRAMS = {
         packages=("transformers", "peft"),
     ),
 }
-BY_DAY = ("forecaster", "tabular", "vae")
 Histories = dict[str, list[float]]
 
 
@@ -105,10 +104,9 @@ def check_ending(program: Ported, last: str) -> None:
         assert least <= number <= most, last
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in PROGRAMS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_it_has_the_losses_of_one_rank_on_several(name, world_size):
     program = PROGRAMS[name]
     for package in program.packages:

@@ -82,6 +82,7 @@ def stretched_and_cut_off(folder: str) -> list[str]:
     return [fingerprint(whole.model), fingerprint(again.model)]
 
 
+@pytest.mark.nightly
 def test_a_fit_whose_cosine_was_stretched_resumes_bit_for_bit(tmp_path):
     for rank, (whole, again) in enumerate(run_new_world(2, stretched_and_cut_off, str(tmp_path))):
         assert whole == again, rank

@@ -21,6 +21,7 @@ import durable_saves
 import pytest
 import torch
 from fitting import adam, fingerprint, make_rows, one_process, run_new_world, seeded
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 from worlds import child_environment
@@ -61,7 +62,8 @@ def test_a_kill_at_every_system_call_of_a_save_leaves_this_step_or_the_one_befor
     assert check_kills_at_calls(tmp_path, 1) > 100
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [10, 200])
 def test_a_kill_at_any_time_leaves_the_last_step_that_was_saved_or_the_one_after(kills, tmp_path):
     [found] = values(run_ranks(1, durable_saves.kill_while_saving, str(tmp_path), kills, kills, seconds=300.0))
     assert len(found) == kills
@@ -112,7 +114,7 @@ def damages(path: Path, count: int) -> Iterator[tuple[str, bytes]]:
         yield f"cut after {kept} bytes", data[:kept]
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(500, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [6, by_night(500)])
 def test_every_flipped_bit_and_every_cut_is_found_and_the_checkpoint_before_is_used(count, tmp_path):
     with one_process():
         trainer, history = fit(tmp_path, checkpoint_every_n_epochs=1)
@@ -169,7 +171,7 @@ def fit_on(folder: str, on_save_error: str) -> list[Any]:
 
 
 @needs_root
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_full_disk_lets_training_go_on_or_ends_it_on_every_rank_and_the_last_good_checkpoint_stays(
     world_size, tmp_path
 ):
@@ -269,7 +271,7 @@ def _shut_down(folder: str) -> None:
 
 @needs_root
 @pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="an ext4 file system is made here")
-@pytest.mark.parametrize("cuts", [1, pytest.param(30, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cuts", [1, by_night(30)])
 def test_what_save_has_returned_for_survives_a_power_cut(cuts, tmp_path):
     image, draw = tmp_path / "disk.img", random.Random(cuts)
     with open(image, "wb") as file:

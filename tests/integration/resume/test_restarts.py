@@ -10,6 +10,7 @@ from pathlib import Path
 
 import launching
 import pytest
+from markers import by_night
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="ranks are killed by POSIX signals here")
 
@@ -133,8 +134,8 @@ def test_another_commands_checkpoints_are_not_gone_on_from(uninterrupted, tmp_pa
     "words",
     [
         ["--restarts"],
-        pytest.param(["--restarts", "x", "2", "a"], marks=pytest.mark.nightly),
-        pytest.param(["--restarts=-1", "2", "a"], marks=pytest.mark.nightly),
+        by_night(["--restarts", "x", "2", "a"]),
+        by_night(["--restarts=-1", "2", "a"]),
     ],
 )
 def test_a_wrong_number_of_restarts_is_refused(words):

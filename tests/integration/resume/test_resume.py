@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_rows, one_process, run_new_world, seeded
+from markers import by_night, nightly_where
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -25,7 +26,6 @@ from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.data.sharding import ranks_with_rows
 
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [pytest.mark.usefixtures("rank_server")]
 
 ROWS, BATCH = 55, 5
@@ -90,7 +90,8 @@ def resume_from_each(folder: str, seed: int) -> dict[str, dict[str, Any]]:
     return {path.name: train_anew(seed + number, folder, {"resume": path}) for number, path in enumerate(paths)}
 
 
-@pytest.mark.parametrize("world_size", [by_night(1), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_fit_resumed_between_two_epochs_draws_the_numbers_of_the_next_one(world_size, tmp_path):
     whole = run_new_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_epochs": 1})
     assert [path.name for path in sorted(tmp_path.iterdir())] == [f"epoch-000{epoch}.ckpt" for epoch in (1, 2, 3)]
@@ -206,6 +207,7 @@ def resumed_from_hooks(kind: str, folder: str) -> tuple[Any, dict[str, Any]]:
     return whole, {hook: fit_of(kind, resume=f"{folder}/{hook}.ckpt") for hook in HOOKS}
 
 
+@nightly_where(lambda kind, world_size: (kind, world_size) in (("function", 1), ("own", 2)))
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", [by_night("arrays"), by_night("loader"), "function", by_night("steps"), "own"])
 def test_a_fit_resumed_from_wherever_an_epoch_ends_trains_no_step_twice(kind, world_size, tmp_path):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from failing_step import FailsInStep3
 from fitting import make_model, make_rows
+from markers import by_night
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 
@@ -55,7 +56,7 @@ def fit_in_a_group_of_pytorchs_own():
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("how", ["raises", "killed"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_all_ranks_end_with_the_error_of_the_one_that_failed(world_size, how, tells):
     *others, last = run_ranks(world_size, fit, how, tells, seconds=20)
     if how == "raises":

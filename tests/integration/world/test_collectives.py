@@ -222,6 +222,7 @@ def backend_of_small_agreements(backend):
         return dist.get_backend(runtime.cpu_group())
 
 
+@pytest.mark.nightly
 @on_ranks(2)
 def test_a_compiled_function_may_call_them():
     tensor = own()

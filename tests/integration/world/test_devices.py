@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from device_collectives import every_collective
 from fitting import fingerprint, make_model, make_rows, one_process
+from markers import by_night
 from stand_in import fakegpu
 from stand_in.running import run_on_stand_in
 from worlds import run_processes, start_processes
@@ -197,6 +198,7 @@ def train_over_groups_of_gpus(folder: str) -> None:
         assert fit()[1] == expected
 
 
+@pytest.mark.nightly
 def test_small_agreements_and_cpu_tensors_go_over_a_ring_beside_a_group_of_gpus(tmp_path):
     run_processes(2, train_over_groups_of_gpus, str(tmp_path), seconds=100.0)
 
@@ -204,9 +206,7 @@ def test_small_agreements_and_cpu_tensors_go_over_a_ring_beside_a_group_of_gpus(
 # --- on the stand-in ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("world_size", "communication"), [(2, "thread"), pytest.param(3, "inline", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("world_size", "communication"), [(2, "thread"), by_night(3, "inline")])
 def test_the_ring_carries_the_tensors_of_any_accelerator(fakegpu_folder, world_size, communication):
     env = {"CYXTRAIN_COMMUNICATION": communication}
     found = run_on_stand_in(
@@ -304,7 +304,7 @@ def choose_together(folder: str) -> list[Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [2, by_night(1)])
 def test_each_rank_takes_the_device_of_its_local_rank_over_the_ring(fakegpu_folder, tmp_path, count):
     env = {"FAKEGPU_DEVICES": str(count)}
     found = run_on_stand_in(fakegpu_folder, 2, choose_together, str(tmp_path), env=env, seconds=100.0)

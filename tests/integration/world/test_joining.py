@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from joined_ranks import join, own_rank
 from kept_worlds import on_ranks
+from markers import by_night
 from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port, wait_until
 
@@ -164,7 +165,7 @@ def end(how):
             sys.exit(0)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gloo"])
+@pytest.mark.parametrize("backend", ["cpu", by_night("gloo")])
 def test_three_ranks_join_and_leave_three_times_at_the_same_port(backend):
     for _ in range(5 if backend == "cpu" else 1):
         values(run_ranks(3, join_three_times, backend))
@@ -177,7 +178,7 @@ def test_three_ranks_join_and_leave_again_and_again():
         values(run_ranks(3, join_three_times, "cpu"))
 
 
-@pytest.mark.parametrize("delays", [(0.0, 0.3, 0.6), (0.6, 0.0, 0.3), (0.6, 0.3, 0.0)], ids=str)
+@pytest.mark.parametrize("delays", [(0.0, 0.3, 0.6), by_night((0.6, 0.0, 0.3)), by_night((0.6, 0.3, 0.0))], ids=str)
 def test_ranks_come_in_any_order(delays):
     assert [value[0] for value in values(run_ranks(3, join_late, delays))] == ["joined"] * 3
 
@@ -213,7 +214,8 @@ def test_rank_0_that_stays_in_the_life_before_is_said_at_the_deadline(tmp_path):
     assert seconds >= 0.3
 
 
-@pytest.mark.parametrize(("ranks", "times"), [(4, 20), pytest.param(2, 200, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("ranks", "times"), [(4, 20), (2, 200)])
 def test_joining_and_leaving_again_and_again_prints_nothing(ranks, times, tmp_path):
     assert values(run_ranks(ranks, join_and_leave, times, str(tmp_path))) == [(float(ranks), "")] * ranks
 
@@ -222,7 +224,7 @@ def test_group_that_somebody_still_holds_does_not_hold_the_port():
     assert values(run_ranks(2, join_and_keep_the_group)) == [0, 1]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gloo"])
+@pytest.mark.parametrize("backend", ["cpu", by_night("gloo")])
 def test_rank_that_never_comes_is_named_on_every_rank_that_waits(backend):
     ended = run_ranks(4, join_at_once_or_never, backend)
     for rank, value in enumerate(values(ended)):
@@ -255,7 +257,7 @@ def test_busy_port_is_said_by_rank_0_with_its_number():
     ("address", "cause"),
     [
         ("127.0.0.1", "connection refused"),
-        ("no-such-host.invalid", "the name cannot be resolved"),
+        by_night("no-such-host.invalid", "the name cannot be resolved"),
     ],
 )
 def test_unreachable_master_is_said_with_the_true_cause_within_the_deadline(address, cause):
@@ -329,7 +331,9 @@ def stranger(answer):
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, None], ids=["silent", "web", "closing"]
+    "answer",
+    [b"", by_night(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10), by_night(None)],
+    ids=["silent", "web", "closing"],
 )
 def test_another_service_on_the_port_is_told_from_the_meeting_point(answer):
     with stranger(answer) as port:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night
 from meetings import SECRET, board_of, meet
 from rank_processes import rank_server, run_processes, values  # noqa: F401 - a fixture
 from ring_values import error_of
@@ -205,7 +206,7 @@ def put_between(stranger: Any, relay: Relay) -> None:
 
 @pytest.mark.usefixtures("rank_server", "pipe_of_pytorchs_stores")
 @pytest.mark.parametrize("change", [False, True], ids=["as it is", "changed"])
-@pytest.mark.parametrize("delay", [0.3, *(pytest.param(tries / 10, marks=pytest.mark.nightly) for tries in range(20))])
+@pytest.mark.parametrize("delay", [0.3, *(by_night(tries / 10) for tries in range(20))])
 def test_a_relay_between_two_ranks_gets_no_byte_of_theirs(delay, change):
     with agents_store() as (server, environments):
         relay, stranger = Relay(change=change), stranger_of(server)
@@ -225,7 +226,7 @@ def test_a_relay_between_two_ranks_gets_no_byte_of_theirs(delay, change):
 
 @pytest.mark.usefixtures("rank_server", "pipe_of_pytorchs_stores")
 @pytest.mark.parametrize("what", ["forged", "deleted"])
-@pytest.mark.parametrize("key", [FORGED[1], *(pytest.param(key, marks=pytest.mark.nightly) for key in FORGED)])
+@pytest.mark.parametrize("key", [FORGED[1], *map(by_night, FORGED)])
 def test_a_key_that_is_forged_or_deleted_once_changes_nothing(key, what):
     """At a random moment, which the number of the try decides."""
     with agents_store() as (server, environments):
@@ -330,6 +331,7 @@ def train_beside_another_run(refused: str) -> None:
         raise
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("rank_server")
 def test_two_runs_with_secrets_of_their_own_at_one_port_do_not_end_each_other(tmp_path):
     port = free_port()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import adam, make_model, make_rows
+from markers import by_night
 from rank_processes import (
     rank_server,  # noqa: F401 - a fixture
     run_ranks,
@@ -19,7 +19,6 @@ from torch import nn
 
 import cyxtrain as cx
 
-by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [pytest.mark.usefixtures("rank_server")]
 
 
@@ -51,7 +50,7 @@ def evaluate_on_rank_0(folder: str, then: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("then", ["fit", "finalize", *map(by_night, ("barrier", "evaluate", "load"))])
+@pytest.mark.parametrize("then", ["fit", by_night("finalize"), *map(by_night, ("barrier", "evaluate", "load"))])
 def test_rank_0_evaluates_predicts_and_saves_while_the_others_wait_in(then, tmp_path):
     first, *others = values(run_ranks(3, evaluate_on_rank_0, str(tmp_path), then))
     assert first == [True] * (3 if then == "evaluate" else 2)

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from fitting import fingerprint, make_model, make_rows
+from markers import by_night
 from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 from worlds import free_port
 
@@ -168,7 +169,7 @@ def test_child_of_a_rank_is_refused_unless_another_world_is_described():
         assert found["own"][2] == found["other"][0][2] == ranks[0]["own"][2]
 
 
-@pytest.mark.parametrize("first", ["all", "rank 0"])
+@pytest.mark.parametrize("first", ["all", by_night("rank 0")])
 def test_world_of_one_of_an_earlier_cell_gives_way_to_the_world_that_is_described(first):
     ranks = values(run_ranks(2, join_what_is_described_by_now, first))
     assert [found[:2] for found in ranks] == [(0, 2), (1, 2)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from markers import by_night
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune
@@ -89,7 +90,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("compiled", [False, by_night(True)])
 @pytest.mark.parametrize("kind", MODULES)
 def test_what_was_saved_after_a_forward_is_loaded_before_one(kind, compiled, tmp_path: Path):
     model = MODULES[kind]()

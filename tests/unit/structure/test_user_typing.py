@@ -86,6 +86,7 @@ trainer.predict()  # E: Missing positional argument "X"
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)  # without a cache
 def test_mypy_knows_right_calls_from_wrong_ones(tmp_path):
     file = tmp_path / "calls.py"

@@ -26,6 +26,7 @@ from launching import (
     wait_until,
     write_script,
 )
+from markers import by_night
 
 from cyxtrain.environment.uncaught import HEADER
 from cyxtrain.workers import output, process, supervisor
@@ -260,7 +261,7 @@ def test_only_the_end_of_a_long_speech_is_repeated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "received", "code"),
-    [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGTERM", 143), ("SIGHUP", "SIGTERM", 129)],
+    [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGTERM", 143), by_night("SIGHUP", "SIGTERM", 129)],
 )
 def test_a_signal_to_the_launcher_stops_all_ranks_and_what_they_started(
     tmp_path: Path, sent: str, received: str, code: int
@@ -397,7 +398,7 @@ def test_what_a_rank_leaves_behind_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no process groups")
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, by_night(3)])
 def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path: Path, num_ranks: int) -> None:
     with started(tmp_path, num_ranks, "ready(start_child()); signal.pause()") as launcher:
         pids = wait_for_ranks(tmp_path, num_ranks)
