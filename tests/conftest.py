@@ -109,7 +109,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.fixture(scope="session")
 def rank_server() -> None:
-    """Starts the server of rank_processes; imported here, as the process that only hands out tests needs no torch."""
+    """Start the server of rank_processes; imported here, as the process that only hands out tests needs no torch."""
     import rank_processes
 
     rank_processes.start_server()

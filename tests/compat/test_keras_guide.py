@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from markers import nightly_where
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 
 import cyxtrain as cx
 

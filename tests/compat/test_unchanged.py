@@ -10,7 +10,7 @@ import sys
 import pytest
 import unchanged
 from markers import nightly_where
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 
 DDP = [
     "by_default",
@@ -103,7 +103,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def found(rank_server, tmp_path_factory):  # noqa: F811
+def found(rank_server, tmp_path_factory):
     """Runs a world when its first case is asked for; returns what went wrong in each case, by rank."""
     results = {}
 

@@ -13,7 +13,7 @@ import yaml
 from markers import nightly_where
 from page_runs import run_page
 from pages import DOCS, ROOT, Page, check_prints, is_like, read_page
-from rank_processes import rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_processes, run_ranks, values
 
 from cyxtrain.launch.command_line import cyxtrain
 

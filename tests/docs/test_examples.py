@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from markers import by_night
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

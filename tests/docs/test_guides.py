@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from markers import by_night, nightly_where
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from worlds import SUPPORT, child_environment, free_port
 
 from cyxtrain.world.devices import why_no_nccl

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from kept_worlds import on_ranks
 from markers import nightly_where
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 
 import cyxtrain as cx
 

@@ -30,7 +30,7 @@ from faults import (
     Throttle,
 )
 from markers import by_night
-from rank_processes import Ended, rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import Ended, run_ranks
 from worlds import run_threads, wait_until
 from xxhash import xxh3_64, xxh3_64_digest
 

@@ -36,7 +36,7 @@ from faults import (
     read,
     suffer,
 )
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from worlds import child_environment, wait_until
 
 from cyxtrain.ring.rendezvous import dial

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hostile_ranks import Folder, join_and_train, run_out_of_descriptors
-from rank_processes import environment, rank_server, run_processes, values  # noqa: F401 - a fixture
+from rank_processes import environment, run_processes, values
 from strangers import CLAIM, Address, Crowd, connect, hear_all, shake_hands
 from worlds import free_port
 

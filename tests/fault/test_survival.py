@@ -14,7 +14,6 @@ import survival
 import survival_ranks
 from launching import noted_pids, runs, started
 from markers import by_night, nightly_where
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from survival import ACTIVITIES, living, run_alone
 from worlds import child_environment
 
@@ -89,7 +88,7 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def scenarios(rank_server, tmp_path_factory):  # noqa: F811 - the fixture
+def scenarios(rank_server, tmp_path_factory):
     """What came of each, or why it failed."""
 
     folders = {name: tmp_path_factory.mktemp("scenario") for name in SCENARIOS}  # pytest makes one at a time only

@@ -12,7 +12,6 @@ import faults
 import pytest
 import survival
 import survival_ranks
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from survival import ACTIVITIES, run_alone
 
 pytestmark = [

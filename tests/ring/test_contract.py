@@ -18,7 +18,7 @@ from contract_cases import ROOTED, TENSORS, asked_cases, cases, possible, run_ca
 from contract_setting import Case
 from contract_values import DTYPES, LAYOUTS, given, is_whole, lengths, reductions_of, wrong_bits, wrong_numbers
 from markers import by_night, nightly_where
-from rank_processes import Ended, environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import Ended, environment, run_processes, run_ranks, values
 from worlds import free_port
 
 pytestmark = [

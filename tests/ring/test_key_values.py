@@ -16,7 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import environment, run_processes, run_ranks, values
 from strangers import HELLO, WORDS, connect, hear_all, say
 from worlds import free_port, join_threads
 

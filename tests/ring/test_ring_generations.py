@@ -11,7 +11,7 @@ import ring_ranks
 import torch
 import torch.distributed as dist
 from meetings import meet
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from ring_values import error_of
 from worlds import run_threads, wait_until
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import survival_ranks
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from survival import living
 
 from cyxtrain.ring.wire import link

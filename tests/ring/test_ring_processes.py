@@ -9,7 +9,7 @@ import time
 
 import pytest
 import ring_ranks
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from worlds import free_port, start_processes, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these ranks get POSIX signals")
@@ -26,7 +26,7 @@ IN_THREES = ["parts_of_the_world_are_groups_of_their_own"]
 
 
 @pytest.fixture(scope="module")
-def pair(rank_server):  # noqa: F811 - the fixture
+def pair(rank_server):
     """What went wrong in each case, on each of two ranks."""
     ports = " ".join(str(free_port()) for _ in range(3))
     return values(run_ranks(2, ring_ranks.run_cases, [*CASES, *IN_PAIRS], seconds=100.0, MORE_PORTS=ports))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from joined_ranks import join, own_rank
 from markers import by_night
 from meetings import LATE, SECRET, board_of, meet, meet_all, say_entry
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from strangers import CLAIM, connect, hear_all, say, shake_hands
 from worlds import wait_until
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from markers import by_night
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from ring_values import Op, all_reduce, made, reduced, said_of, same, with_cores
 from torch import nn
 from worlds import free_port, run_threads
@@ -308,7 +308,7 @@ def test_elements_that_a_user_has_moved_are_averaged_all_the_same():
 
 
 @pytest.fixture(scope="module")
-def lived(rank_server):  # noqa: F811 - the fixture
+def lived(rank_server):
     """What two processes have lived through, by rank."""
     return values(run_ranks(2, live, free_port(), CYXTRAIN_TRANSPORT="unix"))
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from markers import by_night, nightly_where
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 from ring_values import DTYPES, Op, all_reduce, bits, made, options, reduced, said_of, same, tiled, with_cores
 from worlds import run_threads, wait_until
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transport_ranks
 from markers import by_night
 from meetings import meet_all
-from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import environment, run_processes, run_ranks, values
 from ring_values import Op, all_reduce, reduced
 from transport_ranks import brought, cases, digest
 from worlds import free_port, run_threads

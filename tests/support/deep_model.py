@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from fitting import seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 

@@ -6,8 +6,6 @@ import os
 import signal
 from typing import Any
 
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
-
 import cyxtrain as cx
 
 

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import torch
-from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 
 import cyxtrain as cx
 

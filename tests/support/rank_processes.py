@@ -20,7 +20,6 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from worlds import free_port
 
@@ -32,14 +31,8 @@ OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DISTR
 SECONDS = 30.0
 
 
-@pytest.fixture(scope="session")
-def rank_server() -> None:
-    """Starts the server, before the first test looks what is there."""
-    start_server()
-
-
 def start_server() -> None:
-    """Does as the fixture."""
+    """Start the server, before the first test looks what is there."""
     home = Path.cwd()
     os.chdir(Path(__file__).parent)  # it imports what lies in its working folder before what is installed
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world, seeded
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import Tensor, nn
 
 import cyxtrain as cx

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, one_process, run_world, seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 

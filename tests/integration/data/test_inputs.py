@@ -11,7 +11,7 @@ import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_rows, one_process, run_world, seeded
 from lazy import LazyParameter, resolve
 from markers import by_night
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 from torch import nn
 from torch.nn import functional
 

@@ -15,7 +15,7 @@ import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
 from kept_worlds import close_worlds
 from markers import by_night, nightly_where
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 from torch import nn
 from torch.utils.data import (
     BatchSampler,

@@ -14,7 +14,7 @@ import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
 from kept_worlds import close_worlds
 from markers import by_night
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from fitting import Floats, flat, make_model, make_rows, one_process, run_world
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from fitting import CLASSES, make_model, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader

@@ -14,7 +14,7 @@ import torch
 from fitting import CLASSES, FEATURES, Floats, flat, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
 from markers import by_night
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import Tensor, nn
 
 import cyxtrain as cx

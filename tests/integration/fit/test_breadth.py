@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from fitting import everywhere
-from rank_processes import rank_server  # noqa: F401 - a fixture
 
 import cyxtrain as cx
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from fitting import FEATURES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world, seeded
 from markers import by_night, nightly_where
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import nn
 
 import cyxtrain as cx

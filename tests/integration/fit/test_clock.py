@@ -14,7 +14,6 @@ import pytest
 import torch
 from fitting import everywhere, make_model, make_rows, one_process
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.utils.data import Dataset
 
 import cyxtrain as cx

@@ -11,7 +11,6 @@ import pytest
 import torch
 from deep_model import make_deep
 from fitting import adam, flat, make_model, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, fingerprint, make_rows, seeded
 from markers import by_night
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import nn
 
 import cyxtrain as cx

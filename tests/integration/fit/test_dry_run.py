@@ -11,7 +11,6 @@ import pytest
 import torch
 from fitting import FEATURES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fitting import fingerprint, make_model, make_rows
 from markers import by_night
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import nn
 
 import cyxtrain as cx

@@ -11,7 +11,6 @@ import torch
 from fitting import FEATURES, everywhere, fingerprint, flat, make_rows, run_world, seeded
 from kept_worlds import close_worlds
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

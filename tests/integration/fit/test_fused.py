@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from fitting import fingerprint, flat, make_model, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

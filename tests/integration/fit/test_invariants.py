@@ -12,7 +12,6 @@ import torch
 from fitting import Floats, adam, flat, make_model, make_rows, one_process, outcome, run_world
 from kept_worlds import close_worlds
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

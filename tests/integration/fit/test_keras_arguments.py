@@ -9,7 +9,6 @@ import pytest
 import torch
 from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
 from markers import by_night, nightly_where
-from rank_processes import rank_server  # noqa: F401 - a fixture
 
 import cyxtrain as cx
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from fitting import everywhere, make_model, make_rows, one_process, run_new_world, run_world
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

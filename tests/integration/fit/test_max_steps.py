@@ -21,7 +21,6 @@ from fitting import (
     run_world,
     seeded,
 )
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

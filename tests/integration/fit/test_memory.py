@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import make_model, make_rows, one_process
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import Tensor, nn
 
 import cyxtrain as cx

@@ -13,7 +13,6 @@ from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run
 from kept_worlds import close_worlds
 from lazy import LazyModule, LazyParameter, resolve
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from fitting import FEATURES, adam, everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

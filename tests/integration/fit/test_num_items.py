@@ -13,7 +13,6 @@ import pytest
 import torch
 from fitting import everywhere, flat, make_model, make_rows, one_process, seeded
 from markers import nightly_where
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, flat, make_model, make_rows, one_process, seeded
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx

@@ -11,7 +11,6 @@ import pytest
 import torch
 from fitting import everywhere, flat, one_process
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, make_model, make_rows, one_process
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

@@ -12,7 +12,6 @@ import torch
 from fitting import everywhere, make_rows, one_process, run_world, seeded
 from lazy import LazyModule
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx

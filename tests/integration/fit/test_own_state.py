@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, make_model, make_rows, one_process
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune

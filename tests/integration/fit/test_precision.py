@@ -15,7 +15,6 @@ from fitting import CLASSES, FEATURES, adam, fingerprint, flat, make_model, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

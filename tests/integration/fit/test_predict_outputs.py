@@ -12,7 +12,6 @@ import pytest
 import torch
 from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset

@@ -19,7 +19,6 @@ from fitting import adam, everywhere, make_model, make_rows, one_process, run_wo
 from killed_predictions import BATCH, ROWS
 from markers import by_night
 from rank_processes import (
-    rank_server,  # noqa: F401 - a fixture
     run_ranks,
     values,
 )

@@ -16,7 +16,6 @@ from fuzzing.generate import generate
 from fuzzing.ranks import Worlds
 from fuzzing.session import ACCEPTED, REFUSED, as_line, examine, read, run_seeds, table
 from fuzzing.spec import Checks, Spec, as_checks, as_spec, features, simpler
-from rank_processes import rank_server  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 SEEDS = range(20_000, 20_100)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from deep_model import Block, make_deep
 from fitting import fingerprint, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

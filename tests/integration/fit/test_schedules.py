@@ -11,7 +11,6 @@ import pytest
 import torch
 from fitting import make_model, make_rows, one_process, run_world
 from markers import nightly_where
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.optim import lr_scheduler as schedulers
 
 import cyxtrain as cx

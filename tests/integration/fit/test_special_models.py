@@ -10,7 +10,7 @@ import pytest
 import torch
 from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, outcome, run_world, seeded
 from markers import by_night
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 from torch import Tensor, nn
 
 import cyxtrain as cx

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from fitting import CLASSES, FEATURES, fingerprint, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from worlds import wait_until
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from fitting import everywhere, flat, seeded
 from lazy import LazyModule
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from fitting import fingerprint, flat, make_model, make_rows, one_process, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 

@@ -15,7 +15,6 @@ from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run
 from lazy import LazyModule
 from markers import by_night
 from rank_processes import (
-    rank_server,  # noqa: F401 - a fixture
     run_ranks,
 )
 from torch import Tensor, nn

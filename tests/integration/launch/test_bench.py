@@ -6,7 +6,7 @@ import re
 
 import pytest
 from doctor_ranks import bench_here
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 
 from cyxtrain.config import DistributedConfig
 from cyxtrain.doctor.terminal import print_report

@@ -15,7 +15,7 @@ import click
 import pytest
 from forked_programs import run_python
 from markers import by_night
-from rank_processes import environment, rank_server, run_processes, values  # noqa: F401 - a fixture
+from rank_processes import environment, run_processes, values
 from worlds import child_environment, free_port
 
 import cyxtrain as cx
@@ -62,7 +62,7 @@ def measures(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def by_one_rank(tmp_path_factory, rank_server) -> list[str]:  # noqa: F811
+def by_one_rank(tmp_path_factory, rank_server) -> list[str]:
     folder = str(tmp_path_factory.mktemp("alone"))
     code, text = values(run_processes(command, [{}], folder, "fit", CONFIG, SHORT))[0]
     assert code == 0

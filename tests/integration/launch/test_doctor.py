@@ -28,7 +28,6 @@ from markers import by_night
 from rank_processes import (
     Ended,
     environment,
-    rank_server,  # noqa: F401 - a fixture
     run_processes,
     run_ranks,
     values,

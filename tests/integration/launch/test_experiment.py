@@ -11,7 +11,6 @@ import pytest
 import torch
 from fitting import fingerprint, one_process, run_world
 from markers import nightly_where
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

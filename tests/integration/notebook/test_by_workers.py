@@ -23,7 +23,6 @@ import torch
 from fitting import CLASSES, FEATURES, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
 from launching import SECONDS, runs, wait_until
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

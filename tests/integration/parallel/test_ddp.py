@@ -13,7 +13,7 @@ from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients,
 from fitting import flat, make_model, make_rows
 from kept_worlds import on_ranks
 from markers import by_night
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

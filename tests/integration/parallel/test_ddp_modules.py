@@ -7,7 +7,6 @@ import torch
 from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients, loss_on, mean_gradients, network
 from kept_worlds import on_ranks
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

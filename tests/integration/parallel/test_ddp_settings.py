@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddp_models import EXACT, assert_close, batch, gradients, loss_on, mean_gradients, network
 from kept_worlds import on_ranks
 from markers import by_night
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,

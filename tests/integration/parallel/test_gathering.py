@@ -10,7 +10,6 @@ import pytest
 import torch
 from fitting import everywhere, flat, make_model, make_rows, one_process, outcome, run_world, seeded
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from fitting import adam, make_model, make_rows, one_process, run_world
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from worlds import child_environment
 

@@ -14,7 +14,6 @@ from ddp_models import batch
 from fitting import everywhere, flat, make_rows
 from kept_worlds import close_worlds, on_ranks
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 

@@ -11,7 +11,6 @@ from ddp_models import assert_same_on_all_ranks
 from fitting import everywhere, flat
 from kept_worlds import on_ranks
 from markers import by_night
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx

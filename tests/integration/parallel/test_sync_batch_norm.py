@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fitting import CLASSES, FEATURES, flat, make_rows, one_process, seeded
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fitting import everywhere, run_world, seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

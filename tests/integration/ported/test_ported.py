@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from fitting import everywhere, run_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PORTED, SIDE = EXAMPLES / "ported", EXAMPLES / "side_by_side"

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from fitting import fingerprint, make_model, make_rows, one_process, run_new_world
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.optim import lr_scheduler as schedulers
 
 import cyxtrain as cx

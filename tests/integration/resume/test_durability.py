@@ -22,7 +22,7 @@ import pytest
 import torch
 from fitting import adam, fingerprint, make_rows, one_process, run_new_world, seeded
 from markers import by_night
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import run_ranks, values
 from torch import nn
 from worlds import child_environment
 

@@ -12,7 +12,6 @@ import pytest
 from fitting import make_rows, run_new_world
 from killed_fits import EPOCHS, ROWS, Moment
 from rank_processes import (
-    rank_server,  # noqa: F401 - a fixture
     run_ranks,
 )
 

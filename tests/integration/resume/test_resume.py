@@ -17,7 +17,6 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_rows, one_process, run_new_world, seeded
 from markers import by_night, nightly_where
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx

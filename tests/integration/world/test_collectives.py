@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kept_worlds import on_ranks
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 
 import cyxtrain as cx
 from cyxtrain.world import runtime

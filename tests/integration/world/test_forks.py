@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 
 import cyxtrain as cx
 from cyxtrain.world import runtime

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from joined_ranks import join, own_rank
 from kept_worlds import on_ranks
 from markers import by_night
-from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import environment, run_processes, run_ranks, values
 from worlds import child_environment, free_port, wait_until
 
 import cyxtrain as cx

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kept_worlds import run_kept
-from rank_processes import rank_server, values  # noqa: F401 - a fixture
+from rank_processes import values
 from worlds import wait_until
 
 import cyxtrain as cx

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from markers import by_night
 from meetings import SECRET, board_of, meet
-from rank_processes import rank_server, run_processes, values  # noqa: F401 - a fixture
+from rank_processes import run_processes, values
 from ring_values import error_of
 from strangers import CLAIM
 from worlds import child_environment, free_port, join_threads, wait_until

@@ -11,7 +11,6 @@ import torch
 from fitting import adam, make_model, make_rows
 from markers import by_night
 from rank_processes import (
-    rank_server,  # noqa: F401 - a fixture
     run_ranks,
     values,
 )

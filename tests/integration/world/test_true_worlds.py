@@ -10,7 +10,7 @@ import pytest
 import torch
 from fitting import fingerprint, make_model, make_rows
 from markers import by_night
-from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import environment, run_processes, run_ranks, values
 from worlds import free_port
 
 import cyxtrain as cx

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from fitting import CLASSES, FEATURES, make_model, make_rows, one_process, run_world
 from lazy import LazyModule
-from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
