@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import lazy
 import leaks
 import markers
 import pytest
@@ -74,6 +75,12 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """Compares threads, processes, descriptors, environment and files before and after a test."""
     with leaks.nothing_left_behind(tmp_path_factory.mktemp("cwd")):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lazy_modules_are_imported(request: pytest.FixtureRequest) -> None:
+    """Import what a file names lazily before its first test: some libraries set environment variables."""
+    lazy.import_lazy_modules(vars(request.module))
 
 
 @pytest.fixture(autouse=True, scope="module")

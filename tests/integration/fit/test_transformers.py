@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, seeded
+from lazy import LazyModule
 from torch import Tensor, nn
 
 import cyxtrain as cx
 
-transformers = pytest.importorskip("transformers")
+transformers: Any = LazyModule("transformers", optional=True)
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("rank_server")]
 
 ROWS, LENGTH, WORDS, EFFECTIVE, EPOCHS = 21, 10, 23, 8, 2
