@@ -80,14 +80,15 @@ class SyncFlags:
         is_read_later = self.wait_for_report or self._in_flight is not None
         if not is_read_later:
             found = self._store([own for own in flags if own is not None])
-        self._refuse([*found, *unused])
+        if refuses_unused:
+            self._refuse([*found, *unused])
 
     def read(self) -> None:
         """Wait for the flags of the latest synchronisation, unless they were read already."""
         copy = self._in_flight
         self._in_flight = None
         if copy is not None:
-            self._refuse(self._store(self._split(copy)))
+            self._merge(self._split(copy), refuses_unused=self._refuses_unused)
 
     def report(self, trained: Sequence[nn.Parameter], losses: Sequence[Tensor]) -> Report:
         """Return the report of the latest synchronisation, with the losses of this rank's micro-batches."""
@@ -96,14 +97,14 @@ class SyncFlags:
             unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets]
         flags = [bucket.flags for bucket in self._buckets]
         # A report is read when the next synchronisation has begun: it must know what this one refuses.
-        merge = functools.partial(self._merge_report, refuses_unused=self._refuses_unused)
+        merge = functools.partial(self._merge, refuses_unused=self._refuses_unused)
         return Report(trained, flags, unused, losses, merge)
 
-    def _merge_report(self, flags: Sequence[Sequence[float]], *, refuses_unused: bool) -> list[float]:
-        """Store the flags of a report; return the ranks' signals."""
+    def _merge(self, flags: Sequence[Sequence[float]], *, refuses_unused: bool) -> list[float]:
+        """Store flags that came late, and refuse unused parameters; return the ranks' signals."""
         unused = self._store(flags)
         if refuses_unused:
-            _refuse(unused, self._names)
+            self._refuse(unused)
         return self._buckets[-1].received
 
     def _store(self, flags: Sequence[Sequence[float]]) -> list[nn.Parameter]:
@@ -119,16 +120,11 @@ class SyncFlags:
         return [each.tolist() for each in numbers.split([len(bucket.flags) for bucket in self._buckets])]
 
     def _refuse(self, unused: Sequence[nn.Parameter]) -> None:
-        if self._refuses_unused:
-            _refuse(unused, self._names)
-
-
-def _refuse(unused: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-    """Raise if there are unused parameters. Every rank has seen the same flags, so every rank raises."""
-    if unused:
-        error = DistributedTrainingError(
-            "these parameters took no part in the loss on at least one rank: "
-            f"{', '.join(names[parameter] for parameter in unused)}. If that is intended, set "
-            "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
-        )
-        raise on_all_ranks(error)
+        """Raise if there are unused parameters. Every rank has seen the same flags, so every rank raises."""
+        if unused:
+            names = ", ".join(self._names[parameter] for parameter in unused)
+            error = DistributedTrainingError(
+                f"these parameters took no part in the loss on at least one rank: {names}. If that is intended, set "
+                "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
+            )
+            raise on_all_ranks(error)

@@ -15,7 +15,7 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.record import RankRecord, ended
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
-from cyxtrain.ring.wire.link import LOST_PACKETS, POLL_SECONDS, Deadline, Poller, watch_over
+from cyxtrain.ring.wire.link import LOST_PACKETS, POLL_SECONDS, Deadline, Poller, is_tcp, watch_over
 
 _LENGTH_BYTES = 4
 _MAX_BYTES = 1 << 16
@@ -72,7 +72,7 @@ class Directory:
             DamagedFrameError: Data was corrupted in transit.
         """
         own = self._digests()
-        all_unix = all(_is_unix(sock) for sock in sockets.values())
+        all_unix = not any(map(is_tcp, sockets.values()))
         padding = " " * _PADDING_BYTES
         body = json.dumps({"all_unix": all_unix, "padding": padding, **own}).encode()
         message = len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body)
@@ -165,10 +165,6 @@ class Directory:
         record = self.records[peer]
         global_rank = self.global_ranks[peer]
         return RendezvousError(f"rank {global_rank} at {record.host}:{record.port} {problem}", rank=global_rank)
-
-
-def _is_unix(sock: socket.socket) -> bool:
-    return sock.family not in (socket.AF_INET, socket.AF_INET6)
 
 
 def _digest(values: list[Any]) -> str:

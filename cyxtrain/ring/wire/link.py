@@ -109,13 +109,14 @@ def watch_over(sock: socket.socket) -> None:
     _set_options(sock, _CONTROL_OPTIONS)
 
 
-def _is_tcp(sock: socket.socket) -> bool:
+def is_tcp(sock: socket.socket) -> bool:
+    """Return whether a socket's bytes travel over TCP, and not over a Unix socket."""
     return sock.family in (socket.AF_INET, socket.AF_INET6)
 
 
 def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
     """Set the options that this system has; a closed connection takes none."""
-    if not _is_tcp(sock):
+    if not is_tcp(sock):
         return
     options = {"TCP_NODELAY": 1, **options}
     with contextlib.suppress(OSError):
@@ -129,7 +130,7 @@ def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
 
 def _stay_in_cache(sock: socket.socket) -> None:
     """Limit a local connection's send buffer so that it stays in a cache: 1.5 times as fast from 4 MiB on."""
-    if not _is_tcp(sock):
+    if not is_tcp(sock):
         return
     # The connection may have ended already.
     with contextlib.suppress(OSError):
@@ -156,7 +157,7 @@ class Link:
     @property
     def transport(self) -> str:
         """The kind of the socket: "tcp" or "unix"."""
-        return "tcp" if _is_tcp(self._sock) else "unix"
+        return "tcp" if is_tcp(self._sock) else "unix"
 
     def send(self, data: memoryview | bytes) -> int:
         """Send what the kernel takes now; return its bytes, or raise `LinkBroken`."""

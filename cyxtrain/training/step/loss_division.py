@@ -40,6 +40,8 @@ from cyxtrain.world.world import World
 class LossDivision(ABC):
     """One of the ways above; `latest` are the divisors of the latest micro-batch, one for each loss."""
 
+    _correction: Number = 1.0  # by which gradients were multiplied after backward
+
     def __init__(self, ddp: DistributedDataParallel, setup: ModelSetup, clock: StepTimer) -> None:
         self._ddp = ddp
         self._setup = setup
@@ -94,7 +96,8 @@ class LossDivision(ABC):
     def mean_of_ranks(self, own: Number) -> Tensor:
         """Return the loss of a complete step over all ranks, 0-dim, float64; `own`: divided, of this rank."""
         (total,) = self._sum_over_ranks([own], self._clock.backward)
-        return torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums) / self._world.size
+        total = torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums)
+        return total * self._correction / self._world.size
 
     def _count_items(self, share: Share) -> Number:
         assert self._loss.items is not None
@@ -130,7 +133,7 @@ class DivisionAfterExchange(LossDivision):
     @override
     def begin(self) -> None:
         self._weight: Number = 0.0  # of this rank's losses so far
-        self._correction: Number = 1.0  # by which gradients were multiplied after backward
+        self._correction = 1.0
 
     @override
     def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
@@ -158,12 +161,6 @@ class DivisionAfterExchange(LossDivision):
             (total,) = self._sum_over_ranks([self._weight], self._clock.backward)
         self._correction = quotient(self._provisional_divisor(share), total)
         multiply_gradients(parameters, self._correction)
-
-    @override
-    def mean_of_ranks(self, own: Number) -> Tensor:
-        (total,) = self._sum_over_ranks([own], self._clock.backward)
-        total = torch.as_tensor(total, dtype=torch.float64, device=self._device_of_sums)
-        return total * self._correction / self._world.size
 
     def _provisional_divisor(self, share: Share) -> float:
         """Return what a loss is divided by before backward: a power of two near the weight of all ranks.

@@ -42,7 +42,7 @@ from cyxtrain.progress.step_timer import StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.snapshot import StepBuffers
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step.loss_division import LossDivision, choose_division
+from cyxtrain.training.step.loss_division import LossDivision, choose_division, kinds_of
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.step.transaction import StepTransaction
 from cyxtrain.training.step.updates import Updates
@@ -341,13 +341,16 @@ class TrainingStep:
 
     def _adopt_division_of_loss(self) -> None:
         """Divide as the forward of a loop of the user's own has shown that the loss is weighted."""
-        division = self._choose_division()
-        if type(division) is type(self._division):
-            self._division.kinds = division.kinds
-        else:
-            self._division = division
-            self._division.begin()
-        is_of_one_kind = len({*division.kinds}) == 1
+        kinds = kinds_of(self._loss)
+        if kinds != self._division.kinds:
+            division = self._choose_division()
+            if type(division) is type(self._division):
+                # It keeps what it has counted in this step.
+                self._division.kinds = kinds
+            else:
+                self._division = division
+                self._division.begin()
+        is_of_one_kind = len({*kinds}) == 1
         has_several_weights = self._loss.weightings and self._loss.has_weights
         require(
             is_of_one_kind and not has_several_weights,
