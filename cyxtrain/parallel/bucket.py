@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cyxtrain.errors import DistributedTrainingError
 from cyxtrain.parallel.exchange import AllReduceExchange, CommHookExchange, GradientExchange, SharedMemoryExchange
 from cyxtrain.parallel.layout import BucketSpec
+from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.ring import DIGITS, MeanWeight, SharedGradientBuffer
 
 _WEIGHT = slice(-1 - DIGITS, -1)
@@ -122,16 +123,7 @@ class Bucket:
         """Let a comm hook average the gradients from now on."""
         self.exchange = CommHookExchange(self.numbers, self._gradients_end, hook, state, self)
 
-    def launch(
-        self,
-        group: Any,
-        *,
-        absent: bool,
-        signals: Sequence[float],
-        loss: Tensor | None,
-        weight: MeanWeight | None,
-        scale: float,
-    ) -> None:
+    def launch(self, group: Any, sent: Synchronization, *, absent: bool) -> None:
         """Begin the exchange; the unused parameters of a rank that is `absent` (no samples) do not count."""
         self.launched = True
         self._group = group
@@ -142,23 +134,26 @@ class Bucket:
         elif not self.complete:
             unused = [0.0 if ready else 1.0 for ready in self._ready]
             self._flags[:count] = torch.tensor(unused, device=self._flags.device)
-        if self._signals is not None and any(signals):
-            self._signals.copy_(torch.tensor(signals, device="cpu"))
-        if self._loss is not None and loss is not None:
-            torch.sub(loss, loss, out=self._loss)  # 0 or NaN, without waiting for the device
+        if self._signals is not None and any(sent.signals):
+            self._signals.copy_(torch.tensor(sent.signals, device="cpu"))
+        if self._loss is not None and sent.loss is not None:
+            torch.sub(sent.loss, sent.loss, out=self._loss)  # 0 or NaN, without waiting for the device
+        weight = sent.weight
         if weight is not None:
             # In shared memory, each bucket is divided while it is summed; elsewhere, and for sparse gradients, when
             # the digits in the last bucket's flags have arrived.
             self.exchange.divide_by(weight)
             if self._loss is not None:
                 self._weight.copy_(weight.digits(self._weight.device), non_blocking=True)
-        self.exchange.launch(group, scale)
+        self.exchange.launch(group, sent.scale)
 
-    def factor_of(self, weight: MeanWeight, numbers: Sequence[float] | None) -> Tensor | float:
-        """Return what averages are multiplied by for a mean over the weights that have arrived.
+    def factor_of(self, weight: MeanWeight | None, numbers: Sequence[float] | None) -> Tensor | float:
+        """Return what averages are multiplied by for a mean over the weights that have arrived; 1 if none was sent.
 
         `numbers` are the `flags` on the host; None: the factor stays on the device.
         """
+        if weight is None:
+            return 1.0
         digits = self._weight if numbers is None else numbers[_WEIGHT]
         return weight.factor_of_means(digits, self._group.size())
 

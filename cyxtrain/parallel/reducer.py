@@ -30,7 +30,8 @@ from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, buc
 from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.parallel.sync_flags import SyncFlags
-from cyxtrain.ring import MeanWeight, SharedGradientBuffer, gradient_buffers_of, is_ring
+from cyxtrain.parallel.synchronization import Synchronization
+from cyxtrain.ring import SharedGradientBuffer, gradient_buffers_of, is_ring
 from cyxtrain.world import runtime
 from cyxtrain.world.world import World
 
@@ -68,11 +69,7 @@ class Reducer:
         self._absent = False
         self.flags = SyncFlags(self._buckets, self._names)
         self.held = False  # whether backward accumulates locally
-        self.signals = [0.0] * num_signals  # this rank's signals in each synchronisation
-        self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
-        self.weight: MeanWeight | None = None  # of this rank's loss in the next synchronisation; None: not counted
-        self.factor: Tensor | float = 1.0  # by which the latest averages were multiplied
-        self.scale = 1.0  # what the gradients of the next synchronisations are multiplied by
+        self.next_sync = Synchronization()  # what the next backward sends with its gradients
         self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
         self.unsynced = False  # whether there are gradients that were not averaged
         self.is_prepared = False  # whether buffers were shared for this step
@@ -104,14 +101,10 @@ class Reducer:
     def take_over(self, earlier: Reducer) -> None:
         """Close an `earlier` reducer of the same module, and continue from its state."""
         earlier.close()
-        earlier.flags.read()
         self.unsynced = earlier.unsynced
         self.is_prepared = earlier.is_prepared
-        self.signals = earlier.signals
-        self.loss = earlier.loss
-        self.weight = earlier.weight
-        self.scale = earlier.scale
-        self.flags.wait_for_report = earlier.flags.wait_for_report
+        self.next_sync = earlier.next_sync
+        self.flags.take_over(earlier.flags)
         self.seconds = earlier.seconds
         self._device_waits = earlier._device_waits
         if earlier._hook is not None:
@@ -260,14 +253,7 @@ class Reducer:
             elif not bucket.complete:
                 return
             began = time.perf_counter()
-            bucket.launch(
-                self._group,
-                absent=self._absent,
-                signals=self.signals,
-                loss=self.loss,
-                weight=self.weight,
-                scale=self.scale,
-            )
+            bucket.launch(self._group, self.next_sync, absent=self._absent)
             self.seconds += time.perf_counter() - began
             self._next_bucket += 1
 
@@ -286,8 +272,7 @@ class Reducer:
         finally:
             self._backward = None
             self._versions = None
-            self.loss = None
-            self.weight = None
+            self.next_sync = Synchronization()
             self.is_prepared = False
         self.unsynced = False
         self.flags.end_synchronization(flags, unused, refuses_unused=check)
@@ -309,14 +294,13 @@ class Reducer:
         if self.low_rank:  # only PowerSGD needs to know, to keep or drop what it has left out
             is_finite = all_finite([each for bucket in self._buckets for each in bucket.exchange.received])
         flags = self.flags.receive()
-        self.factor = 1.0
-        if self.weight is not None:
-            self.factor = self._buckets[-1].factor_of(self.weight, flags[-1])
+        factor = self._buckets[-1].factor_of(self.next_sync.weight, flags[-1])
         for bucket, own in zip(self._buckets, flags, strict=True):
-            bucket.finish(own, is_finite=is_finite, factor=self.factor)
+            bucket.finish(own, is_finite=is_finite, factor=factor)
         began = time.perf_counter()
-        unused = self._sparse.average(self._world, absent=self._absent, factor=self.factor)
+        unused = self._sparse.average(self._world, absent=self._absent, factor=factor)
         self.seconds += time.perf_counter() - began
+        self.next_sync.complete(factor, self.flags.received)
         return flags, unused
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:

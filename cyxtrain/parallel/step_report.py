@@ -14,12 +14,12 @@ from cyxtrain.world import runtime
 
 
 class Report:
-    """Whether the gradients and losses of a synchronisation are finite, and the ranks' signals.
+    """Whether the gradients and losses of a synchronisation are finite, and the ranks' flags.
 
     The host waits for it only when it is read. The gradients of `parameters`, at least one, and `shared` are the same
     on every rank: the flags of each bucket, or the loss of a single rank. The step is bad too if `unused`, parts of
-    `shared` that refuse unused parameters, are not 0. `losses`, of this rank's micro-batches, decide nothing. `merge`,
-    called by `signals` with the numbers in `shared`, returns the signals, or raises.
+    `shared` that refuse unused parameters, are not 0. `losses`, of this rank's micro-batches, decide nothing.
+    `take_flags`, called by `merge` with the numbers in `shared`, may raise.
 
     Cost: the gradients are read once, and a dozen small operations.
     """
@@ -30,7 +30,7 @@ class Report:
         shared: Sequence[Tensor],
         unused: Sequence[Tensor],
         losses: Sequence[Tensor],
-        merge: Callable[[list[list[float]]], list[float]],
+        take_flags: Callable[[list[list[float]]], None],
     ) -> None:
         device = parameters[0].device
         with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
@@ -39,7 +39,7 @@ class Report:
         self._parameters = [with_gradient[number] for number in numbers]
         own = [each.detach().to(device).reshape(1) for each in losses]
         self._sizes = [len(numbers), *map(len, shared), len(own)]
-        self._merge = merge
+        self._take_flags = take_flags
         values = torch.cat([*vectors, *shared])
         found = torch.sum(values * 0)  # 0, or NaN
         if unused:
@@ -71,9 +71,9 @@ class Report:
         are_finite = self._parts[1].isfinite().tolist()
         return [parameter for parameter, finite in zip(self._parameters, are_finite, strict=True) if not finite]
 
-    def signals(self) -> list[float]:
-        """Return the ranks' signals; waits for the report. Raises what `merge` raises."""
-        return self._merge([part.tolist() for part in self._parts[2:-1]])
+    def merge(self) -> None:
+        """Give the flags to the wrapper; waits for the report, and raises what it refuses."""
+        self._take_flags([part.tolist() for part in self._parts[2:-1]])
 
     @property
     def losses(self) -> list[Tensor]:

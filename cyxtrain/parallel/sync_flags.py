@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cyxtrain.environment import accelerator
 from cyxtrain.errors import DistributedTrainingError, on_all_ranks
 from cyxtrain.parallel.bucket import Bucket
+from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.world import runtime
 
@@ -37,10 +38,23 @@ class SyncFlags:
         self.wait_for_report = False
         self._in_flight: accelerator.HostCopy | None = None  # flags on their way to the host
         self._refuses_unused = False
+        self._reported = [0.0] * NUM_SIGNALS  # the largest of each signal in the reports read since `received`
 
-    @property
+    def take_over(self, earlier: SyncFlags) -> None:
+        """Continue where the flags of an `earlier` reducer end."""
+        earlier.read()
+        self.wait_for_report = earlier.wait_for_report
+        self._reported = earlier._reported
+
     def received(self) -> list[float]:
-        """For each signal, a number above 0 if any rank gave it in the latest synchronisation."""
+        """Return, for each signal, a number above 0 if any rank gave it in the latest synchronisation.
+
+        If that waits for a report: in those that were read since the last call.
+        """
+        if self.wait_for_report:
+            reported = self._reported
+            self._reported = [0.0] * NUM_SIGNALS
+            return reported
         self.read()
         return self._buckets[-1].received
 
@@ -97,8 +111,12 @@ class SyncFlags:
             unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets]
         flags = [bucket.flags for bucket in self._buckets]
         # A report is read when the next synchronisation has begun: it must know what this one refuses.
-        merge = functools.partial(self._merge, refuses_unused=self._refuses_unused)
+        merge = functools.partial(self._merge_report, refuses_unused=self._refuses_unused)
         return Report(trained, flags, unused, losses, merge)
+
+    def _merge_report(self, flags: Sequence[Sequence[float]], *, refuses_unused: bool) -> None:
+        signals = self._merge(flags, refuses_unused=refuses_unused)
+        self._reported = [*map(max, self._reported, signals)]
 
     def _merge(self, flags: Sequence[Sequence[float]], *, refuses_unused: bool) -> list[float]:
         """Store flags that came late, and refuse unused parameters; return the ranks' signals."""

@@ -24,7 +24,7 @@ from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.ring import MeanWeight
+from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.world import runtime
 from cyxtrain.world.world import World
 
@@ -188,11 +188,6 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.is_prepared = True
 
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether a loss is watched that no backward has averaged the gradients of."""
-        return self._reducer is not None and self._reducer.loss is not None
-
     def backward_without_batch(self, *, others_run_backward: bool = True) -> None:
         """Take part in a step's last backward without one of this rank's own: what has not accumulated is zero.
 
@@ -230,18 +225,19 @@ class DistributedDataParallel(nn.Module):
             if self._reducer is not None:
                 self._reducer.unsynced = False
 
-    def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
-        """Send `signals`, each 0 or 1, with the gradients of the next synchronisation, at no cost.
+    def begin_sync(self, scale: float = 1.0, signals: Sequence[float] = ()) -> Synchronization:
+        """Begin a synchronisation: what is accumulated and watched, and was not averaged, is discarded.
 
-        Returns a function to call after it, which returns, for each signal, a number above 0 if any rank gave 1. With
-        reports, if any rank gave it in those that were read since the last call.
+        Args:
+            scale: What the gradients are multiplied by, the same on every rank.
+            signals: Of this rank, `num_signals` of them or none, each 0 or 1.
         """
-        if self._reducer is None:
-            return lambda: list(signals)
-        self._reducer.signals = list(signals)
-        if self._latest.has_reports:
-            return self.received
-        return lambda: self._reducer.flags.received if self._reducer is not None else list(signals)
+        self._latest.sync = Synchronization(scale, signals)
+        if self._reducer is not None:
+            self._reducer.next_sync = self._latest.sync
+            self._reducer.unsynced = False
+            self._reducer.is_prepared = False
+        return self._latest.sync
 
     @property
     def collectives(self) -> list[str]:
@@ -249,56 +245,13 @@ class DistributedDataParallel(nn.Module):
         return [] if self._reducer is None else self._reducer.collectives
 
     def received(self) -> list[float]:
-        """Return, for each signal, a number above 0 if a report read since the last call has it."""
-        received = self._latest.received
-        self._latest.received = [0.0] * NUM_SIGNALS
-        return received
-
-    def expect_scale(self, scale: float) -> None:
-        """Set what the next gradients are multiplied by; the same `scale` on every rank."""
-        if self._reducer is not None:
-            self._reducer.scale = scale
+        """Return, for each signal, a number above 0 if a report read since the last call has it from any rank."""
+        return [0.0] * NUM_SIGNALS if self._reducer is None else self._reducer.flags.received()
 
     @property
     def carries_weights(self) -> bool:
         """Whether the next synchronisation can divide by a weight of all ranks: there are others, and 32 bits."""
         return self._reducer is not None and self._reducer.carries_weights
-
-    def divide_by(self, weight: Tensor | float, provisional_divisor: float) -> None:
-        """Make the next averages the gradients of a mean: the sum of all ranks' terms over the sum of their weights.
-
-        Call backward on sum of terms x number of ranks / `provisional_divisor`. All ranks call it before that, also one
-        without terms. It does nothing in a world of one, and needs `carries_weights`.
-
-        Args:
-            weight: Of this rank's terms; it travels with the gradients, and an accelerator is not waited for.
-            provisional_divisor: A power of two near the sum of weights, the same on every rank: nothing is rounded.
-        """
-        if self._reducer is not None:
-            self._reducer.weight = MeanWeight(weight, provisional_divisor)
-
-    @property
-    def factor(self) -> Tensor | float:
-        """By which the latest averages were multiplied."""
-        return 1.0 if self._reducer is None else self._reducer.factor
-
-    def watch(self, loss: Tensor) -> None:
-        """Include this rank's `loss`, 0-dim, in the next synchronisation: `is_finite` checks it too."""
-        # With accumulation, the losses of several backwards are summed: what is not finite stays so.
-        own = loss.detach()
-        earlier = self._latest.watched
-        self._latest.watched = own if earlier is None else earlier + own
-        if self._reducer is not None:
-            self._reducer.loss = self._latest.watched
-
-    def forget(self) -> None:
-        """Discard what was accumulated and watched since the latest synchronisation: the step is skipped."""
-        self._latest.watched = None
-        if self._reducer is not None:
-            self._reducer.loss = None
-            self._reducer.weight = None
-            self._reducer.unsynced = False
-            self._reducer.is_prepared = False
 
     def use_reports(self) -> None:
         """Leave flags on the accelerator until `read_report`: backward does not wait.
@@ -316,12 +269,12 @@ class DistributedDataParallel(nn.Module):
         Args:
             losses: Of this rank's micro-batches, for `Report.losses`.
         """
-        loss = self._take_watched()
         if self._reducer is not None:
             return self._reducer.report(losses)
+        loss = self._latest.sync.loss
         parameters = tensors_of(self.module)[0]
         watched = [] if loss is None else [loss.to(parameters[0].device).reshape(1)]
-        return Report(parameters, watched, [], losses, lambda _: [0.0] * NUM_SIGNALS)
+        return Report(parameters, watched, [], losses, lambda _: None)
 
     def read_report(self, report: Report) -> bool:
         """Wait for a `report`; return whether all its gradients and losses are finite.
@@ -329,7 +282,7 @@ class DistributedDataParallel(nn.Module):
         Raises:
             DistributedTrainingError: A parameter was unused on some rank; on every rank alike.
         """
-        self._latest.received = [*map(max, self._latest.received, report.signals())]
+        report.merge()
         return report.is_good()
 
     def is_finite(self) -> bool:
@@ -340,30 +293,20 @@ class DistributedDataParallel(nn.Module):
         """
         if self._latest.has_reports:
             return self.read_report(self.report([]))
-        loss = self._take_watched()
         if self._reducer is not None:
             return self._reducer.is_finite()
-        numbers = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
-        if loss is not None:
-            numbers.append(loss)
-        return all_finite(numbers)
-
-    def _take_watched(self) -> Tensor | None:
-        """Return the sum of the losses that were watched since the last check, which are checked now."""
-        self._latest.checked = self._latest.watched
-        self._latest.watched = None
-        return self._latest.checked
-
-    @property
-    def checked_loss(self) -> Tensor | None:
-        """The sum of the losses that this rank watched in the latest synchronisation that was checked; None: none."""
-        return self._latest.checked
+        gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
+        return all_finite([*gradients, *self._watched_losses()])
 
     def losses_are_finite(self) -> bool:
         """Return whether the losses that were watched on all ranks are finite."""
         if self._reducer is not None:
             return self._reducer.flags.losses_are_finite
-        return self._latest.checked is None or all_finite([self._latest.checked])
+        return all_finite(self._watched_losses())
+
+    def _watched_losses(self) -> list[Tensor]:
+        loss = self._latest.sync.loss
+        return [] if loss is None else [loss]
 
     def seconds_communicated(self, *, waits: bool = False) -> float:
         """Return how long this rank has communicated in backward, or waited for others, since the last call.
@@ -505,11 +448,8 @@ class _StepState:
 
     input: Callable[[], Tensor | None] = _nothing
     output: Callable[[], Tensor | None] = _nothing
-    watched: Tensor | None = None  # the sum of the losses since the latest synchronisation
-    checked: Tensor | None = None  # that of the losses in it
+    sync: Synchronization = dataclasses.field(default_factory=Synchronization)  # the latest that was begun
     has_reports: bool = False  # whether flags stay on the accelerator until a report is read
-    received: list[float] = dataclasses.field(default_factory=lambda: [0.0] * NUM_SIGNALS)
-    """The largest of each signal in the reports read since `received` was called."""
     rows: int = 0  # rows of training forwards, since buffers were shared
     expected_rows: int | None = None  # rows of the next forward, if set
     is_suspended: bool = False  # whether another wrapper averages

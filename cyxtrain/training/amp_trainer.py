@@ -290,7 +290,7 @@ class DistributedAMPTrainer:
         # ranks and calls use the same number, so that gradients can be added.
         first_rows = self._agree_on_first_batch(num_rows(rows.inputs))
         self._share.global_rows = max(first_rows, 1) * self.accumulation_steps * self.world_size
-        setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
+        setup = ModelSetup(placement=self._placement, loss=self._loss, call=call)
         return Session(self._state, setup, self._ddp, LoggedNumbers(), is_fit=False).begin_epoch()
 
     def _agree_on_first_batch(self, rows: int) -> int:
@@ -307,7 +307,7 @@ class DistributedAMPTrainer:
 
     def _discard_step(self) -> None:
         self._share = _CurrentStep(self.step, self._share.global_rows, self._placement)
-        self._ddp.forget()
+        self._ddp.begin_sync()
         self._ddp.module.zero_grad()
 
 

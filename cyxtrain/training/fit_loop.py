@@ -161,9 +161,9 @@ class FitLoop:
         """Run a step; then what follows it, and what any rank has requested."""
         self._session.begin_step(share)
         self._callbacks.on_batch_begin("train", share.number)
-        received = self._session.take_step(share, self._requests.local())
+        self._session.take_step(share, self._requests.local())
         self._state.take_step(share.global_rows, self._plan.feed.position)
-        requests = received()
+        requests = self._session.received()
         self._apply_end(requests)
         for follow in self._after_step:
             follow(share)

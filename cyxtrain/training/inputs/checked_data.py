@@ -122,7 +122,7 @@ class ModelSetup:
     """How batches reach the model, and what is computed of its output.
 
     Attributes:
-        num_micro_batches: Largest number in a step on any rank; None: unknown, as they come one by one.
+        num_micro_batches: Largest number in a step on any rank.
         without_rows: Computed by a rank that has fewer micro-batches than another one; None: nothing is.
     """
 
@@ -130,7 +130,7 @@ class ModelSetup:
     loss: Loss
     call: ModelCall
     metrics: Metrics = field(default_factory=Metrics)
-    num_micro_batches: int | None = 1
+    num_micro_batches: int = 1
     without_rows: EmptyBatch | None = None
 
 

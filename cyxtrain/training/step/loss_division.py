@@ -31,6 +31,7 @@ from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import multiply_gradients
 from cyxtrain.optim.precision import Number, as_double, quotient, times
 from cyxtrain.parallel import DistributedDataParallel, gathering_alone
+from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.step.transaction import StepTransaction
@@ -87,10 +88,12 @@ class LossDivision(ABC):
         """Return what must be finite of a divided loss for its gradients to be."""
         return value.detach()
 
-    def send(self, share: Share) -> None:  # noqa: B027 - only one sends something
-        """Send this rank's weight with the next gradients."""
+    def send(self, share: Share, sync: Synchronization) -> None:  # noqa: B027 - only one sends something
+        """Send this rank's weight with the gradients."""
 
-    def complete(self, share: Share, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - most are complete
+    def complete(  # noqa: B027 - most are complete
+        self, share: Share, sync: Synchronization, parameters: Sequence[nn.Parameter]
+    ) -> None:
         """Divide the averaged gradients of parameters, unless that is done."""
 
     def mean_of_ranks(self, own: Number) -> Tensor:
@@ -147,15 +150,15 @@ class DivisionAfterExchange(LossDivision):
         return value.detach() + (nothing.to(value.dtype) if isinstance(nothing, Tensor) else nothing)
 
     @override
-    def send(self, share: Share) -> None:
+    def send(self, share: Share, sync: Synchronization) -> None:
         if self._ddp.carries_weights:
-            self._ddp.divide_by(self._weight, self._provisional_divisor(share))
+            sync.divide_by(self._weight, self._provisional_divisor(share))
 
     @override
-    def complete(self, share: Share, parameters: Sequence[nn.Parameter]) -> None:
+    def complete(self, share: Share, sync: Synchronization, parameters: Sequence[nn.Parameter]) -> None:
         if self._ddp.carries_weights:
             # The wrapper has multiplied the averages; the loss of a closure needs the factor too.
-            self._correction = self._ddp.factor
+            self._correction = sync.factor
             return
         with self._clock.backward:
             (total,) = self._sum_over_ranks([self._weight], self._clock.backward)
@@ -252,18 +255,13 @@ def choose_division(
     logged: LoggedNumbers,
     transaction: StepTransaction,
 ) -> LossDivision:
-    """Return how the loss of steps is divided. In a loop of the user's own, that is known after a forward only."""
+    """Return how the loss of steps is divided."""
     loss = setup.loss
-    micro_batches = setup.num_micro_batches
-    if micro_batches is None:
-        # Nobody knows yet how many rows a step has: a mean over samples is weighted too.
-        is_sum = Weighting.NOTHING in kinds_of(loss)
-        return DivisionByRows(ddp, setup, clock) if is_sum else DivisionAfterExchange(ddp, setup, clock)
     if loss.uses_num_items:
         return DivisionByItems(ddp, setup, clock)
     if not loss.has_weights:
         return DivisionByRows(ddp, setup, clock)
-    is_accumulated = micro_batches > 1
+    is_accumulated = setup.num_micro_batches > 1
     if loss.weightings:
         if is_accumulated:
             return DivisionBeforeForward(ddp, setup, clock, logged, transaction)

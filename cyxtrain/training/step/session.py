@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from cyxtrain.data.batches.batch import Share
@@ -11,6 +11,8 @@ from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step.equal_forwards import EqualForwardsStep
+from cyxtrain.training.step.loop_step import LoopStep
 from cyxtrain.training.step.training_step import TrainingStep
 from cyxtrain.training.step.updates import Updates, make_updates
 
@@ -40,7 +42,6 @@ class Session:
         may_defer: bool = False,
         is_fit: bool = True,
     ) -> None:
-        self._ddp = ddp
         self._logged = logged
         if may_defer:
             ddp.use_reports()
@@ -48,7 +49,8 @@ class Session:
         # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
         may_undo = may_defer and ddp.config.compression != "powersgd"
         given = (ddp, state, setup, logged, self.updates)
-        self._make_step = partial(TrainingStep, *given, ends_fit=ends_fit, may_defer=may_undo, is_fit=is_fit)
+        kind = _kind_of_step(setup, is_fit=is_fit)
+        self._make_step = partial(kind, *given, ends_fit=ends_fit, may_defer=may_undo)
         self.step: TrainingStep | None = None
 
     def __enter__(self) -> Session:
@@ -67,17 +69,23 @@ class Session:
         """Begin a step on a share of the rows: numbers that are logged belong to it."""
         self._logged.begin(share.rows, share.number)
 
-    def take_step(self, share: Share, signals: Sequence[float] = ()) -> Callable[[], list[float]]:
-        """Take a step; return what returns, for each signal, whether any rank gave it: it travels with the gradients.
+    def take_step(self, share: Share, signals: Sequence[float] = ()) -> None:
+        """Take a step; `signals` travel with the gradients.
 
         Raises NonFiniteError with everything as before the step.
         """
         assert self.step is not None
-        received = (self.updates or self._ddp).exchange_signals(signals) if signals else list
-        self.step(share)
+        self.step(share, signals)
         self._logged.rows = share.rows
         self.step.clock.steps += 1
-        return received
+
+    def received(self) -> Sequence[float]:
+        """Return, for each signal of the latest step, a number above 0 if any rank gave it.
+
+        Where the verdict on a step comes late, so do its signals.
+        """
+        assert self.step is not None
+        return self.step.received
 
     @property
     def totals(self) -> MetricSums | None:
@@ -99,3 +107,10 @@ class Session:
         """Put back the latest step if it was skipped: an error ends the fit, on this rank."""
         if self.step is not None:
             self.step.guard.abort()
+
+
+def _kind_of_step(setup: ModelSetup, *, is_fit: bool) -> type[TrainingStep]:
+    if not is_fit:
+        return LoopStep
+    needs_all_ranks = setup.loss.gathers or setup.without_rows is not None
+    return EqualForwardsStep if needs_all_ranks else TrainingStep

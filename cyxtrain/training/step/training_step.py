@@ -14,11 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from cyxtrain.config.settings import require
 from cyxtrain.data.batches.batch import Batch, Share
 from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.metrics.logged import LoggedNumbers
@@ -31,18 +28,17 @@ from cyxtrain.optim.precision import Number
 from cyxtrain.parallel import (
     DistributedDataParallel,
     GatherCall,
-    backward_alike,
     depending_on,
-    gather_no_rows,
     gathering_alone,
     gathers_kept,
 )
 from cyxtrain.parallel.step_report import Report
+from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.progress.step_timer import StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.snapshot import StepBuffers
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step.loss_division import LossDivision, choose_division, kinds_of
+from cyxtrain.training.step.loss_division import LossDivision, choose_division
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.step.transaction import StepTransaction
 from cyxtrain.training.step.updates import Updates
@@ -62,8 +58,9 @@ class TrainingStep:
     Args:
         ends_fit: Whether a step that is not finite ends the fit in good order, instead of raising.
         may_defer: Whether the verdict on a step may come with the next one: all ranks compute on accelerators.
-        is_fit: Whether `fit` takes the steps, and not a loop of the user's.
     """
+
+    _is_fit = True  # and not a loop of the user's own
 
     def __init__(
         self,
@@ -75,7 +72,6 @@ class TrainingStep:
         *,
         ends_fit: bool = False,
         may_defer: bool = False,
-        is_fit: bool = True,
     ) -> None:
         self._ddp = ddp
         self._loss = setup.loss
@@ -96,16 +92,19 @@ class TrainingStep:
         defers = may_defer and not ends_fit and _needs_no_verdict(state)
         self._transaction = _transaction_of(ddp, state, logged, defers=defers)
         self.guard = FiniteGuard(
-            ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=is_fit
+            ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=self._is_fit
         )
         self.totals = MetricSums(1, setup.loss, setup.metrics)
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
         self._division = self._choose_division()
 
-    def __call__(self, share: Share) -> None:
-        """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step."""
-        self.begin()
-        self._updates.begin(share, self.guard, self._transaction, self._multiplier)
+    def __call__(self, share: Share, signals: Sequence[float] = ()) -> None:
+        """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step.
+
+        `signals`, each 0 or 1, travel with the gradients.
+        """
+        self.begin(signals)
+        self._updates.begin(share, self.guard, self._transaction, self._sync)
         results = self._accumulate(share)
         verdict = self.finish(share, results)
         if verdict is Verdict.SKIPPED:
@@ -119,13 +118,14 @@ class TrainingStep:
             if len(result.loss.parts) > len(self._loss.shown):
                 self._logged.add_parts(result.loss.parts, self._loss.shown)
 
-    def begin(self) -> None:
+    def begin(self, signals: Sequence[float] = ()) -> None:
         """Zero the gradients, and copy what a forward changes."""
         self._zero()
         self._transaction.begin()
         if self._scale is not None:
             self._multiplier = self._scale.of_rank(self._world.size)
-            self._ddp.expect_scale(self._multiplier)
+        self._signals = signals
+        self._sync = self._ddp.begin_sync(self._multiplier, signals)
 
     def accumulate_micro_batch(self, batch: Batch, share: Share, *, is_last: bool) -> Result:
         """Accumulate the gradients of a micro-batch; the last one of a step averages the sum over ranks."""
@@ -137,7 +137,7 @@ class TrainingStep:
             with self.clock.backward:
                 divisors = self._division.learn_divisors(result.loss, share)
                 if is_last:
-                    self._division.send(share)
+                    self._division.send(share, self._sync)
                 self._backward(result.loss, divisors, gathers, is_last=is_last)
         return result
 
@@ -149,8 +149,13 @@ class TrainingStep:
             if self._updates.has_updated:
                 return
             self._division.learn_divisors(self._loss.without_rows(), share)
-            self._division.send(share)
+            self._division.send(share, self._sync)
             self._ddp.backward_without_batch(others_run_backward=not self._updates.parts)
+
+    @property
+    def received(self) -> Sequence[float]:
+        """For each signal, a number above 0 if any rank gave it in this step; or in an earlier one that was late."""
+        return self._sync.received if self._updates.received is None else self._updates.received
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
         """Unscale; check that gradients are finite, update the loss scale; clip; step the optimizer and the schedule.
@@ -159,7 +164,7 @@ class TrainingStep:
         """
         if self._updates.has_updated:
             return self._finish_updates()
-        self._division.complete(share, self._parameters)
+        self._division.complete(share, self._sync, self._parameters)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
@@ -213,17 +218,17 @@ class TrainingStep:
 
     def _evaluate(self, share: Share) -> Tensor:
         """Return the loss of a share over all ranks, and set the gradients, once more."""
+        # A line search may leave the finite: that is no error, and nothing checks it.
         self._zero()
+        self._sync = self._ddp.begin_sync(self._multiplier, self._signals)
         with self._logged.repeating():
             self._accumulate(share)
-            self._division.complete(share, self._parameters)
-        # A line search may leave the finite: that is no error, but the losses count as checked now.
-        self._ddp.is_finite()
+            self._division.complete(share, self._sync, self._parameters)
         return self._averaged_loss()
 
     def _averaged_loss(self) -> Tensor:
         """Return the loss over all ranks of which the gradients are, 0-dim, float64."""
-        own = self._ddp.checked_loss
+        own = self._sync.loss
         return self._division.mean_of_ranks(0.0 if own is None else own)
 
     def _zero(self) -> None:
@@ -234,9 +239,6 @@ class TrainingStep:
 
     def _accumulate(self, share: Share) -> list[Result]:
         """Compute the averaged gradients of the global batch; return the result of each micro-batch of this rank."""
-        uneven = self._uneven_micro_batches(share)
-        if uneven is not None:
-            return self._accumulate_unevenly(share, uneven)
         results: list[Result] = []
         items = self._division.before_forward(share)
         if share.rows == 0:
@@ -248,61 +250,6 @@ class TrainingStep:
             share.prefetch_next(self.clock.data)
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
-
-    def _uneven_micro_batches(self, share: Share) -> int | None:
-        """Return the most micro-batches of any rank if ranks have different numbers and all must run equally many.
-
-        They must if the loss gathers rows, or a layer such as SyncBatchNorm needs all ranks in each forward and
-        backward; only then do the ranks ask each other.
-        """
-        if not self._loss.gathers and self._setup.without_rows is None:
-            return None
-        counts = torch.tensor([len(share), -len(share)], device="cpu")
-        self._world.reduce(counts, dist.ReduceOp.MAX)
-        most = int(counts[0])
-        least = -int(counts[1])
-        if most == least:
-            return None
-        require(
-            not self._setup.call.optimizes,
-            f"step {share.number + 1} has no rows for some rank, and its train_step needs those of all ranks at "
-            "once (SyncBatchNorm or gathered rows) and calls optimize: set drop_last=True.",
-        )
-        return most
-
-    def _accumulate_unevenly(self, share: Share, max_micro_batches: int) -> list[Result]:
-        """As `_accumulate`, in as many forwards and backwards on every rank; gradients are averaged at the end."""
-        results: list[Result] = []
-        items = self._division.before_forward(share, max_micro_batches)
-        self._ddp.forward_without_batch()
-        with self._ddp.no_sync():
-            batches = iter(share)
-            for _ in range(max_micro_batches):
-                batch = next(batches, None)
-                with gathers_kept() as gathers:
-                    if batch is None:
-                        value = self._forward_without_rows()
-                        self._division.learn_divisors(self._loss.without_rows(), share)
-                    else:
-                        batch.items = items
-                        result = self._forward(batch)
-                        results.append(result)
-                        value = self._scaled_loss(result.loss, self._division.learn_divisors(result.loss, share))
-                backward_alike(self._world, value, gathers)
-                share.prefetch_next(self.clock.data)
-        self._division.send(share)
-        self._ddp.backward_without_batch(others_run_backward=False)
-        self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
-        return results
-
-    def _forward_without_rows(self) -> Tensor | None:
-        """Join a forward that needs all ranks, on no rows; return what its backward begins from, if anything."""
-        if self._setup.without_rows is None:
-            gather_no_rows(self._world, self._loss.gathers, self._device)
-            return None
-        self._ddp.expect_rows(0)
-        with self._logged.repeating():
-            return self._setup.without_rows(self._ddp.forward)
 
     def _recompute_locally(self, share: Share) -> list[Tensor]:
         """Compute this rank's gradients of a share without averaging them; return its losses."""
@@ -324,11 +271,7 @@ class TrainingStep:
         self._ddp.expect_rows(batch.rows)
         self._logged.rows = batch.rows
         output = self._setup.call(self._ddp.forward, batch)
-        if self._setup.num_micro_batches is None:
-            self._loss.check_shapes(output, batch.targets)  # there was no dry run
-        loss = self._loss(output, batch)
-        if self._setup.num_micro_batches is None:
-            self._adopt_division_of_loss()
+        loss = self._loss_of(output, batch)
         # Detached: several micro-batches together would keep their graphs.
         output = self._loss.measured_part(output)
         measured: tuple[Any, Any, int] = (None, None, 0)
@@ -336,27 +279,11 @@ class TrainingStep:
             measured = map_tree(Tensor.detach, output), batch.labels, batch.rows
         return Result(loss, correct_of(output, batch.labels, self._loss), measured)
 
+    def _loss_of(self, output: Any, batch: Batch) -> BatchLoss:
+        return self._loss(output, batch)
+
     def _choose_division(self) -> LossDivision:
         return choose_division(self._ddp, self._setup, self.clock, self._logged, self._transaction)
-
-    def _adopt_division_of_loss(self) -> None:
-        """Divide as the forward of a loop of the user's own has shown that the loss is weighted."""
-        kinds = kinds_of(self._loss)
-        if kinds != self._division.kinds:
-            division = self._choose_division()
-            if type(division) is type(self._division):
-                # It keeps what it has counted in this step.
-                self._division.kinds = kinds
-            else:
-                self._division = division
-                self._division.begin()
-        is_of_one_kind = len({*kinds}) == 1
-        has_several_weights = self._loss.weightings and self._loss.has_weights
-        require(
-            is_of_one_kind and not has_several_weights,
-            "DistributedAMPTrainer does not know what several losses count before a step is complete, unless all "
-            "are means over samples, or sums: use fit, or return one loss as (sum, weight).",
-        )
 
     def _backward(
         self, loss: BatchLoss, divisors: Sequence[Number], gathers: Sequence[GatherCall], *, is_last: bool
@@ -370,7 +297,7 @@ class TrainingStep:
         if not is_last:
             # Ranks may have different numbers of micro-batches: only the first forward of a step shares buffers.
             self._ddp.skip_backward()
-        elif self._updates.parts or self._ddp.awaits_backward:
+        elif self._updates.parts or not self._sync.is_sent:
             # The loss is a constant, such as 0 if there is no pair of rows; or the wrappers of the optimizers were
             # suspended, and backward has only accumulated.
             self._ddp.backward_without_batch(others_run_backward=not self._updates.parts)
@@ -378,7 +305,7 @@ class TrainingStep:
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
         """Return what to call `backward` on, scaled."""
         value = self._division.divided(loss, divisors)
-        self._ddp.watch(self._division.watched(value, loss).to(self._device))
+        self._sync.watch(self._division.watched(value, loss).to(self._device))
         return self._times_loss_scale(value)
 
     def _times_loss_scale(self, loss: Tensor) -> Tensor:
@@ -409,8 +336,9 @@ class _NoUpdates:
     has_updated = False
     parts: Mapping[str, Any] = {}
     norms: Sequence[Mapping[str, Tensor]] = ()
+    received: Sequence[float] | None = None
 
-    def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, multiplier: float) -> None:
+    def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, sync: Synchronization) -> None:
         pass
 
     def run(self, forward: Callable[[], Result], rows: int, *, is_last: bool) -> Result:

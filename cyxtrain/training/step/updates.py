@@ -36,6 +36,7 @@ from cyxtrain.optim.precision import Number, quotient, times
 from cyxtrain.parallel import DistributedDataParallel, gathering_alone
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
+from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.own_steps import (
     StepCall,
@@ -65,6 +66,7 @@ class Updates:
         has_updated: Whether the running step, as far as it is known, has made any update.
         parts: The parts of the model that are optimized, by the optimizer's name.
         norms: Of the gradients that the updates of the running step have clipped.
+        received: For each signal, a number above 0 if any rank gave it with an update of the step; None: no update.
     """
 
     def __init__(
@@ -89,31 +91,20 @@ class Updates:
         self.parts: dict[str, _OptimizedPart] = {}
         self.has_updated = False
         self._idle = set(self._names)
-        self._signals: Sequence[float] = [0.0] * NUM_SIGNALS
-        self._received: list[float] | None = None
+        self._accumulating: dict[str, Synchronization] = {}  # of updates that have not averaged gradients yet
+        self.received: Sequence[float] | None = None
         if self._call.optimizes:
             for name in self._names:
                 self._part(name)
 
-    def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
-        """Send numbers with the next gradients, as `DistributedDataParallel.exchange_signals`."""
-        without_updates = self._ddp.exchange_signals(signals)
-        self._signals = signals
-        self._received = None
-
-        def received() -> list[float]:
-            if self._received is None:
-                return without_updates()
-            return self._received
-
-        return received
-
-    def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, multiplier: float) -> None:
-        """Begin a step; `guard`: of the whole model; `multiplier`: of losses before backward."""
+    def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, sync: Synchronization) -> None:
+        """Begin a step; `guard`, `sync`: of the whole model; each update sends the signals too."""
         self._share = share
         self._guard = guard
         self._transaction = transaction
-        self._multiplier = multiplier
+        self._multiplier = sync.scale
+        self._signals = sync.signals or [0.0] * NUM_SIGNALS
+        self.received = None
         self.has_updated = False
         self._rows = 0
         self._is_last = True
@@ -160,7 +151,6 @@ class Updates:
                 # Each schedule counts steps, also those without an update.
                 torch_compat.note_step(rates.optimizer)
                 rates.step()
-        self._ddp.forget()
         return verdict
 
     def warn_of_idle(self) -> None:
@@ -252,7 +242,7 @@ class Updates:
         self._calls += 1
         self.has_updated = True
         needs_all_rows = what_needs_all_rows(self._calls, loss)
-        if needs_all_rows and (self._setup.num_micro_batches or 1) > 1:
+        if needs_all_rows and self._setup.num_micro_batches > 1:
             raise ConfigError(accumulation_excludes(needs_all_rows))
         if has_closure and self._state.loss_scale is not None:
             raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
@@ -309,8 +299,6 @@ class Updates:
     def _evaluate(self, part: _OptimizedPart, closure: Callable[[], Any] | None) -> Tensor:
         """Return the loss of a closure over all ranks, and set the averaged gradients."""
         part.module.zero_grad()
-        # A line search may have left NaN in what the previous evaluation watched.
-        part.ddp.forget()
         loss = None
         if closure is not None:
             with self._call.precision.computing():
@@ -329,30 +317,37 @@ class Updates:
             value, weight = _trained_loss(loss)
         self._own_loss = None if value is None else value.detach()
         has_weight = self._is_last and self._all_have_weight(weight)
+        sync = self._sync_of(part)
         ddp.forward_without_batch()
-        ddp.expect_scale(self._multiplier)
-        # Ranks compare their calls with the gradients themselves, without another message.
-        received = ddp.exchange_signals([*self._signals, *self._call_signals(part)])
         shown, factor = self._shown_and_factor(weight, has_weight=has_weight, averages=averages)
         trained = part.module.trained
         # An optimizer whose parameters are all frozen takes no part.
         if not trained:
             return shown
-        has_graph = False
         if value is not None and value.requires_grad:
-            has_graph = True
             scaled = times(value, factor)
-            ddp.watch(scaled)
+            sync.watch(scaled)
             if self._multiplier != 1:
                 scaled = scaled * self._multiplier
             scaled.backward(inputs=trained, retain_graph=retain_graph)
         if self._is_last:
-            if ddp.awaits_backward or not has_graph:
+            if not sync.is_sent:
                 ddp.backward_without_batch()
-            self._take_signals(part, received())
+            self._take_signals(part, sync.received)
             if self._multiplier != 1:
                 multiply_gradients(trained, 1.0 / self._multiplier)
         return shown
+
+    def _sync_of(self, part: _OptimizedPart) -> Synchronization:
+        """Return what the gradients of an update are sent with: one for all micro-batches of a step."""
+        sync = self._accumulating.pop(part.name, None)
+        if sync is None:
+            sync = part.ddp.begin_sync(self._multiplier)
+        # Ranks compare their calls with the gradients themselves, without another message.
+        sync.signals = [*self._signals, *self._call_signals(part)]
+        if not self._is_last:
+            self._accumulating[part.name] = sync
+        return sync
 
     def _all_have_weight(self, weight: Any) -> bool:
         """Return whether the loss is (sum, weight): a rank without rows learns it from the others."""
@@ -367,7 +362,7 @@ class Updates:
 
     def _take_signals(self, part: _OptimizedPart, signals: Sequence[float]) -> None:
         """Keep the requests of all ranks; raise on all of them if they have made different calls."""
-        self._received = [*map(max, self._received or self._signals, signals)]
+        self.received = [*map(max, self.received or self._signals, signals)]
         num_ranks = self._world.size
         ranks_with_bit = [each * num_ranks for each in signals[NUM_SIGNALS:]]
         if any(0.1 < ranks < num_ranks - 0.1 for ranks in ranks_with_bit):

@@ -82,9 +82,9 @@ def breadth(kind: str) -> list[int]:
     ("world_size", "kind", "most"),
     [
         (1, "plain", (97, 40, 57)),
-        (2, "plain", (120, 58, 74)),
+        (2, "plain", (121, 57, 75)),
         (1, "masked", (97, 41, 57)),
-        (2, "masked", (121, 60, 74)),
+        (2, "masked", (122, 60, 75)),
     ],
 )
 def test_a_step_enters_no_more_files_and_classes(world_size, kind, most):

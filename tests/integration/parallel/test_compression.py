@@ -191,7 +191,7 @@ def test_what_is_kept_does_not_depend_on_the_loss_scale():
     plain, scaled = network(), network()
     wrapped = [cx.DistributedDataParallel(model, compression="powersgd") for model in (plain, scaled)]
     for scale in (1.0, 2.0**10, 2.0**9, 2.0**12):
-        wrapped[1].expect_scale(scale)
+        wrapped[1].begin_sync(scale)
         for ddp, factor in zip(wrapped, (1.0, scale), strict=True):
             ddp.module.zero_grad()
             (loss_on(ddp, cx.get_rank()) * factor).backward()
@@ -214,7 +214,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing_that_is_kept():
         if parameter is not None and cx.get_rank() == 1:
             parameter.register_hook(lambda gradient: gradient * float("inf"))
         loss = loss_on(ddp, cx.get_rank())
-        ddp.watch(loss * float("nan") if where == "the loss" and cx.get_rank() == 1 else loss)
+        ddp.begin_sync().watch(loss * float("nan") if where == "the loss" and cx.get_rank() == 1 else loss)
         loss.backward()
         assert not ddp.is_finite(), where
         for before, each in zip(kept, ddp._reducer.low_rank.values(), strict=True):

@@ -334,3 +334,23 @@ def test_a_forward_without_a_backward_does_not_blame_the_step_after_it():
         ddp.forward_without_batch()
         ddp.backward_without_batch()
     assert_same_on_all_ranks(gradients(model))
+
+
+@on_ranks(2)
+def test_a_new_synchronisation_discards_what_was_accumulated_and_watched():
+    model = network()
+    ddp = cx.DistributedDataParallel(model)
+    with ddp.no_sync():
+        loss_on(ddp, cx.get_rank()).backward()
+    ddp.begin_sync().watch(torch.tensor(float("nan")))
+    sync = ddp.begin_sync(signals=[float(cx.get_rank())] * ddp.num_signals)
+    own = [gradient.clone() for gradient in gradients(model).values()]
+    ddp.sync_gradients()  # nothing is left to average
+    assert all(map(torch.equal, own, gradients(model).values()))
+    assert not sync.is_sent
+    model.zero_grad()
+    loss_on(ddp, cx.get_rank()).backward()
+    assert sync.is_sent
+    assert ddp.is_finite()
+    assert list(sync.received) == [0.5] * ddp.num_signals  # the mean over both ranks
+    assert_same_on_all_ranks(gradients(model))

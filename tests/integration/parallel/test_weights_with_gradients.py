@@ -42,7 +42,8 @@ def gradients(shared: bool, dtype: torch.dtype, weights: list[float], as_view: b
         unit, found = 8.0, []
         for _ in range(2):  # again, in the same memory
             model.zero_grad()
-            ddp.divide_by(weights[rank], unit)
+            sync = ddp.begin_sync()
+            sync.divide_by(weights[rank], unit)
             (ddp(inputs[rank]).square().sum() * weights[rank] * world_size / unit).backward()
             assert ddp.is_finite()
             found = [parameter.grad.double().flatten() for parameter in model.parameters()]
@@ -52,9 +53,9 @@ def gradients(shared: bool, dtype: torch.dtype, weights: list[float], as_view: b
     (torch.stack(parts).sum() / sum(weights)).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
     error = (torch.cat(found) - expected).abs().max() / expected.abs().max()
-    carries, factor = ddp.carries_weights, ddp.factor
+    carries = ddp.carries_weights
     ddp.close()
-    return carries, [float(error), float(factor) * sum(weights)], torch.cat(found).numpy()
+    return carries, [float(error), float(sync.factor) * sum(weights)], torch.cat(found).numpy()
 
 
 @pytest.mark.parametrize("as_view", [True, False])

@@ -26,7 +26,7 @@ from tests.structure import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-LINE_BUDGET = 49_850
+LINE_BUDGET = 50_400
 """Lines of the package. A new capability pays for itself, or raises this with a line in CHANGELOG.md."""
 MOST_FILES = 14
 
@@ -73,7 +73,7 @@ INSIDE = {
     ],
     "data": ["rng sampler slices", "order sharding", "batches", "feed", "sources"],
     "parallel": [
-        "layout finite consistency exchange",
+        "layout finite consistency exchange synchronization",
         "bucket gathering step_report",
         "compression sparse_gradients sync_flags",
         "reducer",
