@@ -72,7 +72,6 @@ class Reducer:
         self.next_sync = Synchronization()  # what the next backward sends with its gradients
         self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
         self.unsynced = False  # whether there are gradients that were not averaged
-        self.is_prepared = False  # whether buffers were shared for this step
         self._add_hooks([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
@@ -102,7 +101,6 @@ class Reducer:
         """Close an `earlier` reducer of the same module, and continue from its state."""
         earlier.close()
         self.unsynced = earlier.unsynced
-        self.is_prepared = earlier.is_prepared
         self.next_sync = earlier.next_sync
         self.flags.take_over(earlier.flags)
         self.seconds = earlier.seconds
@@ -273,7 +271,6 @@ class Reducer:
             self._backward = None
             self._versions = None
             self.next_sync = Synchronization()
-            self.is_prepared = False
         self.unsynced = False
         self.flags.end_synchronization(flags, unused, refuses_unused=check)
 

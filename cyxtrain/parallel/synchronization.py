@@ -24,7 +24,10 @@ class Synchronization:
         loss: The sum of this rank's losses, 0-dim; None: none is watched.
         weight: That of this rank's losses; None: it does not travel.
         factor: By which the averages were multiplied.
-        is_sent: Whether gradients were averaged; never in a world of one.
+        is_sent: Whether gradients were averaged; in a world of one, which has nobody to send to, from the beginning.
+        has_changed_averages: Whether the step has multiplied the averages: their check in the exchange does not count.
+        has_shared_buffers: Whether a forward has shared buffers; another one does not share them again, as ranks may
+            run different numbers of forwards.
     """
 
     def __init__(self, scale: float = 1.0, signals: Sequence[float] = ()) -> None:
@@ -34,7 +37,9 @@ class Synchronization:
         self.weight: MeanWeight | None = None
         self.factor: Tensor | float = 1.0
         self.is_sent = False
-        self._received: Callable[[], Sequence[float]] | None = None
+        self.has_changed_averages = False
+        self.has_shared_buffers = False
+        self._received: Callable[[], Sequence[float]] = self._nothing_received
 
     def watch(self, loss: Tensor) -> None:
         """Include a loss of this rank, 0-dim: gradients count as finite only if it is."""
@@ -62,7 +67,9 @@ class Synchronization:
 
     @property
     def received(self) -> Sequence[float]:
-        """For each signal, a number above 0 if any rank gave it; the host waits for an accelerator."""
-        if self._received is None:
-            return self.signals
+        """For each signal, a number above 0 if any rank gave it; zeros if nothing is sent. The host waits for it."""
         return self._received()
+
+    def _nothing_received(self) -> Sequence[float]:
+        # Ranks must decide alike: this rank's own signals may not be those of the others.
+        return [0.0] * len(self.signals)

@@ -175,21 +175,17 @@ class DistributedDataParallel(nn.Module):
         optimizer.step()
         optimizer.zero_grad()
 
-    def forward_without_batch(self) -> None:
-        """Take part in a step's forward on a rank without samples.
+    def share_buffers_once(self) -> None:
+        """Share the buffers of a step as its first forward does; later ones share none until gradients are averaged.
 
-        Later forwards share no buffers, until `backward_without_batch`: other ranks may make fewer.
+        So a rank without samples joins the first forward of the others.
         """
         self._prepare()
-        self.skip_backward()
-
-    def skip_backward(self) -> None:
-        """Declare that a micro-batch has no backward: the next forward does not share buffers again."""
         if self._reducer is not None:
-            self._reducer.is_prepared = True
+            self._reducer.next_sync.has_shared_buffers = True
 
-    def backward_without_batch(self, *, others_run_backward: bool = True) -> None:
-        """Take part in a step's last backward without one of this rank's own: what has not accumulated is zero.
+    def average_accumulated(self, *, others_run_backward: bool = True) -> None:
+        """Average what has accumulated, without a backward of this rank that does; what has not accumulated is zero.
 
         Args:
             others_run_backward: Whether other ranks average by a backward, which refuses parameters that are unused:
@@ -232,12 +228,14 @@ class DistributedDataParallel(nn.Module):
             scale: What the gradients are multiplied by, the same on every rank.
             signals: Of this rank, `num_signals` of them or none, each 0 or 1.
         """
-        self._latest.sync = Synchronization(scale, signals)
-        if self._reducer is not None:
-            self._reducer.next_sync = self._latest.sync
+        sync = Synchronization(scale, signals)
+        self._latest.sync = sync
+        if self._reducer is None:
+            sync.complete(1.0, lambda: sync.signals)
+        else:
+            self._reducer.next_sync = sync
             self._reducer.unsynced = False
-            self._reducer.is_prepared = False
-        return self._latest.sync
+        return sync
 
     @property
     def collectives(self) -> list[str]:
@@ -293,10 +291,14 @@ class DistributedDataParallel(nn.Module):
         """
         if self._latest.has_reports:
             return self.read_report(self.report([]))
-        if self._reducer is not None:
-            return self._reducer.is_finite()
-        gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
-        return all_finite([*gradients, *self._watched_losses()])
+        if self._reducer is None:
+            return all_finite([*self._gradients(), *self._watched_losses()])
+        if not self._reducer.is_finite():
+            return False
+        return not self._latest.sync.has_changed_averages or all_finite(self._gradients())
+
+    def _gradients(self) -> list[Tensor]:
+        return [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
 
     def losses_are_finite(self) -> bool:
         """Return whether the losses that were watched on all ranks are finite."""
@@ -362,7 +364,7 @@ class DistributedDataParallel(nn.Module):
     def _prepare(self) -> None:
         """Follow changes of the module, and share buffers before the first forward of a step.
 
-        Only the first: ranks may have different numbers of micro-batches.
+        Only the first that shares any: ranks may have different numbers of micro-batches.
         """
         reducer = self._reducer
         if reducer is None or self._latest.is_suspended:
@@ -370,8 +372,11 @@ class DistributedDataParallel(nn.Module):
         parameters, buffers = tensors_of(self.module)
         if not reducer.held:
             self._follow_module(parameters)
-        if buffers and self.training and not (reducer.unsynced or reducer.is_prepared):
+        sync = reducer.next_sync
+        if buffers and self.training and not (reducer.unsynced or sync.has_shared_buffers):
             self._share_buffers(buffers, before_step=True)
+            # A loop of the user's own, which begins no synchronisation, shares them before each forward.
+            sync.has_shared_buffers = sync is self._latest.sync
 
     def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace the reducer if parameters were added, replaced, unfrozen or converted.

@@ -190,7 +190,7 @@ class DistributedAMPTrainer:
         share = self._share
         loss = 0.0
         if not share.calls:
-            step.begin()
+            step.begin(share)
         share.calls += 1
         is_last = share.calls == self.accumulation_steps
         if num_rows(rows.inputs):

@@ -22,11 +22,12 @@ class EqualForwardsStep(TrainingStep):
 
     @override
     def _accumulate(self, share: Share) -> list[Result]:
-        most = self._uneven_micro_batches(share)
+        needs_all_ranks = self._loss.gathers or self._setup.without_rows is not None
+        most = self._uneven_micro_batches(share) if needs_all_ranks else None
         if most is None:
             return super()._accumulate(share)
-        items = self._division.before_forward(share, most)
-        self._ddp.forward_without_batch()
+        self._items = self._division.before_forward(share, most)
+        self._ddp.share_buffers_once()
         results: list[Result] = []
         with self._ddp.no_sync():
             batches = iter(share)
@@ -35,11 +36,11 @@ class EqualForwardsStep(TrainingStep):
                 if batch is None:
                     self._join_micro_batch(share)
                 else:
-                    batch.items = items
+                    batch.items = self._items
                     results.append(self._run_micro_batch(batch, share))
                 share.prefetch_next(self.clock.data)
-        self._division.send(share, self._sync)
-        self._ddp.backward_without_batch(others_run_backward=False)
+        self._division.attach_weight(share, self._sync)
+        self._ddp.average_accumulated(others_run_backward=False)
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
 

@@ -88,8 +88,8 @@ class LossDivision(ABC):
         """Return what must be finite of a divided loss for its gradients to be."""
         return value.detach()
 
-    def send(self, share: Share, sync: Synchronization) -> None:  # noqa: B027 - only one sends something
-        """Send this rank's weight with the gradients."""
+    def attach_weight(self, share: Share, sync: Synchronization) -> None:  # noqa: B027 - only one has a weight to send
+        """Let this rank's weight travel with the gradients of the next backward."""
 
     def complete(  # noqa: B027 - most are complete
         self, share: Share, sync: Synchronization, parameters: Sequence[nn.Parameter]
@@ -150,7 +150,7 @@ class DivisionAfterExchange(LossDivision):
         return value.detach() + (nothing.to(value.dtype) if isinstance(nothing, Tensor) else nothing)
 
     @override
-    def send(self, share: Share, sync: Synchronization) -> None:
+    def attach_weight(self, share: Share, sync: Synchronization) -> None:
         if self._ddp.carries_weights:
             sync.divide_by(self._weight, self._provisional_divisor(share))
 
@@ -164,6 +164,8 @@ class DivisionAfterExchange(LossDivision):
             (total,) = self._sum_over_ranks([self._weight], self._clock.backward)
         self._correction = quotient(self._provisional_divisor(share), total)
         multiply_gradients(parameters, self._correction)
+        # In 16 bits they may have become infinite.
+        sync.has_changed_averages = True
 
     def _provisional_divisor(self, share: Share) -> float:
         """Return what a loss is divided by before backward: a power of two near the weight of all ranks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cyxtrain.data.batches.batch import Share
@@ -13,6 +13,7 @@ from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.equal_forwards import EqualForwardsStep
 from cyxtrain.training.step.loop_step import LoopStep
+from cyxtrain.training.step.step_with_updates import StepWithUpdates
 from cyxtrain.training.step.training_step import TrainingStep
 from cyxtrain.training.step.updates import Updates, make_updates
 
@@ -48,9 +49,8 @@ class Session:
         self.updates: Updates | None = make_updates(state, setup, ddp, logged, ends_fit=ends_fit)
         # PowerSGD keeps error feedback, so a step cannot be undone once the next has begun.
         may_undo = may_defer and ddp.config.compression != "powersgd"
-        given = (ddp, state, setup, logged, self.updates)
-        kind = _kind_of_step(setup, is_fit=is_fit)
-        self._make_step = partial(kind, *given, ends_fit=ends_fit, may_defer=may_undo)
+        kind = _kind_of_step(setup, self.updates, is_fit=is_fit)
+        self._make_step = partial(kind, ddp, state, setup, logged, ends_fit=ends_fit, may_defer=may_undo)
         self.step: TrainingStep | None = None
 
     def __enter__(self) -> Session:
@@ -109,8 +109,10 @@ class Session:
             self.step.guard.abort()
 
 
-def _kind_of_step(setup: ModelSetup, *, is_fit: bool) -> type[TrainingStep]:
+def _kind_of_step(setup: ModelSetup, updates: Updates | None, *, is_fit: bool) -> Callable[..., TrainingStep]:
     if not is_fit:
         return LoopStep
+    if updates is not None:
+        return partial(StepWithUpdates, updates)
     needs_all_ranks = setup.loss.gathers or setup.without_rows is not None
     return EqualForwardsStep if needs_all_ranks else TrainingStep

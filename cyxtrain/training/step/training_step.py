@@ -10,7 +10,7 @@ Parameters change only after every collective of the step has succeeded; over NC
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ from cyxtrain.parallel import (
     gathers_kept,
 )
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.progress.step_timer import StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.snapshot import StepBuffers
@@ -41,11 +40,10 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.loss_division import LossDivision, choose_division
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.step.transaction import StepTransaction
-from cyxtrain.training.step.updates import Updates
 
 
 class Result(NamedTuple):
-    """Loss and correct predictions of a micro-batch, and (output, targets, rows) if metrics are measured."""
+    """Loss and correct predictions of a micro-batch, and (output, labels, rows) if metrics are measured."""
 
     loss: BatchLoss
     correct: Correct
@@ -61,6 +59,7 @@ class TrainingStep:
     """
 
     _is_fit = True  # and not a loop of the user's own
+    _backward_averages = True  # of ranks with rows: it refuses unused parameters, and ranks without rows must too
 
     def __init__(
         self,
@@ -68,7 +67,6 @@ class TrainingStep:
         state: TrainingState,
         setup: ModelSetup,
         logged: LoggedNumbers,
-        updates: Updates | None = None,
         *,
         ends_fit: bool = False,
         may_defer: bool = False,
@@ -76,7 +74,6 @@ class TrainingStep:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
-        self._updates = _NO_UPDATES if updates is None else updates
         self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
         # the optimizer that evaluates the loss itself, such as LBFGS: the only one of its fit
         self._closure_optimizer = next(filter(needs_closure, state.optimizers.values()), None)
@@ -95,6 +92,7 @@ class TrainingStep:
             ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=self._is_fit
         )
         self.totals = MetricSums(1, setup.loss, setup.metrics)
+        self._items: Tensor | int | None = None  # what the model counts in the running step, over all ranks
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
         self._division = self._choose_division()
 
@@ -103,8 +101,7 @@ class TrainingStep:
 
         `signals`, each 0 or 1, travel with the gradients.
         """
-        self.begin(signals)
-        self._updates.begin(share, self.guard, self._transaction, self._sync)
+        self.begin(share, signals)
         results = self._accumulate(share)
         verdict = self.finish(share, results)
         if verdict is Verdict.SKIPPED:
@@ -118,7 +115,7 @@ class TrainingStep:
             if len(result.loss.parts) > len(self._loss.shown):
                 self._logged.add_parts(result.loss.parts, self._loss.shown)
 
-    def begin(self, signals: Sequence[float] = ()) -> None:
+    def begin(self, share: Share, signals: Sequence[float] = ()) -> None:
         """Zero the gradients, and copy what a forward changes."""
         self._zero()
         self._transaction.begin()
@@ -131,46 +128,39 @@ class TrainingStep:
         """Accumulate the gradients of a micro-batch; the last one of a step averages the sum over ranks."""
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
             with self.clock.forward, gathers_kept() as gathers:
-                result = self._updates.run(partial(self._forward, batch), batch.rows, is_last=is_last)
-            if self._updates.has_updated:
-                return result  # a train_step that calls self.optimize has run backward and stepped within its forward
-            with self.clock.backward:
-                divisors = self._division.learn_divisors(result.loss, share)
-                if is_last:
-                    self._division.send(share, self._sync)
-                self._backward(result.loss, divisors, gathers, is_last=is_last)
+                result = self._forward(batch)
+            self._accumulate_loss(result.loss, gathers, share, is_last=is_last)
         return result
 
     def join_without_rows(self, share: Share) -> None:
         """Take part in averaging a step's gradients without a row on this rank."""
         with self.clock.backward:
-            self._ddp.forward_without_batch()
-            self._updates.follow()
-            if self._updates.has_updated:
-                return
-            self._division.learn_divisors(self._loss.without_rows(), share)
-            self._division.send(share, self._sync)
-            self._ddp.backward_without_batch(others_run_backward=not self._updates.parts)
+            self._ddp.share_buffers_once()
+            self._join_backward(share)
+
+    def _join_backward(self, share: Share) -> None:
+        self._division.learn_divisors(self._loss.without_rows(), share)
+        self._division.attach_weight(share, self._sync)
+        self._ddp.average_accumulated(others_run_backward=self._backward_averages)
 
     @property
     def received(self) -> Sequence[float]:
         """For each signal, a number above 0 if any rank gave it in this step; or in an earlier one that was late."""
-        return self._sync.received if self._updates.received is None else self._updates.received
+        return self._sync.received
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
-        """Unscale; check that gradients are finite, update the loss scale; clip; step the optimizer and the schedule.
+        """Divide; unscale; check that gradients are finite, update the loss scale; clip; step optimizer and schedule.
 
         On accelerators the verdict on a step may come with the next one, which raises (`FiniteGuard.defers_verdicts`).
         """
-        if self._updates.has_updated:
-            return self._finish_updates()
         self._division.complete(share, self._sync, self._parameters)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
             fill_gradients(self._parameters, self._ddp.module)
             losses = [each.value for result in results for _, _, each in self._loss.components(result.loss)]
-            recompute = partial(self._recompute_locally, share)
+            # A late verdict comes when the next step has other divisors.
+            recompute = partial(self._recompute_locally, share, self._division.latest, self._items)
             if self.guard.defers_verdicts:
                 report = self.guard.report(share, losses, recompute)
                 self._update_unless_bad(share, report)
@@ -209,13 +199,6 @@ class TrainingStep:
         closure = Closure(optimizer, partial(self._evaluate, share), self._averaged_loss())
         return [partial(optimizer.step, closure)]
 
-    def _finish_updates(self) -> Verdict:
-        """End a step of the user's own that has updated parameters itself."""
-        self.clock.communicated(self.clock.forward, self._updates.seconds_communicated())
-        for norms in self._updates.norms:
-            self._logged.add_norms(norms, may_be_skipped=False)
-        return self._updates.finish()
-
     def _evaluate(self, share: Share) -> Tensor:
         """Return the loss of a share over all ranks, and set the gradients, once more."""
         # A line search may leave the finite: that is no error, and nothing checks it.
@@ -240,31 +223,34 @@ class TrainingStep:
     def _accumulate(self, share: Share) -> list[Result]:
         """Compute the averaged gradients of the global batch; return the result of each micro-batch of this rank."""
         results: list[Result] = []
-        items = self._division.before_forward(share)
+        self._items = self._division.before_forward(share)
         if share.rows == 0:
             self.join_without_rows(share)
         for batch in self.clock.data.each(share):
-            batch.items = items
+            batch.items = self._items
             is_last = len(results) == len(share) - 1
             results.append(self.accumulate_micro_batch(batch, share, is_last=is_last))
             share.prefetch_next(self.clock.data)
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
 
-    def _recompute_locally(self, share: Share) -> list[Tensor]:
-        """Compute this rank's gradients of a share without averaging them; return its losses."""
+    def _recompute_locally(self, share: Share, divisors: Sequence[Number], items: Tensor | int | None) -> list[Tensor]:
+        """Compute this rank's gradients of a share without averaging them; return its losses.
+
+        Losses are divided as in the step: gradients of 16 bits would overflow elsewhere otherwise.
+        """
         self._zero()
         losses = []
         without_rows = self._setup.without_rows
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
         with apart, gathering_alone(), self._logged.repeating():
             for batch in share:
+                batch.items = items
                 loss = self._forward(batch).loss
                 losses += [each.value.detach() for _, _, each in self._loss.components(loss)]
-                # Divided as in the step: gradients of 16 bits would overflow elsewhere otherwise.
-                value = self._division.divided(loss, self._division.latest)
+                value = self._division.divided(loss, divisors)
                 if value.requires_grad:
-                    self._times_loss_scale(value).backward()
+                    self._run_backward(self._times_loss_scale(value))
         return losses
 
     def _forward(self, batch: Batch) -> Result:
@@ -285,22 +271,23 @@ class TrainingStep:
     def _choose_division(self) -> LossDivision:
         return choose_division(self._ddp, self._setup, self.clock, self._logged, self._transaction)
 
-    def _backward(
-        self, loss: BatchLoss, divisors: Sequence[Number], gathers: Sequence[GatherCall], *, is_last: bool
-    ) -> None:
-        value = self._scaled_loss(loss, divisors)
-        if gathers and all(each.value.is_leaf for _, _, each in self._loss.components(loss)):
-            value = depending_on(value, gathers)
-        if value.requires_grad:
-            with self._updates.suspended():
-                value.backward()
-        if not is_last:
-            # Ranks may have different numbers of micro-batches: only the first forward of a step shares buffers.
-            self._ddp.skip_backward()
-        elif self._updates.parts or not self._sync.is_sent:
-            # The loss is a constant, such as 0 if there is no pair of rows; or the wrappers of the optimizers were
-            # suspended, and backward has only accumulated.
-            self._ddp.backward_without_batch(others_run_backward=not self._updates.parts)
+    def _accumulate_loss(self, loss: BatchLoss, gathers: Sequence[GatherCall], share: Share, *, is_last: bool) -> None:
+        """Run the backward of a micro-batch's loss; the last one averages the gradients of the step."""
+        with self.clock.backward:
+            divisors = self._division.learn_divisors(loss, share)
+            if is_last:
+                self._division.attach_weight(share, self._sync)
+            value = self._scaled_loss(loss, divisors)
+            if gathers and all(each.value.is_leaf for _, _, each in self._loss.components(loss)):
+                value = depending_on(value, gathers)
+            if value.requires_grad:
+                self._run_backward(value)
+            if is_last and not self._sync.is_sent:
+                # No gradient came: the loss is a constant, such as 0 if there is no pair of rows.
+                self._ddp.average_accumulated(others_run_backward=self._backward_averages)
+
+    def _run_backward(self, value: Tensor) -> None:
+        value.backward()
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
         """Return what to call `backward` on, scaled."""
@@ -328,33 +315,3 @@ def _transaction_of(
     # When the verdict comes late, position and rates have moved on, and the next step has changed buffers. A bad step
     # ends the fit then, so that what it has logged is of no use.
     return StepTransaction(StepBuffers(ddp, depth=2), [state.position, *state.rates.values()])
-
-
-class _NoUpdates:
-    """In place of `Updates` where a step returns its loss: the step itself makes the one update."""
-
-    has_updated = False
-    parts: Mapping[str, Any] = {}
-    norms: Sequence[Mapping[str, Tensor]] = ()
-    received: Sequence[float] | None = None
-
-    def begin(self, share: Share, guard: FiniteGuard, transaction: StepTransaction, sync: Synchronization) -> None:
-        pass
-
-    def run(self, forward: Callable[[], Result], rows: int, *, is_last: bool) -> Result:
-        return forward()
-
-    def follow(self) -> None:
-        pass
-
-    def suspended(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def seconds_communicated(self) -> float:
-        return 0.0
-
-    def finish(self) -> Verdict:
-        return Verdict.TAKEN
-
-
-_NO_UPDATES = _NoUpdates()

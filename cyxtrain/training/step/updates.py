@@ -105,6 +105,7 @@ class Updates:
         self._multiplier = sync.scale
         self._signals = sync.signals or [0.0] * NUM_SIGNALS
         self.received = None
+        self._accumulating.clear()
         self.has_updated = False
         self._rows = 0
         self._is_last = True
@@ -127,7 +128,18 @@ class Updates:
             running.update = None
         if is_last:
             self._broadcast(_END)
+            self._check_averaged()
         return result
+
+    def _check_averaged(self) -> None:
+        """Refuse a step that has called `optimize` in a micro-batch, but not in its last one."""
+        if self._accumulating:
+            name = next(iter(self._accumulating))
+            raise ConfigError(
+                f"train_step {_called(name)} in a micro-batch of step {self._state.position.step + 1}, and not in the "
+                f"last one, in which the gradients of all {self._setup.num_micro_batches} are averaged: call it in "
+                "every micro-batch, or set accumulation_steps=1."
+            )
 
     def follow(self) -> None:
         """Take part in the updates of a step without a row on this rank."""
@@ -318,21 +330,22 @@ class Updates:
         self._own_loss = None if value is None else value.detach()
         has_weight = self._is_last and self._all_have_weight(weight)
         sync = self._sync_of(part)
-        ddp.forward_without_batch()
+        ddp.share_buffers_once()
         shown, factor = self._shown_and_factor(weight, has_weight=has_weight, averages=averages)
         trained = part.module.trained
         # An optimizer whose parameters are all frozen takes no part.
         if not trained:
             return shown
-        if value is not None and value.requires_grad:
+        if value is not None:
             scaled = times(value, factor)
-            sync.watch(scaled)
-            if self._multiplier != 1:
-                scaled = scaled * self._multiplier
-            scaled.backward(inputs=trained, retain_graph=retain_graph)
+            sync.watch(scaled.to(self._device))
+            if scaled.requires_grad:
+                if self._multiplier != 1:
+                    scaled = scaled * self._multiplier
+                scaled.backward(inputs=trained, retain_graph=retain_graph)
         if self._is_last:
             if not sync.is_sent:
-                ddp.backward_without_batch()
+                ddp.average_accumulated()
             self._take_signals(part, sync.received)
             if self._multiplier != 1:
                 multiply_gradients(trained, 1.0 / self._multiplier)

@@ -1,7 +1,7 @@
 """How much of the package a step enters: each file and class more is one that the next feature must know.
 
-The bounds are what there is and one or two more, as what ran before in a process may matter; they fall, and rise only by what
-a new capability needs.
+The bounds are what there is and one or two more, as what ran before in a process may matter; they fall, and rise only
+by what a new capability needs.
 """
 
 from __future__ import annotations

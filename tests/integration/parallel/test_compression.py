@@ -111,7 +111,7 @@ def test_unused_parameters_are_named_in_16_bits_and_among_thin_matrices():
         for allowed in (True, False):
             model = nn.ModuleDict({"used": nn.Linear(WIDE, WIDE), "unused": nn.Linear(WIDE, WIDE)}).double()
             ddp = cx.DistributedDataParallel(model, compression=compression, find_unused_parameters=allowed)
-            ddp.forward_without_batch()
+            ddp.share_buffers_once()
             loss = model["used"](torch.ones(2, WIDE, dtype=torch.float64)).sum()
             if allowed:
                 loss.backward()

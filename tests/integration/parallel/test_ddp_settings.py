@@ -240,8 +240,8 @@ def test_a_rank_without_samples_has_no_say_in_what_was_used():
         if cx.get_rank() == 0:
             loss_on(ddp, 0).backward()
         else:
-            ddp.forward_without_batch()
-            ddp.backward_without_batch()
+            ddp.share_buffers_once()
+            ddp.average_accumulated()
         alone = network()
         alone.load_state_dict(model.state_dict())
         loss_on(alone, 0).backward()
@@ -256,8 +256,8 @@ def test_a_parameter_that_no_rank_with_samples_used_is_named_on_every_rank_also_
     if cx.get_rank() == 0:
         backward = ddp(torch.ones(3, 2)).sum().backward
     else:
-        ddp.forward_without_batch()
-        backward = ddp.backward_without_batch
+        ddp.share_buffers_once()
+        backward = ddp.average_accumulated
     with pytest.raises(cx.DistributedTrainingError, match=r"idle\.weight"):
         backward()
     assert model["idle"].weight.grad is None
@@ -277,8 +277,8 @@ def test_ranks_that_all_average_without_a_backward_refuse_no_unused_parameter():
         with ddp.no_sync():
             ddp(torch.ones(3, 2)).sum().backward()
     else:
-        ddp.forward_without_batch()
-    ddp.backward_without_batch(others_run_backward=False)
+        ddp.share_buffers_once()
+    ddp.average_accumulated(others_run_backward=False)
     assert model["idle"].weight.grad is None
     assert model["used"].weight.grad.tolist() == [[1.5, 1.5]]
 
@@ -286,7 +286,7 @@ def test_ranks_that_all_average_without_a_backward_refuse_no_unused_parameter():
 @on_ranks(2)
 def test_a_rank_that_has_accumulated_refuses_what_the_backward_of_others_refuses():
     ddp = cx.DistributedDataParallel(network_with_an_idle_layer())
-    average = ddp.backward_without_batch
+    average = ddp.average_accumulated
     if cx.get_rank() == 0:
         with ddp.no_sync():
             ddp(torch.ones(3, 2)).sum().backward()
