@@ -142,7 +142,7 @@ class RowFeed(Feed):
         self.resume_from(config.effective_batch_size or self._batch_size * config.accumulation_steps * world.size)
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"drop_last leaves nothing: {counted(self._rows, 'row')}, and a step has "
+                f"drop_last leaves nothing: {counted(self._rows, 'sample')}, and a step has "
                 f"{self.effective_batch_size:,} over all ranks."
             )
 
@@ -253,7 +253,7 @@ class RowFeed(Feed):
             if not self._continues or end is None or done == end:
                 return
             if not sharding.steps:
-                raise ConfigError(f"pass {number + 1} through X has no rows for a step: there is nothing to train on.")
+                raise ConfigError(f"pass {number + 1} through X has no samples for a step: nothing to train on.")
             number += 1
             first = 0
 
@@ -342,7 +342,7 @@ class RowFeed(Feed):
             raise on_all_ranks(
                 ConfigError(
                     "the DataLoader's sampler gives a different order of this epoch than before the checkpoint in the "
-                    f"middle of it: some rows would repeat, and others be missing. It {drawn}; or resume from a "
+                    f"middle of it: some samples would repeat, and others be missing. It {drawn}; or resume from a "
                     "checkpoint between two epochs."
                 )
             )

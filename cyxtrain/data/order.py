@@ -92,7 +92,7 @@ class SeededOrder(Order):
         if self.lengths is not None:
             # A dataset whose set_epoch changes its length does not fit any more.
             if len(self.lengths) != self.size:
-                raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} rows.")
+                raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} samples.")
             indices = self._grouped(indices, self.lengths, epoch)
         order = EpochOrder(indices)
         self._cached = key, order
@@ -170,7 +170,7 @@ class SamplerOrder(Order):
             return EpochOrder(self._numbers(given))
         batches = [self._numbers(batch) for batch in given]
         if not all(map(len, batches)):
-            raise ConfigError(f"the DataLoader's {self._name} gave a batch without rows: each batch needs one.")
+            raise ConfigError(f"the DataLoader's {self._name} gave an empty batch: each batch needs a sample.")
         sizes = [len(batch) for batch in batches]
         return EpochOrder(np.concatenate(batches), np.cumsum(sizes, dtype=np.int64))
 
@@ -178,7 +178,7 @@ class SamplerOrder(Order):
         try:
             return np.array([operator.index(number) for number in given], dtype=np.int64)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the DataLoader's {self._name} must give row numbers: {error}") from error
+            raise ConfigError(f"the DataLoader's {self._name} must give sample numbers: {error}") from error
 
     @override
     def to_evaluate(self) -> EpochOrder:
@@ -228,7 +228,7 @@ def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
         asked = _first_length
     if callable(asked):
         if dataset is None:
-            raise ConfigError("X is arrays: give the length of each row, such as group_by_length=mask.sum(1).")
+            raise ConfigError("X is arrays: give the length of each sample, such as group_by_length=mask.sum(1).")
         with generators_kept():
             asked = [asked(dataset[row]) for row in range(size)]
     if isinstance(asked, Tensor):
@@ -236,8 +236,8 @@ def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
     found = np.asarray(asked)
     if found.shape != (size,) or found.dtype.kind not in "iuf":
         raise ConfigError(
-            f"group_by_length has the shape {list(found.shape)} and the type {found.dtype}, and X has {size:,} rows: "
-            "give True, a function of a sample that returns its length, or one number for each row."
+            f"group_by_length has the shape {list(found.shape)} and the type {found.dtype}, and X has {size:,} "
+            "samples: give True, a function of a sample that returns its length, or one number for each sample."
         )
     return found.astype(np.int64)
 

@@ -214,7 +214,7 @@ class Loss:
     def _weigh_rows(self) -> None:
         require(
             self.function is not None,
-            "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
+            "sample_weight and class_weight weigh the loss of each sample, and this model computes its own: pass the "
             "weights to the model, as part of X.",
         )
         self._per_row = self.function
@@ -484,7 +484,7 @@ def _remedy_for_broadcast(output: Tensor, target: Tensor, column: str) -> str:
         change = "numpy.asarray(y).reshape(-1) as y, or return output.unsqueeze(-1) from the model"
     else:
         return ""
-    return f"the loss would compare every row with every other. Give {change}."
+    return f"the loss would compare every sample with every other. Give {change}."
 
 
 def _check_one_per_row(result: Any, rows: int) -> None:
@@ -492,8 +492,8 @@ def _check_one_per_row(result: Any, rows: int) -> None:
         return
     found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise ConfigError(
-        "sample_weight and class_weight weigh the loss of each row: loss_fn must return one per row, "
-        f"shape ({rows},) for {rows} rows, not their mean; it returned {found}."
+        "sample_weight and class_weight weigh the loss of each sample: loss_fn must return one per sample, "
+        f"shape ({rows},) for {rows} samples, not their mean; it returned {found}."
     )
 
 

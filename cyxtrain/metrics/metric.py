@@ -102,8 +102,8 @@ class MeanMetric(Metric):
         else:
             returned = f"{type(result).__name__} {brief(result)}"
         raise ConfigError(
-            f"the metric {self.name} must return a number per row, or their mean, or (sum, weight); for {rows} "
-            f"rows it returned {returned}."
+            f"the metric {self.name} must return a number per sample, or their mean, or (sum, weight); for {rows} "
+            f"samples it returned {returned}."
         )
 
     @override

@@ -339,7 +339,7 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
         metric_class = getattr(classification, f"Multiclass{kind}")
         settings |= {"num_classes": task.num_classes, "ignore_index": task.loss.ignored}
     if metric_class is None:
-        raise ConfigError(f"the metric {base!r} is for one class per row, and the targets are several labels.")
+        raise ConfigError(f"the metric {base!r} is for one class per sample, and the targets are several labels.")
     if base in _RANKED:
         metric_class = _computing(metric_class, functools.partial(_mean_of_ranked, average=average))
         settings["average"] = "none"

@@ -92,8 +92,8 @@ def weighting_of(value: Any) -> Weighting:
             weight = float(value[1])
     if not weight >= 0:
         raise ConfigError(
-            f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of rows or tokens, "
-            "and a number of at least 0. Return the sum of the terms that count, and their number."
+            f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of samples or "
+            "tokens, and a number of at least 0. Return the sum of the terms that count, and their number."
         )
     return Weighting.WEIGHTS
 

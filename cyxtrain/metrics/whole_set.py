@@ -100,7 +100,7 @@ class WholeSet:
                 raise
             except _MISTAKES as error:
                 raise ConfigError(
-                    f"the metric {name} failed when it was tried on a few rows: {type(error).__name__}: {error}"
+                    f"the metric {name} failed when it was tried on a few samples: {type(error).__name__}: {error}"
                 ) from error
             except Exception:
                 return [name]
@@ -158,7 +158,7 @@ def _check_rows(name: str, parts: Iterable[Any], rows: int) -> None:
                 continue
             what = f"a tensor of shape {list(part.shape)}"
         raise ConfigError(
-            f"the metric {name} needs outputs with one row per input row; for {rows} rows, {what} is among them. Pass "
+            f"the metric {name} needs outputs with one row per sample; for {rows} samples, {what} is among them. Pass "
             "preprocess=..., a function of (output, target) that returns what the metric needs."
         )
 

@@ -19,6 +19,7 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.slices import Slices
+from cyxtrain.errors import shortened
 
 
 @dataclass
@@ -70,8 +71,8 @@ class Share(ABC):
         """Return the rows of a micro-batch, before they are placed on the device."""
 
     @abstractmethod
-    def names(self, rows: Sequence[int]) -> list[str]:
-        """Return how users know some rows of this share, counted from 0 over its micro-batches."""
+    def describe(self, rows: Sequence[int]) -> str:
+        """Describe some rows of this share, counted from 0 over its micro-batches, as users know them."""
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(len(self)):
@@ -150,9 +151,9 @@ class RowShare(Share):
         return rows
 
     @override
-    def names(self, rows: Sequence[int]) -> list[str]:
+    def describe(self, rows: Sequence[int]) -> str:
         indices = np.concatenate(self._pieces)
-        return [str(indices[row]) for row in rows]
+        return _numbered([int(indices[row]) for row in rows])
 
 
 class StreamShare(Share):
@@ -187,8 +188,14 @@ class StreamShare(Share):
         return self._get()[0][index]
 
     @override
-    def names(self, rows: Sequence[int]) -> list[str]:
-        return [f"{row} of the rank's in this step" for row in rows]
+    def describe(self, rows: Sequence[int]) -> str:
+        # A stream numbers no samples.
+        return f"{_numbered(rows)} of this rank's part of the step"
+
+
+def _numbered(samples: Sequence[int]) -> str:
+    word = "sample" if len(samples) == 1 else "samples"
+    return f"{word} {shortened(map(str, samples))}"
 
 
 def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, prefetches: bool = True) -> Iterator[Batch]:

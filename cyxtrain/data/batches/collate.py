@@ -49,7 +49,7 @@ def as_batch(given: Any) -> Rows:
     except ConfigError as error:
         hint = ""
         if "single number" in str(error):
-            hint = " (X must give batches; one that gives rows is an IterableDataset.)"
+            hint = " (X must give batches; one that gives samples is an IterableDataset.)"
         raise ConfigError(f"in a batch of the data, {error}{hint}{_WAYS}") from error
     return rows
 
@@ -154,8 +154,8 @@ def check_weights(weights: Any) -> None:
     else:
         return
     raise ConfigError(
-        f"the third part of a batch is the weight of each row (sample_weight), and this one has {what}: give weights "
-        "as floats of shape (n,); if it is something else, such as ids or noise, nest it, as in "
+        f"the third part of a batch is the weight of each sample (sample_weight), and this one has {what}: give "
+        "weights as floats of shape (n,); if it is something else, such as ids or noise, nest it, as in "
         f"((x, noise), y).{_OWN}"
     )
 

@@ -57,10 +57,10 @@ class Rows(NamedTuple):
                 continue
             hint = ""
             if isinstance(self.inputs, list):
-                hint = " (A list of arrays is several inputs; give rows as DataLoader(rows).)"
+                hint = " (A list of arrays is several inputs; give samples as DataLoader(samples).)"
             raise ConfigError(
-                f"{named[0][0]} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
-                f"own.{hint}"
+                f"{named[0][0]} and {name} have different lengths: {count} and {len(tensor)} samples. Each sample "
+                f"needs its own.{hint}"
             )
 
 
@@ -85,7 +85,7 @@ def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
     """Return a user's arrays as rows; lengths are not checked. Raises ConfigError if they are not arrays."""
     own = _as_tree(inputs, "X")
     if own is None:
-        raise ConfigError("X has no rows: it is None, or all of its parts are.")
+        raise ConfigError("X has no samples: it is None, or all of its parts are.")
     return Rows(own, _as_tree(targets, "y"), _as_weights(weights))
 
 
@@ -114,7 +114,7 @@ def _check_names(values: Mapping[Any, Any], name: str) -> None:
     if unnamed:
         raise ConfigError(f"{name} is a dictionary whose keys must be strings, got {unnamed[0]!r}.")
     if not values:
-        raise ConfigError(f"{name} has no rows: it is an empty dictionary.")
+        raise ConfigError(f"{name} has no samples: it is an empty dictionary.")
 
 
 def _are_none(parts: Iterable[Any]) -> bool:
@@ -151,9 +151,9 @@ def _as_weights(weights: Any) -> Tensor | None:
     if not found.is_floating_point() and not found.is_complex():
         found = found.to(torch.float64)
     if found.dim() != 1 or found.is_complex():
-        raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
+        raise ConfigError(f"sample_weight must be one number per sample, shape (n,); it has shape {list(found.shape)}.")
     if bool((found < 0).any()):
-        raise ConfigError("sample_weight must not be negative: a row that does not count has weight 0.")
+        raise ConfigError("sample_weight must not be negative: a sample that does not count has weight 0.")
     return found
 
 
@@ -171,7 +171,7 @@ def _as_tensor(values: Any, name: str) -> Tensor:
         array = _as_array(values, name)
         tensor = _from_numpy(array)
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into rows: give {name}.to_dense().")
+        raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into samples: give {name}.to_dense().")
     if tensor.dim() == 0:
         raise ConfigError(f"{name} is a single number; it must be an array with a row per sample.")
     return tensor
@@ -261,7 +261,7 @@ def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | Non
     """Return rows, with their weights multiplied by their classes' weights; the class `ignored` needs none."""
     targets = rows.targets
     if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
-        raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")
+        raise ConfigError("class_weight needs one class number per sample in y; for other targets, give sample_weight.")
     for value in weights.values():
         if not is_number(value) or not 0 <= value < math.inf:
             raise ConfigError(f"class_weight must hold numbers of at least 0, got {value!r}.")

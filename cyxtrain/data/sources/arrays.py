@@ -58,7 +58,7 @@ class ArraySource(Source):
         self._columns = dict(zip(NAMES, map(columns_of, (inputs, targets, weights)), strict=True))
         self.example = as_rows(inputs, targets, weights)
         if len(self) == 0:
-            raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
+            raise ConfigError("X has no samples: there is nothing to train on or to evaluate.")
         self.example.check_lengths()
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class ArraySource(Source):
 
     @override
     def describe(self) -> str:
-        return counted(len(self), "row")
+        return counted(len(self), "sample")
 
     def gather(self, indices: Indices, *, pinned: bool = False) -> Rows:
         """Return rows by number, in that order; with `pinned`, as `rows.gather`."""
@@ -182,7 +182,7 @@ class ArraySource(Source):
 
     @override
     def not_finite(self, part: int, parts: int) -> tuple[str, int, list[str]]:
-        """Return the first place in X, otherwise in y, such as "row 7 of X holds nan"; the number of rows; columns."""
+        """Return the first place in X or y, such as "sample 7 of X holds nan"; the number of samples; columns."""
         first = len(self) * part // parts
         end = len(self) * (part + 1) // parts
         place = ""
@@ -216,4 +216,4 @@ class ArraySource(Source):
         number = self._first_row + start + row
         if self._rows is not None:
             number = int(self._rows[start + row])
-        return f"row {number} of {name} holds {bad}"
+        return f"sample {number} of {name} holds {bad}"

@@ -51,7 +51,7 @@ class DatasetSource(Source):
                 self.batch_size = batches.batch_size
                 self.drop_last = batches.drop_last
         if len(self._order) == 0:
-            raise ConfigError(f"the {type(dataset).__name__} has no rows: there is nothing to train on or to evaluate.")
+            raise ConfigError(f"the {type(dataset).__name__} has no samples: nothing to train on or to evaluate.")
         self._to_train = RowLoader(dataset, loader, config.seed)
         self._to_evaluate = RowLoader(dataset, loader, config.seed)  # with its own workers
         self._try(config.batch_size)
@@ -107,7 +107,7 @@ class DatasetSource(Source):
         if self._order.in_batches:
             rows = len(self._order.to_evaluate().indices)
         kind = "a list" if isinstance(self._dataset, list) else type(self._dataset).__name__
-        return f"{counted(rows, 'row')} of {kind}"
+        return f"{counted(rows, 'sample')} of {kind}"
 
     @override
     def explain(self, world: World) -> str:
@@ -155,7 +155,7 @@ class DatasetSource(Source):
     def group_by_length(self, asked: Any) -> None:
         if not isinstance(self._order, SeededOrder):
             raise ConfigError(
-                f"group_by_length orders the rows, and they come {self._order.describe()}: leave the sampler out."
+                f"group_by_length orders the samples, and they come {self._order.describe()}: leave the sampler out."
             )
         self._order.lengths = lengths_of(asked, len(self._order), self._dataset)
 
@@ -191,9 +191,9 @@ def _with_length(rows: Rows, requested: int) -> Rows:
     """Return rows; raise ConfigError unless as many as requested: gradients are divided by that number."""
     if num_rows(rows.inputs) != requested:
         raise ConfigError(
-            f"the DataLoader's collate_fn turned {counted(requested, 'row')} into {num_rows(rows.inputs)}, and each "
-            "rank must know how many rows the others have. To leave rows out, use a sampler that does; for batches of "
-            "any size, use an IterableDataset or a generator."
+            f"the DataLoader's collate_fn turned {counted(requested, 'sample')} into {num_rows(rows.inputs)}, and each "
+            "rank must know how many samples the others have. To leave some out, use a sampler that does; for batches "
+            "of any size, use an IterableDataset or a generator."
         )
     return rows
 
@@ -203,7 +203,7 @@ def _size(dataset: Any) -> int:
         return len(dataset)
     except TypeError as error:
         raise ConfigError(
-            f"{type(dataset).__name__} has no length, and rows are divided among the ranks by number: give it a "
+            f"{type(dataset).__name__} has no length, and samples are divided among the ranks by number: give it a "
             "__len__, or make it an IterableDataset."
         ) from error
 

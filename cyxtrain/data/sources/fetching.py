@@ -88,7 +88,7 @@ class _SeededBatches(Dataset[Any]):
             set_epoch_of(self._dataset, request.epoch)
         items = self._items(request)
         indices = [index for index, _ in request.rows]
-        with _naming("putting together rows", indices):
+        with _naming("collating samples", indices):
             if self._collate is default_collate:  # it draws nothing
                 return default_collate(items)
             with generators_kept():
@@ -114,12 +114,12 @@ class _SeededBatches(Dataset[Any]):
     def _fetch(self, indices: list[int]) -> list[Any]:
         several = getattr(self._dataset, "__getitems__", None)  # as PyTorch looks for it
         if callable(several):
-            with _naming("rows", indices):
+            with _naming("loading samples", indices):
                 return list(several(indices))
         return [self._row(index) for index in indices]
 
     def _row(self, index: int) -> Any:
-        with _naming("row", index):
+        with _naming("loading sample", index):
             return self._dataset[index]
 
 
@@ -130,7 +130,7 @@ def _naming(what: str, rows: Any) -> Iterator[None]:
         yield
     except Exception as error:
         if sys.version_info >= (3, 11):
-            error.add_note(f"That was {what} {rows} of the data set.")
+            error.add_note(f"This happened while {what} {rows} of the dataset.")
         raise
 
 

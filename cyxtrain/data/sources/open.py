@@ -78,7 +78,7 @@ def _check_alone(inputs: Any, targets: Any, weights: Any) -> None:
     """Raise ConfigError if targets or weights are given apart from data that include them."""
     name = type(inputs).__name__
     if callable(getattr(inputs, "toarray", None)):  # SciPy's sparse matrices, which NumPy takes for single objects
-        raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
+        raise ConfigError(f"X is a {name}, which cannot be divided into samples: give X.toarray().")
     for what, given in (("y", targets), ("sample_weight", weights)):
         if given is not None:
             raise ConfigError(
@@ -91,7 +91,7 @@ def _open_arrays(inputs: Any, targets: Any, weights: Any, *, is_divided: bool) -
     """Return arrays as rows; `is_divided`: the fit has sharded_data=True."""
     if targets is None and _are_pairs(inputs):
         raise ConfigError(
-            "X is a list of (x, y) pairs, one per row: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
+            "X is a list of (x, y) pairs, one per sample: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
             "or X and y separately: X, y = map(numpy.stack, zip(*pairs))."
         )
     if is_divided:
@@ -169,7 +169,7 @@ def _stream_of(
     note = ""
     if needs_split(loader):
         vars(loader)["dataset"] = SplitOverWorkers(dataset)  # the copy's: PyTorch refuses to set it
-        note = f", each row by one of {loader.num_workers} workers"
+        note = f", each sample by one of {loader.num_workers} workers"
     batches: Any = loader.batch_sampler
     parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
     return StreamSource(

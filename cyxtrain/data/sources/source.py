@@ -101,8 +101,8 @@ class Source(ABC):
     def group_by_length(self, asked: Any) -> None:
         """Train on rows of similar length in each step; `asked`: True, lengths, or a function of a sample."""
         raise ConfigError(
-            "group_by_length orders rows by number, and X gives batches one after the other: give a Dataset or arrays, "
-            "or let X make such batches."
+            "group_by_length orders samples by number, and X gives batches one after the other: give a Dataset or "
+            "arrays, or let X make such batches."
         )
 
     def shortened(self: _Source, batches: int, batch_size: int) -> _Source:

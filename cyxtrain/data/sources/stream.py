@@ -194,7 +194,7 @@ class StreamSource(Source):
     def _warn_of_own_batches(self) -> None:
         warn(
             f"the first batch of the {self._what} differs between ranks, so each rank trains on all of its own. "
-            "Set sharded_data=True if that is right; if all ranks have the same rows, give them in the same order, "
+            "Set sharded_data=True if that is right; if all ranks have the same samples, give them in the same order, "
             "drawn from the generators of torch, NumPy or Python."
         )
 
@@ -291,11 +291,11 @@ class StreamFeed(Feed):
         if config.effective_batch_size is not None:
             raise ConfigError(
                 "effective_batch_size is set, and X gives batches one after the other: leave it out. For an "
-                "IterableDataset, batch_size sets the rows of a batch per rank."
+                "IterableDataset, batch_size sets the samples of a batch per rank."
             )
         if config.drop_last:
             raise ConfigError(
-                "drop_last is set, and the number of rows of X is unknown: let X leave out its last batch, as "
+                "drop_last is set, and the number of samples of X is unknown: let X leave out its last batch, as "
                 "DataLoader(dataset, batch_size=64, drop_last=True) does."
             )
 

@@ -25,8 +25,8 @@ def validation_rows(num_rows: int, fraction: float) -> int:
     first = math.floor(num_rows * (1 - Fraction(str(float(fraction)))))
     if not 0 < first < num_rows:
         raise ConfigError(
-            f"validation_split={fraction} of {num_rows} rows leaves {first} for training and {num_rows - first} for "
-            "validation; both need at least one. Give more rows or another fraction."
+            f"validation_split={fraction} of {num_rows} samples leaves {first} for training and {num_rows - first} for "
+            "validation; both need at least one. Give more samples or another fraction."
         )
     return first
 
@@ -38,7 +38,7 @@ def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
     single = [str(name) for name in names[sizes < 2]]
     if single:
         raise ConfigError(
-            f"validation_stratify=True needs two rows of each class, and these have one: {shortened(single)}. Leave "
+            f"validation_stratify=True needs two samples of each class, and these have one: {shortened(single)}. Leave "
             "the classes out, or validation_stratify."
         )
     # The largest remainders are rounded up, so that `count` rows are held out in all.
@@ -66,7 +66,7 @@ def _class_numbers(targets: Any) -> np.ndarray[Any, Any]:
                 return classes
     raise ConfigError(
         f"validation_stratify=True holds out the same share of each class, and y is {what}: give one class number "
-        "per row, or leave validation_stratify out."
+        "per sample, or leave validation_stratify out."
     )
 
 
@@ -77,8 +77,8 @@ def grouped_rows(groups: Any, num_rows: int, count: int, seed: int) -> _Chosen:
     found = np.asarray(groups)
     if found.shape != (num_rows,):
         raise ConfigError(
-            f"validation_groups has the shape {list(found.shape)}, and X has {counted(num_rows, 'row')}: give one "
-            "entry for each row."
+            f"validation_groups has the shape {list(found.shape)}, and X has {counted(num_rows, 'sample')}: give one "
+            "entry for each sample."
         )
     known: dict[Any, int] = {}
     numbers = np.array([known.setdefault(each, len(known)) for each in found.tolist()])

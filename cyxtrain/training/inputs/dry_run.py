@@ -282,7 +282,7 @@ class DryRun:
             raise ConfigError(
                 "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
                 "operations, without detach(), item() or argmax(). If the first batch has nothing to compare, such "
-                "as no pair of rows, return output.sum() * 0."
+                "as no pair of samples, return output.sum() * 0."
             )
         trained = trained_by(self._model, self._loss)
         _warn_of_others(value, trained)
@@ -348,7 +348,7 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
         remedy = remedy_for_devices(error) or _remedy_for_dtype(error, inputs)
         if _ONE_VALUE in str(error):
             remedy = (
-                f". Give each of {counted(world.size, 'rank')} at least two rows at once: set a larger batch_size; "
+                f". Give each of {counted(world.size, 'rank')} at least two samples at once: set a larger batch_size; "
                 "or use nn.GroupNorm instead."
             )
         raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error

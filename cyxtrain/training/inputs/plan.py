@@ -464,10 +464,10 @@ def _warn_of_not_finite(name: str, parts: Sequence[tuple[str, int, list[str]]]) 
         where = f"{name.replace('validation', 'validation data')}: {where}"
         consequence = "val_loss may become NaN, and then no epoch is the best one."
     if count > 1:
-        where += f", the first of {count:,} such rows"
+        where += f", the first of {count:,} such samples"
     if columns:
         where += f" (column {shortened(columns)})"
-    warn_together(f"{where}. {consequence} Fill or drop such rows first.")
+    warn_together(f"{where}. {consequence} Fill or drop such samples first.")
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class WeightCheck:
         kind = "which is not a whole number"
         if all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts):
             found = find_rule([self._together, *self._single], [round(count) for count in counts])
-            kind = "which is not the number of labels or rows"
+            kind = "which is not the number of labels or samples"
         rule = found or usual_rule(self._together)
         self._loss.use_num_items(rule)
         if found is not None or self._tolerance > _TOLERANCE:
@@ -145,7 +145,7 @@ class WeightCheck:
         if not min(abs(total - mean) for mean in means) <= size < abs(total - added):
             return ""
         return (
-            f"{_described(name)} of {len(single)} rows is ({total:.6g}, {weight:g}), and the sum of their losses "
+            f"{_described(name)} of {len(single)} samples is ({total:.6g}, {weight:g}), and the sum of their losses "
             f"one by one is {added:.6g}: it is (mean, weight) where fit expects (sum, weight), so fit divides "
             "it by its weight once more: the loss in the history and the steps are too small. Return the sum: "
             "(loss * n, n) for a mean over n, or (loss.sum(), n)."
@@ -167,9 +167,9 @@ class WeightCheck:
         again = self._loss(self._call.without_graph(self._model, self._together), self._together)
         if abs(value - float(_by_name(again)[name].mean)) > size:
             return ""
-        kind = "not a mean over rows"
+        kind = "not a mean over samples"
         if abs(value - mean * rows) <= size * rows:
-            kind = "the sum over rows"
+            kind = "the sum over samples"
         remedy = "from loss_fn"
         if self._loss.function is None:
             remedy = 'in place of the loss (or as {"loss": (sum, weight)})'
@@ -177,10 +177,10 @@ class WeightCheck:
                 remedy += f", let forward divide the sum by an argument {ARGUMENT}"
                 remedy += ", or give a loss_fn that does it from the outputs"
         return (
-            f"{_described(name)} of {rows} rows is {value:.6g}, and the mean of their losses one by one is "
-            f"{mean:.6g}: it is {kind}, such as one over tokens. It is weighted by rows, so the result depends on "
+            f"{_described(name)} of {rows} samples is {value:.6g}, and the mean of their losses one by one is "
+            f"{mean:.6g}: it is {kind}, such as one over tokens. It is weighted by samples, so the result depends on "
             "the number of ranks and on accumulation_steps, and evaluate depends on its batch size. Return (sum, "
-            f"weight) {remedy}; for a loss that compares rows with each other, see cx.all_gather_with_grad."
+            f"weight) {remedy}; for a loss that compares samples with each other, see cx.all_gather_with_grad."
         )
 
 

@@ -189,10 +189,10 @@ class TrainerSteps:
                 dictionaries; any other form that a DataLoader over a Dataset gives. On the device.
 
         Returns:
-            A dictionary with "loss" (the mean over this rank's rows, or (sum, weight)), "output" (of the model, which
-            metrics compare with y) and numbers for the history, such as "accuracy": a number, True or False, a tensor
-            of no dimensions, (sum, weight), or None if this batch has none. A step of your own may return the loss
-            alone.
+            A dictionary with "loss" (the mean over this rank's samples, or (sum, weight)), "output" (of the model,
+            which metrics compare with y) and numbers for the history, such as "accuracy": a number, True or False, a
+            tensor of no dimensions, (sum, weight), or None if this batch has none. A step of your own may return the
+            loss alone.
         """
         return self._built_in(TRAIN)(batch)
 
@@ -455,7 +455,7 @@ def checked_loss(loss: Any) -> tuple[Tensor, Any]:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ConfigError(
             f"optimize was called with {_described(loss)}: give a tensor with one number, the mean over this rank's "
-            "rows; (sum, weight); or a function that returns one of them."
+            "samples; (sum, weight); or a function that returns one of them."
         )
     return value.reshape(()), weight
 
@@ -474,8 +474,8 @@ def what_needs_all_rows(calls: int, loss: Any) -> str:
 def accumulation_excludes(what: str) -> str:
     """Return the error for a step with several micro-batches; `what` needs all rows at once."""
     return (
-        f"a step has several micro-batches, and the train_step has {what}, which needs all rows of its step at once: "
-        "set accumulation_steps=1, with a smaller batch_size if memory is short."
+        f"a step has several micro-batches, and the train_step has {what}, which needs all samples of its step at "
+        "once: set accumulation_steps=1, with a smaller batch_size if memory is short."
     )
 
 
