@@ -1,4 +1,4 @@
-"""The order of a dataset's rows in each epoch: our own, or a DataLoader's sampler's; the same on every rank."""
+"""The order of a dataset's samples in each epoch: our own, or a DataLoader's sampler's; the same on every rank."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SORTED_PARTS = 5
 
 
 class EpochOrder(NamedTuple):
-    """The row numbers of an epoch, of all ranks, and the ends of batches that are made in advance."""
+    """The sample numbers of an epoch, of all ranks, and the ends of batches that are made in advance."""
 
     indices: Indices
     ends: Indices | None = None
 
     def rows(self, places: range) -> Indices:
-        """Return the row numbers at places, a view."""
+        """Return the sample numbers at places, a view."""
         return self.indices[places.start : places.stop : places.step]
 
     @property
@@ -53,7 +53,7 @@ class Order(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of rows in an epoch; of batches, if they are made in advance."""
+        """Return the number of samples in an epoch; of batches, if they are made in advance."""
 
     @abstractmethod
     def of(self, epoch: int) -> EpochOrder:
@@ -71,7 +71,7 @@ class Order(ABC):
 class SeededOrder(Order):
     """Our own order: the rows as they are, or shuffled by (seed, epoch); then perhaps sorted by length."""
 
-    lengths: Indices | None = None  # of the rows, if a step has rows of similar length
+    lengths: Indices | None = None  # of the rows, if a step has samples of similar length
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self.size = size
@@ -209,7 +209,7 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
 
 
 def _shuffle_of(sampler: Any, size: int) -> bool | None:
-    """Return whether a sampler of all rows shuffles them; None for other samplers."""
+    """Return whether a sampler of all samples shuffles them; None for other samplers."""
     kind = type(sampler)
     if kind is TorchSampler and len(sampler.dataset) == size:
         return bool(sampler.shuffle)
@@ -223,7 +223,7 @@ def _shuffle_of(sampler: Any, size: int) -> bool | None:
 
 
 def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
-    """Return the length of each row: as given, by a function of a sample, or of its first part (True)."""
+    """Return the length of each sample: as given, by a function of a sample, or of its first part (True)."""
     if asked is True:
         asked = _first_length
     if callable(asked):

@@ -137,7 +137,7 @@ def _is_same_numpy_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def row_seeds(seed: int, epoch: int, places: range) -> list[int]:
-    """Return a seed for each row of an epoch, by its place in the order of the epoch alone."""
+    """Return a seed for each sample of an epoch, by its place in the order of the epoch alone."""
     first = int.from_bytes(_digest(seed, epoch), "little")
     with np.errstate(over="ignore"):
         keys = np.uint64(first) + np.array(places, dtype=np.uint64) * np.uint64(_MIX[0])

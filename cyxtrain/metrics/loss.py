@@ -87,7 +87,7 @@ class Loss:
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self.weighting = Weighting.NOTHING if self._reduction == "sum" else Weighting.SAMPLES
         self._summing: nn.Module | None = None  # the same function, which adds up its terms
-        self._per_row: Any = None  # the same function, which returns a loss per row; of rows with weights
+        self._per_row: Any = None  # the same function, which returns a loss per sample; of rows with weights
         self.ignored: int | None = None  # the class number that does not count, if the data has it
         self.accuracy: Accuracy | None = None  # as the dry run found it; None if targets are not classes
         self._name_parts()
@@ -165,7 +165,7 @@ class Loss:
         return float(loss.mean_or_zero.detach())
 
     def without_rows(self) -> BatchLoss:
-        """Return the loss of no rows."""
+        """Return the loss of no samples."""
         zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
         return replace(zero, parts=dict.fromkeys(self.shown, zero))
 
@@ -193,7 +193,7 @@ class Loss:
     def inspect(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
         """Set the weighting by the targets, of the same kind on every rank.
 
-        Unless these `are_all`, other rows may have a class number that does not count.
+        Unless these `are_all`, other samples may have a class number that does not count.
         """
         if self.used is not None:
             if self.used.function is not None:
@@ -236,7 +236,7 @@ class Loss:
             self._summing.reduction = "sum"
 
     def first(self, output: Any, batch: Batch) -> BatchLoss:
-        """Return the loss of the first batch, without the weights of its rows; find out its form and weighting."""
+        """Return the loss of the first batch, without the weights of its samples; find out its form and weighting."""
         batch = replace(batch, weights=None)
         if self.by_output:
             found = self._of_several(output, batch, is_first=True)
@@ -251,7 +251,7 @@ class Loss:
         return found
 
     def _inspect_result(self, result: Any, rows: int) -> None:
-        """Set the weighting by what the user's function returned for some rows."""
+        """Set the weighting by what the user's function returned for some samples."""
         if self._per_row is not None and not self.is_known:
             _check_one_per_row(result, rows)
         is_pair = isinstance(result, tuple) and len(result) == 2
@@ -315,7 +315,7 @@ class Loss:
                 each.check_shapes(*self.of_output(name, output, target), column)
         if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
-        if output.shape == target.shape or output.numel() == target.numel() == 1:  # one row, whatever its shape
+        if output.shape == target.shape or output.numel() == target.numel() == 1:  # one sample, whatever its shape
             return
         self._check_classes_first(output, target)
         remedy = _remedy_for_broadcast(output, target, column)

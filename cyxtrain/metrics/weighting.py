@@ -45,7 +45,7 @@ class BatchLoss:
     value: Tensor  # what the loss function returned, 0-dim; with a graph while training
     sum_factor: Tensor | float  # `value` times this is the sum of the terms
     weight: Tensor | float  # what that sum is divided by; a tensor if it depends on the data
-    # other losses of the same rows by name: the terms of `value`, and numbers that are only reported
+    # other losses of the same samples by name: the terms of `value`, and numbers that are only reported
     parts: Mapping[str, BatchLoss] = field(default_factory=dict)
 
     @property
@@ -99,7 +99,7 @@ def weighting_of(value: Any) -> Weighting:
 
 
 def batch_loss_of(value: Any, rows: int) -> BatchLoss:
-    """Return the loss that a function or a model returned: (sum, weight), a mean over rows, or one per row."""
+    """Return the loss that a function or a model returned: (sum, weight), a mean over samples, or one per sample."""
     if isinstance(value, tuple):
         total, weight = value
         weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)

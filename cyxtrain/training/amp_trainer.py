@@ -286,15 +286,15 @@ class DistributedAMPTrainer:
             problem = dry_run.problem_of_weights(rows)
             if problem:
                 warn_together(problem)
-        # In 16 bits the gradients of a mean over rows have their usual size, and gradients of a sum overflow early. All
-        # ranks and calls use the same number, so that gradients can be added.
+        # In 16 bits the gradients of a mean over samples have their usual size, and gradients of a sum overflow early.
+        # All ranks and calls use the same number, so that gradients can be added.
         first_rows = self._agree_on_first_batch(num_rows(rows.inputs))
         self._share.global_rows = max(first_rows, 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call, num_micro_batches=None)
         return Session(self._state, setup, self._ddp, LoggedNumbers(), is_fit=False).begin_epoch()
 
     def _agree_on_first_batch(self, rows: int) -> int:
-        """Return how many rows rank 0 has in its first batch; count items as any rank does."""
+        """Return how many samples rank 0 has in its first batch; count items as any rank does."""
         rule = ""
         if self._loss.items is not None and self._loss.uses_num_items:
             rule = self._loss.items.name
@@ -312,7 +312,7 @@ class DistributedAMPTrainer:
 
 
 class _CurrentStep(StreamShare):
-    """The micro-batches of one step so far, on the device, one per call that had rows, and their results."""
+    """The micro-batches of one step so far, on the device, one per call that had samples, and their results."""
 
     def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
         self.micro_batches: list[Rows] = []

@@ -243,7 +243,7 @@ class TrainingState(_Fields):
             self.complete_fits = max(0, self.position.fits - 1)
 
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
-        """Count a step of so many rows over all ranks; `read`: as for `Position.have_read`."""
+        """Count a step of so many samples over all ranks; `read`: as for `Position.have_read`."""
         position = self.position
         position.step += 1
         position.samples += rows
@@ -339,7 +339,7 @@ class TrainingState(_Fields):
         try:
             encode_tree(found, "the sampler's state_dict", {})
         except CheckpointError as error:
-            warn(f"{error} The checkpoint does not have it: a fit that resumes may see other rows.")
+            warn(f"{error} The checkpoint does not have it: a fit that resumes may see other samples.")
             return {}
         return found
 

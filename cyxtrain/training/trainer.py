@@ -80,7 +80,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             returns; 1 for others. A number if loss_fn is one loss.
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
             "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
-            sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
+            sample or their mean, torchmetrics objects, and `cyxtrain.metrics.WholeSet` for functions of all samples; or
             several by name, or lists of them by output name. Accuracy is measured if targets are class indices;
             "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
@@ -329,7 +329,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _agreed_plan(
         self, world: World, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
     ) -> FitPlan:
-        """Return the plan of a fit; `has_all_rows`: whether it will train on no other rows. All ranks call it."""
+        """Return the plan of a fit; `has_all_rows`: whether it will train on no other samples. All ranks call it."""
         parsed, sources = open_fit(world, lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
         sources[0].is_whole &= has_all_rows
         plan, facts_by_rank = agree_on(world, lambda: self._plan(world, parsed, sources))
@@ -434,7 +434,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.
             callbacks: As in `evaluate`.
-            steps: As in `evaluate`: the rows of the first batches are returned.
+            steps: As in `evaluate`: the outputs of the first batches are returned.
             verbose: As in `evaluate`.
 
         Returns:

@@ -108,7 +108,7 @@ def _parts_by_name(given: Any) -> Mapping[Any, Any] | None:
         return parts
     names: tuple[str, ...] = getattr(given, "_fields", ())
     if len(names) <= 3 and (len(names) < 2 or names[1] in TARGET_NAMES):
-        return None  # x, y and the weights of rows, in this order
+        return None  # x, y and the weights of samples, in this order
     if not {*TARGET_NAMES} & {*names}:
         return None
     return dict(zip(names, given, strict=True))
@@ -130,7 +130,7 @@ def _named(given: Any) -> tuple[Any, Any, Any] | None:
 
 
 def _numbered(given: Any) -> tuple[Any, ...]:
-    """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of rows."""
+    """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of samples."""
     if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):
         return (given,)
     parts = [*given[:2], *(part for part in given[2:] if not _is_string(part))]

@@ -49,7 +49,7 @@ class Rows(NamedTuple):
         return found
 
     def check_lengths(self) -> None:
-        """Raise ConfigError if parts have different numbers of rows."""
+        """Raise ConfigError if parts have different numbers of samples."""
         count = num_rows(self.inputs)
         named = self.named()
         for name, tensor in named:
@@ -248,7 +248,7 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
 
 
 def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
-    """Return a hash of up to that many rows, evenly spaced, the first and the last among them."""
+    """Return a hash of up to that many samples, evenly spaced, the first and the last among them."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     count = min(len(tensor), rows)

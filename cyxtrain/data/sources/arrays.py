@@ -52,7 +52,7 @@ class ArraySource(Source):
     def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         self._first_row = 0  # in the arrays that the user gave
         self._lengths: Indices | None = None  # of rows, by which an epoch groups them
-        self._rows: Indices | None = None  # the rows that were chosen of them; None: all from the first one on
+        self._rows: Indices | None = None  # the samples that were chosen of them; None: all from the first one on
         self.is_numpy = not holds_tensors(inputs)
         self.column = column_code(targets)
         self._columns = dict(zip(NAMES, map(columns_of, (inputs, targets, weights)), strict=True))
@@ -103,7 +103,7 @@ class ArraySource(Source):
         return f", {SeededOrder(len(self), self.shuffle, 0).describe()}"
 
     def part(self, first: int, end: int) -> ArraySource:
-        """Return neighbouring rows as a source, a view."""
+        """Return neighbouring samples as a source, a view."""
         part = copy.copy(self)
         part._first_row += first
         if part._rows is not None:
@@ -114,7 +114,7 @@ class ArraySource(Source):
         return part
 
     def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> ArraySource:
-        """Return some rows, in their order, as a source: a copy."""
+        """Return some samples, in their order, as a source: a copy."""
         part = copy.copy(self)
         part._rows = np.flatnonzero(is_chosen)
         part.example = self.gather(part._rows)

@@ -57,7 +57,7 @@ class DatasetSource(Source):
         self._try(config.batch_size)
 
     def _try(self, batch_size: int) -> None:
-        """Load the first rows twice: a dataset may draw random numbers that cannot be seeded."""
+        """Load the first samples twice: a dataset may draw random numbers that cannot be seeded."""
         order = self._order.to_evaluate()
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(order.indices))
         if order.ends is not None:
@@ -78,7 +78,7 @@ class DatasetSource(Source):
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
 
     def _local_loader(self) -> RowLoader:
-        """Return a loader for few rows; it starts workers only if a `worker_init_fn` prepares them."""
+        """Return a loader for few samples; it starts workers only if a `worker_init_fn` prepares them."""
         uses_workers = self._loader is not None and self._loader.worker_init_fn is not None
         return RowLoader(self._dataset, self._loader, self._seed, uses_workers=uses_workers)
 
@@ -131,12 +131,12 @@ class DatasetSource(Source):
         order = self._order.to_evaluate()
         if self.no_rows is None or order.ends is not None:
             return super().first(rows)
-        # Opaque batches cannot be sliced: collate_fn makes one of fewer rows.
+        # Opaque batches cannot be sliced: collate_fn makes one of fewer samples.
         return self.fetch(order, range(min(rows, num_rows(self.example.inputs))), _EVALUATION)
 
     @override
     def facts(self, name: str) -> dict[str, Any]:
-        """Return the types of dataset and sampler, and types and hashes of the first rows."""
+        """Return the types of dataset and sampler, and types and hashes of the first samples."""
         facts: dict[str, Any] = {
             f"the {name} data set": f"{counted(len(self._order), 'row')} of {type(self._dataset).__name__}",
             f"the order of the {name} data": self._order.describe(),

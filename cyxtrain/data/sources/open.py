@@ -115,7 +115,7 @@ def _refuse_several(inputs: Any) -> None:
 
 
 def _are_pairs(inputs: Any) -> bool:
-    """Return whether a list holds an array and a number for each row."""
+    """Return whether a list holds an array and a number for each sample."""
     if not isinstance(inputs, list) or not inputs:
         return False
     first = inputs[0]

@@ -2,7 +2,7 @@
 
 If all ranks read the same batches, each batch belongs to one of them; if each rank has its own, it uses all of them.
 How many there are is unknown beforehand: in each step the ranks add up their rows, and a rank that has run out takes
-part without any, until none has rows.
+part without any, until none has samples.
 
 What the data draw from the generators of torch, NumPy and Python depends on seed and pass alone, and nothing else draws
 from them meanwhile: the same batches come again when a fit resumes, and are skipped.
@@ -278,7 +278,7 @@ class StreamFeed(Feed):
         self.effective_batch_size = self.rows_at_once * self._batches_per_step
         self._pass: Pass | None = None
         self._next = (0, 0)  # the pass, and how many of its batches were read
-        self._is_empty = True  # whether the pass has given no rows so far
+        self._is_empty = True  # whether the pass has given no samples so far
         self._seconds = 0.0
 
     def _check_settings(self, config: DistributedTrainingConfig, *, ends_early: bool) -> None:
@@ -356,7 +356,7 @@ class StreamFeed(Feed):
                 return
 
     def _has_rows(self, share: StreamShare) -> bool:
-        """Read the batches of a step; return whether any rank has rows for it. All ranks call it."""
+        """Read the batches of a step; return whether any rank has samples for it. All ranks call it."""
         read = share.batches_read
         began = time.perf_counter()
         total = torch.tensor([share.rows + min(read, 0)], dtype=torch.int64, device="cpu")

@@ -1,6 +1,6 @@
-"""The dry run: a trial of a model, its loss and its metrics on a few rows, before they are used.
+"""The dry run: a trial of a model, its loss and its metrics on a few samples, before they are used.
 
-Training is tried on one micro-batch, in training mode, with gradients; evaluation and prediction on two rows, in
+Training is tried on one micro-batch, in training mode, with gradients; evaluation and prediction on two samples, in
 evaluation mode. No rank waits for another, and afterwards everything is as it was.
 """
 
@@ -41,7 +41,7 @@ from cyxtrain.training.model.snapshot import inputs_seen, put_into_training, sna
 from cyxtrain.world.world import World
 
 _ROWS = 2
-"""Rows to try an evaluation or a prediction on."""
+"""Samples to try an evaluation or a prediction on."""
 _ONE_VALUE = "more than 1 value per channel"
 """Part of PyTorch's error for batch norm that is trained on a single value per channel."""
 _REENTRANT = "Checkpointing is not compatible"
@@ -74,7 +74,7 @@ class Tried:
 
 
 class DryRun:
-    """A trial of a model, its loss and its metrics on some rows; `is_of_fit`: restore parameters, too."""
+    """A trial of a model, its loss and its metrics on some samples; `is_of_fit`: restore parameters, too."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class DryRun:
 
         `counts_flops`: count operations on a CPU, too; on an accelerator they are always counted.
 
-        Cost: one micro-batch, and a copy of what is trained. A custom loss is also computed for a few single rows; a
+        Cost: one micro-batch, and a copy of what is trained. A custom loss is also computed for a few single samples; a
         model that computes its own loss gets them one by one.
         """
         batch = self._placed(rows)
@@ -110,7 +110,7 @@ class DryRun:
         if batch.rows < COMPARED_ROWS:
             few = self._placed(source.first(COMPARED_ROWS))
         if batch.rows == 1 and self._batch_norms():
-            batch = few  # batch norm cannot train on one row; `with_batch_norm_checked` refuses it, with the counts
+            batch = few  # batch norm cannot train on one sample; `with_batch_norm_checked` refuses it, with the counts
         check = None if self._loss.is_known else WeightCheck(self._model, self._loss, self._call, few)
         with memory_explained(self._world), self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
@@ -164,7 +164,7 @@ class DryRun:
             return output, loss, self._backward(loss.value)
 
     def problem_of_weights(self, rows: Rows) -> str:
-        """Find out on a few rows what the loss is a mean over; return a warning if that is unknown, or ""."""
+        """Find out on a few samples what the loss is a mean over; return a warning if that is unknown, or ""."""
         check = WeightCheck(self._model, self._loss, self._call, self._placed(rows))
         with self._without_trace():
             return self._problem(check)
@@ -175,7 +175,7 @@ class DryRun:
             return check.problem()
 
     def evaluate(self, source: Source) -> Tried:
-        """Try an evaluation of a source's first rows."""
+        """Try an evaluation of a source's first samples."""
         batch = self._placed(source.first(_ROWS))
         few = self._placed(source.first(COMPARED_ROWS)) if self._loss.function is None else None
         with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
@@ -192,7 +192,7 @@ class DryRun:
             return Tried(metrics=metrics)
 
     def predict(self, source: Source) -> Tried:
-        """Try a prediction for a source's first rows."""
+        """Try a prediction for a source's first samples."""
         batch = self._placed(source.first(_ROWS))
         if self._loss.function is None and self._loss.used is None:
             self._refuse_required_targets(batch)
@@ -221,7 +221,7 @@ class DryRun:
         if not lengths:
             return frozenset()
         of_one_row: dict[str, torch.Size] = {}
-        with contextlib.suppress(Exception):  # a model may not take a single row
+        with contextlib.suppress(Exception):  # a model may not take a single sample
             of_one_row = _tensor_shapes(self._output(self._placed(source.first(1)), predicting=True))
         return frozenset(name for name, length in lengths.items() if of_one_row.get(name, ())[:2] == (length, 1))
 

@@ -49,7 +49,7 @@ class FitPlan:
 
     Attributes:
         world: The ranks that train.
-        validation: Sets of rows to validate with, by name; "" for a set without a name.
+        validation: Sets of samples to validate with, by name; "" for a set without a name.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: the trainer's.
         ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.

@@ -1,4 +1,4 @@
-"""Micro-batches of a single row, or none: refused before the first step if batch norm trains."""
+"""Micro-batches of a single sample, or none: refused before the first step if batch norm trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 
 
 def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
-    """Return the plan, once each rank's rows are known; refuse rows that batch norm cannot train on."""
+    """Return the plan, once each rank's samples are known; refuse samples that batch norm cannot train on."""
     _check_single_rows(model, plan)
     without_rows = _empty_batch(model, plan)
     data = replace(plan.data, without_rows=without_rows, num_micro_batches=plan.feed.micro_batches)
@@ -22,10 +22,10 @@ def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
 
 
 def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
-    """Refuse a model with batch norm if a micro-batch, often one of the last step, is a single row.
+    """Refuse a model with batch norm if a micro-batch, often one of the last step, is a single sample.
 
     The dry run finds whether that matters: images have many values per channel. The answer depends only on the numbers
-    of rows, ranks and micro-batches, so it is the same on all ranks. SyncBatchNorm computes on the rows of all ranks.
+    of samples, ranks and micro-batches, so it is the same on all ranks. SyncBatchNorm computes over all ranks.
     """
     feed = plan.feed
     ranks = plan.world.size
@@ -55,7 +55,7 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
 
 
 def _empty_batch(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
-    """Return what a rank that runs out of rows computes, or None; refuse a model that cannot."""
+    """Return what a rank that runs out of samples computes, or None; refuse a model that cannot."""
     layers = _layers_together(model, converts=plan.config.sync_batchnorm)
     if not layers or plan.world.size == 1:
         return None

@@ -1,7 +1,7 @@
 """Steps of the user's own: `train_step`, `test_step` and `predict_step` in place of the built-in ones.
 
 A step takes a batch and returns its loss, like a model without a loss_fn, with all that such a model may do: return
-(sum, weight) and scalars for the history, accumulate, and train on ranks without rows.
+(sum, weight) and scalars for the history, accumulate, and train on ranks without samples.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BuiltInStep:
     """The built-in step: the model's forward, and the loss_fn if there is one.
 
     Attributes:
-        weight: The divisor of the latest loss, if it is not the number of rows.
+        weight: The divisor of the latest loss, if it is not the number of samples.
         update: Called by a step's `optimize`; None in an evaluation, which updates nothing.
         losses: The losses of the running step's calls of `optimize`.
         pair: The (sum, weight) of the latest call of `optimize`, or None.
@@ -203,8 +203,8 @@ class TrainerSteps:
         the optimizer steps, and they are cleared. All ranks make the same calls. In an evaluation, nothing is updated.
 
         Args:
-            loss: The mean over this rank's rows, (sum, weight), or a function that returns one of them, for optimizers
-                that evaluate the loss several times: it is called with gradients cleared, and the optimizer sees loss
+            loss: The mean over this rank's samples, (sum, weight), or a function that returns one of them, for an
+                optimizer that evaluates the loss several times: it is called with gradients cleared, and the optimizer sees loss
                 and gradients over all ranks.
             optimizer: A name of `optimizers`; None: the only one.
             retain_graph: Keep the graph for another loss that shares it.
@@ -343,7 +343,7 @@ class StepCall(ModelCall):
             if not _has_loss(result):
                 raise ConfigError(
                     f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
-                    'over this rank\'s rows; (sum, weight); or a dictionary with such a "loss".'
+                    'over this rank\'s samples; (sum, weight); or a dictionary with such a "loss".'
                 )
             if isinstance(result, Mapping):
                 self._warn_of_left_out(result)
@@ -447,7 +447,7 @@ def _called(loss: Any) -> Any:
 
 
 def checked_loss(loss: Any) -> tuple[Tensor, Any]:
-    """Return (value, None) of a mean over rows, or (sum, weight)."""
+    """Return (value, None) of a mean over samples, or (sum, weight)."""
     value = loss
     weight = None
     if type(loss) is tuple and len(loss) == 2:
@@ -472,7 +472,7 @@ def what_needs_all_rows(calls: int, loss: Any) -> str:
 
 
 def accumulation_excludes(what: str) -> str:
-    """Return the error for a step with several micro-batches; `what` needs all rows at once."""
+    """Return the error for a step with several micro-batches; `what` needs all samples at once."""
     return (
         f"a step has several micro-batches, and the train_step has {what}, which needs all samples of its step at "
         "once: set accumulation_steps=1, with a smaller batch_size if memory is short."
@@ -516,7 +516,7 @@ def _described(result: Any) -> str:
 
 
 def _as_returned(loss: BatchLoss) -> Any:
-    """Return a number for the history: a mean over this rank's rows, or (sum, weight)."""
+    """Return a number for the history: a mean over this rank's samples, or (sum, weight)."""
     counts_rows = not isinstance(loss.weight, Tensor) and not isinstance(loss.sum_factor, Tensor)
     if counts_rows and loss.sum_factor == loss.weight:
         return loss.value
