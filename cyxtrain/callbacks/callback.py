@@ -110,9 +110,9 @@ class Callback:
     belongs_on_all_ranks = False
     """Whether every rank must have it, because it changes the model or calls collectives; otherwise `fit` raises."""
     stays_in_notebook = False
-    """Whether it stays in the notebook while worker processes train (`num_processes`), to draw or to ask: its hooks of
-    training, epochs and validation are called as on rank 0, not those of batches, and the weights arrive at the end.
-    Without workers it is an ordinary callback."""
+    """Whether it stays in the notebook while worker processes train (`num_processes`), to draw or to ask. Its hooks for
+    training, epochs and validation are called as on rank 0; its hooks for batches are not, and the weights arrive at
+    the end. Without workers it is an ordinary callback."""
     restored_with_best = False
     """Whether `fit(load_best=True)` restores its state, too, before `on_train_end`."""
     runs_last = False

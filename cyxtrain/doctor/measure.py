@@ -65,7 +65,7 @@ def skew_of(trips: Sequence[RoundTrip]) -> float:
 
 
 def lead(sock: socket.socket, seconds: float) -> Figures:
-    """Measure a connection whose other side calls `follow`; raise TimeoutError if there is no reply.
+    """Measure a connection whose other side calls `follow`; raise TimeoutError if it does not reply.
 
     Raises LargeLostError if round trips work, and 256 KiB do not arrive. Cost: about 50 round trips, and up to 8 MiB in
     each direction.

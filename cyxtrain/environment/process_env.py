@@ -211,7 +211,7 @@ def passes_signals_on(variables: Variables = ENVIRON) -> bool:
 
 
 def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:
-    """Return the ranks that the launcher has seen exit with code 0; [] if its world has another size."""
+    """Return the ranks that the launcher has seen exit with code 0; [] if its world has a different size."""
     path = variables.get("CYXTRAIN_EXITED")
     if not path or variables.get("WORLD_SIZE") != str(world_size):
         return []

@@ -295,7 +295,7 @@ def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Va
 
 
 def _is_replaced(section: str, value: Any, own: Values) -> bool:
-    """Return whether `own` has another name in this section, so that `value` does not belong to it."""
+    """Return whether `own` has a different name in this section, so that `value` does not belong to it."""
     name = _name_of(own.get(section))
     return section in NAMED and name is not None and name != _name_of(value)
 

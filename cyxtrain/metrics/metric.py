@@ -299,7 +299,7 @@ def _plain(value: Tensor | list[Tensor]) -> Any:
 
 
 def _tensor(state: Any, device: torch.device) -> Any:
-    """Return the tensor, or the list, of which `_plain` made JSON values."""
+    """Return the tensor or the list that `_plain` turned into JSON values."""
     if isinstance(state, list):
         return [_tensor(each, device) for each in state]
     data = bytearray(base64.b64decode(state["data"]))

@@ -1,6 +1,6 @@
 """Run a trainer's call in worker processes: all cores from one cell of a notebook.
 
-fit(num_processes=4) -> if there is no launcher: workers, kept between calls -> `worker_calls.py` in each
+fit(num_processes=4) -> without a launcher: workers, kept between calls -> `worker_calls.py` in each
 <- weights, optimizer, history, callbacks: the notebook's own objects, changed in place
 """
 

@@ -111,7 +111,7 @@ class Workers:
 
 
 def _own_sources() -> dict[str, int]:
-    """Return when each imported file was modified, except those of installed packages."""
+    """Return when each imported file was modified, except files of installed packages."""
     # A worker has imported its own copy of each: it would run the code from before an edit.
     installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(torch.__file__)})
     found = {}

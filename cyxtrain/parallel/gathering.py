@@ -51,8 +51,8 @@ class _Recording:
 def all_gather_with_grad(tensor: Tensor) -> Tensor:
     """Concatenate the rows (samples) of all ranks, in rank order, with gradients. All ranks call it.
 
-    Use it in contrastive losses: each rank compares its rows with those of all. Ranks may have different numbers of
-    rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters are then
+    Use it in contrastive losses: each rank compares its rows with the rows of all ranks. Ranks may have different
+    numbers of rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters are then
     averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the ranks' losses:
     if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights the ranks' losses
     by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it returns `tensor`.
@@ -117,7 +117,7 @@ def gather_no_rows(world: World, calls: Sequence[GatherCall], device: torch.devi
 
 
 def backward_alike(world: World, loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
-    """Run backward of a loss, with that of each gather that any rank's loss needs. All ranks call it.
+    """Run backward of a loss, and of each gather that any rank's loss needs. All ranks call it.
 
     Each gather's backward is a collective: a rank without rows, whose loss is None, takes part in those that the others
     run, except for gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
@@ -140,7 +140,7 @@ def backward_alike(world: World, loss: Tensor | None, kept: Sequence[GatherCall]
 
 
 def depending_on(loss: Tensor, kept: Sequence[GatherCall]) -> Tensor:
-    """Return a constant loss as one whose backward runs those of all gathers, for which other ranks wait."""
+    """Return a constant loss whose backward runs the backward of all gathers, for which other ranks wait."""
     for call in kept:
         if call.rows is not None and call.node is not None:
             # Times 0 before the sum, which may be too large for 16 bits.

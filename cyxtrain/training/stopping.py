@@ -83,7 +83,7 @@ class StoppedError(Exception):
         super().__init__(request.name)
         self.request = request
         self.number = 0
-        """After TERMINATE, of which signal; the same on all ranks."""
+        """After TERMINATE: the number of the signal, the same on all ranks."""
 
 
 class StopSignals:

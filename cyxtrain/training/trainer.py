@@ -481,7 +481,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """Print the model's layers and their numbers of parameters, on rank 0; return them as a string.
 
         Args:
-            X: Inputs, of which two samples are tried: then the shapes of outputs are shown, too, such as (2, 10).
+            X: Inputs. Two samples are tried, to show the shapes of outputs, such as (2, 10). None: no shapes.
             depth: How many levels of layers within layers to show, from 1; 0: the model alone; None: all.
 
         Raises:

@@ -52,7 +52,7 @@ class SideRing:
         return self.ring.group.failure(f"a collective of {dist.get_backend()}", seconds)
 
     def cause_of(self, error: BaseException) -> CyxtrainError | None:
-        """Return the error of another rank that explains an error of a collective; None: it has another cause."""
+        """Return the error of another rank that explains an error of a collective; None: it has a different cause."""
         if not isinstance(error, RuntimeError) or isinstance(error, CyxtrainError):
             return None
         seconds = 0.0

@@ -1,4 +1,4 @@
-"""An uncompressed zip of which checksums cover every byte.
+"""An uncompressed zip whose checksums cover every byte.
 
     <entries>        in the given order
     manifest.json    format and version, and size and xxh3_128 of each entry above

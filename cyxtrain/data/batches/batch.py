@@ -30,7 +30,7 @@ class Batch:
     inputs: Tree  # shape (rows, ...), or several such
     targets: Tree | None
     weights: Tensor | None = None  # shape (rows,), or None: all samples have weight 1
-    items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: those of this batch
+    items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: this batch's
 
     @property
     def rows(self) -> int:

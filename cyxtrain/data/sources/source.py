@@ -37,7 +37,7 @@ class Source(ABC):
     is_numpy = False  # whether predictions for them are NumPy arrays
     batch_size: int | None = None  # rows at once per rank, if the data decide it
     reads_once = False  # whether the rows can be read only once
-    left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as texts
+    left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as strings
     no_rows: ConfigError | None = None  # why its batches are opaque; None: their tensors have a row per sample
     column = column_code(None)  # code that makes a column of y, for errors
     target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples

@@ -370,7 +370,7 @@ class StreamFeed(Feed):
         return share.global_rows > 0
 
     def _restarts(self, epoch: int, steps: int) -> bool:
-        """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""
+        """End the pass; return whether the epoch, after `steps` steps, continues with the next one."""
         was_empty = self._is_empty
         self._is_empty = True
         self._pass = None

@@ -343,7 +343,7 @@ def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: n
 
 
 def _facts_of_sources(opened: Sources, world: World) -> dict[str, Any]:
-    """Return what must be the same of each source, and which numbers of this rank's part are not finite."""
+    """Return the facts of each source that ranks compare, and where this rank's part is not finite."""
     facts: dict[str, Any] = {}
     not_finite: dict[str, Any] = {}
     for name, source in by_name(opened).items():
@@ -501,7 +501,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
 
 
 def _world_of_fit(world: World, config: DistributedTrainingConfig) -> World:
-    """Return this process's world, or one as large as that of a notebook's workers."""
+    """Return this process's world, or one as large as the notebook's workers make."""
     asked = config.num_processes
     if asked is None or world.size > 1 or process_env.is_launched():
         return world
