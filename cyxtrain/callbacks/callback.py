@@ -330,6 +330,7 @@ class Callbacks:
     def on_exception(self, exception: BaseException) -> None:
         """Call the hook of each callback; ignore errors in it."""
         for callback in self._callbacks:
+            # The exception that ends the fit matters more than an error while it is handled.
             with contextlib.suppress(Exception):
                 callback.on_exception(exception)
 
@@ -365,6 +366,7 @@ class Callbacks:
 
     def close(self) -> None:
         """Close each callback."""
+        # A stack closes all of them, even if one raises.
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
                 stack.callback(self._writing, callback, callback.close)
@@ -404,6 +406,7 @@ class Callbacks:
                 continue
             with restoring_from(f"{source}, {name}"):
                 state = left.pop(name)
+                # A user's callback checks its own state.
                 is_own = type(callback).__module__.startswith(f"{__package__}.")
                 if is_own and not same_kinds(state, callback.state_dict()):
                     raise TypeError(f"its state is {brief(state)}")
@@ -426,6 +429,7 @@ class Callbacks:
         for callback in self._callbacks:
             name = type(callback).__name__
             counts[name] += 1
+            # Checkpoints keep the states of two callbacks of one class apart by this number.
             if counts[name] > 1:
                 name = f"{name} {counts[name]}"
             yield name, callback

@@ -125,6 +125,7 @@ def write(
     except memory maps. Raises any Exception if it holds something that cannot be sent, such as an open file.
     """
     pickler = _pickler(known, is_data=is_data, sent=sent)
+    # A file that never leaves memory needs no checksum, which PyTorch would compute over all bytes.
     fast = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with fast, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about arrays that are not writable
@@ -249,6 +250,7 @@ def _reduced(obj: Any) -> tuple[Any, ...] | None:
     """Return how to rebuild an object whose own pickle would lose something; None for any other."""
     if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
         return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
+    # Pickled by name, it would be looked up in the receiver's own __main__.
     if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
         return _cached, (obj.__wrapped__, obj.cache_parameters())
     if isinstance(obj, torch.optim.Optimizer):  # its own pickle has neither hooks nor further attributes

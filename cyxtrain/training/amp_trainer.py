@@ -198,6 +198,7 @@ class DistributedAMPTrainer:
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
             loss = self._loss.number_of(share.results[-1].loss)
         elif is_last:
+            # The other ranks wait for this rank's part of the averages.
             step.join_without_rows(share)
         if is_last:
             if step.finish(share, share.results) is Verdict.TAKEN:
@@ -279,6 +280,7 @@ class DistributedAMPTrainer:
         precision = Precision(_PRECISION, self._placement.device)
         self._loss.inspect(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
         call = ModelCall(self.model, precision, rows.inputs, rows.targets, self._loss)
+        # Later batches are compared by types and shapes: no sample is kept.
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
             metrics = NamedMetrics()

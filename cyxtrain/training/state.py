@@ -271,10 +271,12 @@ class TrainingState(_Fields):
             return
         del found.others["compression"]
         names = ("optimizer_groups", "others", "ranks", "position", "history")
+        # A copy: the end of the epoch changes these values.
         self.before_end = copy.deepcopy({name: getattr(found, name) for name in names})
 
     def _begin_run(self, world: World, run: Mapping[str, Any]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
+        # All ranks take rank 0's: its clock and its random name.
         proposal = f"{secrets.token_hex(8)} {max(time.time(), run['started'])}"
         name, started = world.gather(proposal)[0].split()
         launched, _ = process_env.launched_run()
@@ -378,6 +380,7 @@ class TrainingState(_Fields):
             self.runs.add(self.run.get("id"))
             self.ranks = state.ranks
             self.compression = state.others.get("compression", {})
+            # What the program has set takes precedence; `load_file` replaces it.
             self.metadata = {**state.metadata, **self.metadata}
             self.arithmetic = state.arithmetic
             self.kept = state.others.get("callbacks", {})
@@ -399,6 +402,7 @@ class TrainingState(_Fields):
         for own, rates in self.rates.items():
             added = rebuild_groups(rates.optimizer, trained, saved[own].groups, rates.built_groups)
             for name, parameter in plain_parameters(trained):
+                # A callback that adds a group unfreezes its parameters.
                 if name in added and name in state.others.get("trained", ()):
                     parameter.requires_grad_(True)
             load_optimizer_state_by_name(rates.optimizer, trained, saved[own].state, saved[own].groups)
@@ -417,6 +421,7 @@ class TrainingState(_Fields):
         others = state.others
         groups = state.optimizer_groups
         only = {"scheduler": others.get("scheduler", {}), "rates": others.get("rates", {}), "groups": len(groups)}
+        # As `to_checkpoint` writes the state of an only optimizer.
         found = others.get("optimizers") or {ONLY: only}
         if found.keys() != self.rates.keys():
             raise CheckpointError(

@@ -180,6 +180,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         return {
+            # What belongs to this process alone stays here: hooks, the running fit, the locks of a folder.
             **vars(self),
             "_wrappers": [],
             "_fit": None,
@@ -300,6 +301,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
+        # Otherwise a SIGTERM to all processes would kill the workers of DataLoaders, and these take their rank along.
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
@@ -335,6 +337,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         plan, facts_by_rank = agree_on(world, lambda: self._plan(world, parsed, sources))
         plan = plan.merged_with(facts_by_rank)
         with ending_group_on_error(world):
+            # A warning may be an error (`python -W error`), on this rank alone: the others must not wait for it.
             warn_of_data(facts_by_rank)
         return plan
 
@@ -366,6 +369,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                     rates.note_rates()
                 plan.display.close()
                 ddp.close()
+                # Between two fits, nobody needs the memory of the gradients.
                 self._state.trained.zero_grad()
 
     def evaluate(
@@ -578,6 +582,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
+            # Rank 0's values are not sent then, so the ranks' own values must already be equal.
             must_match |= value_facts(self._state.trained)
         return plan, {**facts, **must_match, "the number of epochs trained before": self.epoch}
 

@@ -121,11 +121,13 @@ class Supervisor:
         before_stop = [ended for ended in exits if ended.at_seconds < stopped_at]
         first = find_first_failure(before_stop, last_lines)
         if first is not None and _blames_another(last_lines[first.index]):
+            # The rank at fault may still have been exiting when we stopped it.
             first = _find_late_error(exits[len(before_stop) :], last_lines) or first
         stopped_by = next(iter(self._requests), None)
         if stopped_by is None and first is None:
             stopped_by = find_stop(before_stop)
         labels = {rank.index: rank.label for rank in self._ranks}
+        # What is left has not ended.
         for ended in exits:
             del labels[ended.index]
         return Outcome(
@@ -256,6 +258,7 @@ def would_recur(outcome: Outcome) -> bool:
     first = outcome.first_failure
     if first is None or first.killed_by is not None:
         return False
+    # A chain of exceptions has several; the last one ended the rank.
     _, _, last_traceback = (outcome.last_lines or b"").rpartition(b"Traceback (")
     return _WOULD_RECUR.search(last_traceback) is not None
 

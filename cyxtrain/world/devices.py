@@ -68,6 +68,7 @@ def report_devices(config: DistributedConfig) -> DeviceReport:
     report = dataclasses.replace(report, kind=visible.type, count=accelerator.count())
     if config.world_size == 1 or backend not in ("", "nccl"):
         return report
+    # The rest starts CUDA, for which only NCCL has a use.
     reason = "require_secret=True" if config.require_secret else why_no_nccl()
     if reason:
         return dataclasses.replace(report, no_nccl=reason)

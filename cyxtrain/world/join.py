@@ -191,6 +191,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
         side_ring = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
         return Joined(dist.group.WORLD, config, side_ring, reports, backend, "", store)
     except BaseException as error:
+        # The other ranks would wait for this one until the deadline.
         ring.fail(f"{type(error).__name__}: {error}")
         ring.shutdown()
         raise
@@ -199,11 +200,13 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
 def _make_nccl(arguments: dict[str, Any], config: DistributedConfig, deadline: Deadline) -> None:
     """Make NCCL's group the default one, connected, on the GPU of this rank."""
     device = torch.device("cuda", (config.local_rank or 0) % torch.cuda.device_count())
+    # Programs take the device from torch.cuda.current_device() after init.
     torch.cuda.set_device(device)
     try:
         dist.init_process_group("nccl", **arguments, timeout=_left(deadline), device_id=device)
     except RuntimeError as error:
         raise _not_joined("nccl", config, error) from error
+    # The timeout so far was that of joining.
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
 
 
@@ -219,6 +222,7 @@ def _make_gloo(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
     except RuntimeError as error:
         raise _not_joined("gloo", config, error) from error
+    # The timeout so far was that of joining.
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
     return Joined(dist.group.WORLD, config, dist.group.WORLD, [report], BackendType.GLOO, "", store)
 

@@ -78,6 +78,7 @@ def columns_of(values: Any) -> list[Any]:
     """Return the names of a table's columns, as of pandas and Polars; none for other data."""
     if isinstance(values, (Tensor, np.ndarray)) or not callable(getattr(values, "__array__", None)):
         return []
+    # PyArrow calls them `column_names`, pandas and Polars `columns`.
     return list(getattr(values, "column_names", getattr(values, "columns", ())))
 
 
@@ -221,10 +222,12 @@ def _first_bad(array: np.ndarray[Any, Any]) -> str:
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    # PyTorch has neither foreign byte orders nor extended precision.
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.name in ("float96", "float128", "longdouble"):
         array = array.astype(np.float64)
+    # torch.from_numpy refuses strides that are negative or not whole items.
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = np.ascontiguousarray(array)
     with warnings.catch_warnings():
@@ -242,6 +245,7 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
             rows = to_device(rows, tensor.device)
         return tensor.index_select(0, rows)
     if pinned:
+        # Straight into pinned memory, without a second copy.
         out = torch.empty((rows.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device="cpu", pin_memory=True)
         return torch.index_select(tensor, 0, rows, out=out)
     return tensor.index_select(0, rows)

@@ -216,10 +216,12 @@ class DryRun:
         """Return the names of parts whose rows are in the second of three or more dimensions."""
         lengths: dict[str, int] = {}  # of the first dimension
         for name, shape in _tensor_shapes(output).items():
+            # (1, 1, ...) fits both layouts, and the first one needs no change.
             if len(shape) > 2 and shape[1] == rows and shape[:2] != (1, 1):
                 lengths[name] = shape[0]
         if not lengths:
             return frozenset()
+        # The dimension of the rows is the one that shrinks with their number.
         of_one_row: dict[str, torch.Size] = {}
         with contextlib.suppress(Exception):  # a model may not take a single sample
             of_one_row = _tensor_shapes(self._output(self._placed(source.first(1)), predicting=True))
@@ -357,6 +359,7 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
 def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
     """Return the remedy for whole numbers in a layer of floats, or floats in an embedding, or ""."""
     message = str(error)
+    # PyTorch's words for an embedding that gets floats.
     if "scalar types: Long, Int" in message:
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
     differ = "same dtype" in message or "should be the same" in message
@@ -381,6 +384,7 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
             continue
         seen.add(node)
         queue += [following for following, _ in node.next_functions]
+        # AccumulateGrad nodes, the leaves of the graph, have their parameter in it.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             others[id(leaf)] = list(leaf.shape)

@@ -89,6 +89,7 @@ class FitPlan:
         return replace(
             self,
             ends_on_nan=any(facts["_ends_on_nan"] for facts in facts_by_rank),
+            # All ranks must read the verdict of a step at the same time.
             defers_verdicts=all(facts["_is_on_accelerator"] for facts in facts_by_rank),
             attempt=max(facts["_attempt"] for facts in facts_by_rank),
             devices=explain_device(self.world, self.data.placement.device, facts_by_rank),

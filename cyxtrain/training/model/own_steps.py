@@ -263,6 +263,7 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
     loss. Raises ConfigError if the model has no forward and there is no step, or if the step takes no batch.
     """
     found = steps.get(kind)
+    # PyTorch's default `forward` is a function that raises.
     has_forward = getattr(model.forward, "__func__", None) is not nn.Module.forward
     if found is None and kind == TEST and not (has_forward and loss.function is not None):
         found = steps.get(TRAIN)
@@ -392,6 +393,7 @@ class StepCall(ModelCall):
     def _gradients(self) -> list[int]:
         """Return the identity and the version of each gradient, one of which a backward changes."""
         found = [parameter.grad for parameter in self._own.trainer.model.parameters()]
+        # A backward that adds to a gradient in place changes its version and not its identity.
         return [*map(id, found), *torch_compat.versions_of([each for each in found if each is not None])]
 
     def _tried(self, given: Any) -> Any:

@@ -241,6 +241,7 @@ def _gathered(
     by_rank = values.split(counts)
     if flat:
         torch.cat(flat, out=by_rank[world.rank])
+    # Ranks have different numbers of values, and an all_gather takes equal ones.
     for rank, part in enumerate(by_rank):
         if len(part) and not only_first:
             world.broadcast(part, rank)
