@@ -159,7 +159,7 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
 
 
 def _default(function: Callable[..., Any], name: str) -> Any:
-    with contextlib.suppress(ValueError, KeyError):
+    with contextlib.suppress(ValueError, KeyError):  # a builtin has no signature; or it has no such parameter
         return inspect.signature(function).parameters[name].default
     return None
 

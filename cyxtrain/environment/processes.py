@@ -54,6 +54,7 @@ def _machine() -> str:
         if os.readlink("/proc/self") != str(os.getpid()):  # /proc of another namespace, as in some containers
             return ""
     except OSError:
+        # Not Linux, or its /proc is hidden.
         return ""
     return f"{boot} {namespaces}"
 
@@ -97,5 +98,6 @@ def _is_hidden(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
+        # Another user's process is alive, too.
         return True
     return True

@@ -111,7 +111,7 @@ def at_a_glance(file: BinaryIO, limit_bytes: int) -> Any:
 
 def refuse_others(path: str | os.PathLike[str]) -> None:
     """Raise OSError if a path is anything other than a regular file; a missing one is allowed."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # a new file
         _require_regular(os.stat(path).st_mode, os.fspath(path))
 
 

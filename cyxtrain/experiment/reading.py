@@ -147,7 +147,7 @@ def _parts_of(value: Any, path: tuple[Any, ...], source: str) -> Iterator[tuple[
 
 
 def _value_at(value: Any, path: tuple[Any, ...]) -> Any:
-    with contextlib.suppress(LookupError, TypeError, ValueError):
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # there is no such setting
         for name in path:
             index = name
             if isinstance(value, list):

@@ -199,7 +199,7 @@ def _try(metric: Metric, output: Any, target: Any, rows: int) -> None:
         raise
     except Exception as error:
         remedy = remedy_for_devices(error) or ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # does it work with its arguments exchanged?
             assert isinstance(metric, MeanMetric)
             own, answer = metric.select(output, target)
             metric.add(answer, own, rows)

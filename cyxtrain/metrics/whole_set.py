@@ -102,7 +102,7 @@ class WholeSet:
                 raise ConfigError(
                     f"the metric {name} failed when it was tried on a few samples: {type(error).__name__}: {error}"
                 ) from error
-            except Exception:
+            except Exception:  # two samples may be too few for it
                 return [name]
 
 

@@ -88,7 +88,7 @@ def raised(failed: Failed, rank: int, num_ranks: int, known: Mapping[str, Any] |
         error: BaseException = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
         vars(error).update(attributes)
         prepare_to_raise()
-    except Exception:
+    except Exception:  # this process cannot rebuild it
         error = DistributedTrainingError(f"rank {rank} has failed: {failed.name}: {failed.message}", rank=rank)
     where = f"on rank {rank} of {num_ranks}"
     if sys.version_info >= (3, 11):

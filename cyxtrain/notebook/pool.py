@@ -154,6 +154,7 @@ class Pool:
             answers = self._wait_for_answers(apply, on_signal)
             self._drain()
         except BaseException:
+            # Workers that are still in this job cannot take the next one.
             self.close()
             raise
         return answers
@@ -306,7 +307,7 @@ class Pool:
         return False  # so that the others can report their errors
 
     def _listen(self, rank: int, channel: Channel) -> None:
-        with channel, contextlib.suppress(EOFError, OSError):
+        with channel, contextlib.suppress(EOFError, OSError):  # the worker has ended, which is an event too
             while True:
                 self._events.put(_Received(rank, channel.recv()))
 

@@ -120,7 +120,7 @@ def _own_sources() -> dict[str, int]:
         if isinstance(file, str) and not file.startswith(installed) and "site-packages" not in file:
             try:
                 found[file] = os.stat(file).st_mtime_ns
-            except OSError:
+            except OSError:  # deleted since it was imported
                 continue
     return found
 

@@ -46,7 +46,7 @@ class DeviceReport:
             if report.kind and report.count < 1:
                 raise ValueError
             return report
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, RecursionError):  # from another version
             raise ConfigError(
                 "another rank describes its devices in a way that this one cannot read. Install the same version of "
                 "cyxtrain everywhere."

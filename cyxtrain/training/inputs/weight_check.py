@@ -44,7 +44,7 @@ class WeightCheck:
     def problem(self) -> str:
         """Return a warning that the loss is weighted wrongly; "" if it is right or cannot be compared."""
         for find in (self.find_items, self._find_weights):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # a model may not take single samples
                 found = find()
                 if found:
                     return found

@@ -36,7 +36,7 @@ def check_compiler(mode: bool | str, device: torch.device) -> None:
     """
     try:
         torch.compile(lambda tensor: tensor + 1)(torch.ones(2, device=device))
-    except Exception as error:
+    except Exception as error:  # whatever a missing compiler or its driver raises
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"compile={mode!r}: torch.compile does not work here: {type(error).__name__}: {reason}. It needs "
