@@ -119,6 +119,7 @@ def _in_short(error: BaseException, trace: TracebackType | None) -> str:
     if error.__cause__ is not None:
         places += _users_places(error.__cause__.__traceback__)
     if len(places) > _MAX_FRAMES:
+        # The outermost frame and the innermost ones stay.
         del places[1 : 1 - _MAX_FRAMES]
     frames = "".join(traceback.StackSummary.extract(places).format()) + _worker_frames(error.__cause__)
     notes = getattr(error, "__notes__", [])

@@ -60,6 +60,7 @@ _BY_AVERAGE |= {f"{name}_per_class": (name, "none") for name in (*_AVERAGED, *_R
 _OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mae": lambda output, target: (output - target).abs(),
     "mse": lambda output, target: (output - target).square(),
+    # As in scikit-learn, a target of 0 divides by the smallest number.
     "mape": lambda output, target: (output - target).abs() / target.abs().clamp_min(torch.finfo(target.dtype).eps),
     "msle": lambda output, target: (output.log1p() - target.log1p()).square(),
 }
@@ -185,7 +186,7 @@ def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows
     if output is not None:
         for metric in made:
             _try(metric, output, target, rows)
-    return Metrics(made).copy()
+    return Metrics(made).copy()  # without the samples of the dry run
 
 
 def _try(metric: Metric, output: Any, target: Any, rows: int) -> None:

@@ -119,6 +119,7 @@ def make_optimizers(
     """Return the optimizers of a trainer by name: one, or several with different parameters."""
     if optimizers is None:
         return {ONLY: make_optimizer(optimizer, model)}
+    # This is the default: then only `optimizers` was given.
     if optimizer != "adam":
         raise ConfigError("optimizer and optimizers are given: put all of them into optimizers={...}, by name.")
     given = dict(optimizers) if isinstance(optimizers, Mapping) else {}
@@ -223,6 +224,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
+        # None leaves the choice of an implementation to PyTorch again.
         _set_fused(optimizer, [group for group in optimizer.param_groups if group["fused"] is True], None)
 
 

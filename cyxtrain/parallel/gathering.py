@@ -52,10 +52,10 @@ def all_gather_with_grad(tensor: Tensor) -> Tensor:
     """Concatenate the rows (samples) of all ranks, in rank order, with gradients. All ranks call it.
 
     Use it in contrastive losses: each rank compares its rows with the rows of all ranks. Ranks may have different
-    numbers of rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters are then
-    averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the ranks' losses:
-    if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights the ranks' losses
-    by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it returns `tensor`.
+    numbers of rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters
+    are then averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the
+    ranks' losses: if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights
+    the ranks' losses by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it returns `tensor`.
 
     Cost: a gather of a few numbers; then a gather of the rows, and in backward a reduce-scatter, both padded to the
     largest number of rows.
@@ -211,6 +211,7 @@ def _layout_of(world: World, tensor: Tensor) -> _Layout:
     gathered = [torch.empty_like(own) for _ in range(world.size)]
     dist.all_gather(gathered, own, group=world.cpu_group)
     kinds = [each.tolist() for each in gathered]
+    # Only ranks with rows are compared: the form of an empty tensor does not matter.
     first = next((kind for kind in kinds if kind[0]), kinds[0])
     for rank, kind in enumerate(kinds):
         if kind[0] and kind[2:] != first[2:]:

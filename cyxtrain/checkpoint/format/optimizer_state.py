@@ -79,6 +79,7 @@ def load_optimizer_state_by_name(
     _require_same_parameters(name_groups, state, groups)
     _require_state(optimizer, model, state)
     own_groups = optimizer.state_dict()["param_groups"]
+    # By their parameters, because the groups may be in a different order.
     saved_groups = {frozenset(group["params"]): group for group in groups}
     new_groups = []
     for own, names in zip(own_groups, name_groups, strict=True):
@@ -234,6 +235,7 @@ def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
             "a different optimizer, or a different version of it. Build the optimizer as it was."
         )
     for name, value in expected.items():
+        # `foreach` only chooses an implementation.
         if name != "foreach" and not same_kinds(saved[name], value):
             raise CheckpointError(
                 f"The checkpoint's optimizer has {name}={brief(saved[name])}, and {type(optimizer).__name__} has "

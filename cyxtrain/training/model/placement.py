@@ -179,4 +179,5 @@ def put_channels_last(model: nn.Module) -> None:
         )
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() in (4, 5):
+            # Not a new parameter: the optimizer keeps the present one.
             tensor.data = as_channels_last(tensor.data)
