@@ -1,9 +1,9 @@
 """Which places in the order of an epoch each rank gets in each step: pure arithmetic.
 
 The samples of a step are divided among the ranks one by one, and each rank's part into micro-batches. Batch norm cannot
-train on a single sample, so the tail of an epoch goes to fewer ranks if each of them then gets two samples or more. This
-depends only on the numbers of samples, ranks and micro-batches: a step has the same samples on any number of ranks, and
-in a resumed run.
+train on a single sample, so the tail of an epoch goes to fewer ranks if each of them then gets two samples or more.
+This depends only on the numbers of samples, ranks and micro-batches: a step has the same samples on any number of
+ranks, and in a resumed run.
 """
 
 from __future__ import annotations

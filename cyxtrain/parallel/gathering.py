@@ -55,7 +55,8 @@ def all_gather_with_grad(tensor: Tensor) -> Tensor:
     numbers of rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters
     are then averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the
     ranks' losses: if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights
-    the ranks' losses by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it returns `tensor`.
+    the ranks' losses by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it
+    returns `tensor`.
 
     Cost: a gather of a few numbers; then a gather of the rows, and in backward a reduce-scatter, both padded to the
     largest number of rows.

@@ -204,8 +204,8 @@ class TrainerSteps:
 
         Args:
             loss: The mean over this rank's samples, (sum, weight), or a function that returns one of them, for an
-                optimizer that evaluates the loss several times: it is called with gradients cleared, and the optimizer sees loss
-                and gradients over all ranks.
+                optimizer that evaluates the loss several times: it is called with gradients cleared, and the optimizer
+                sees loss and gradients over all ranks.
             optimizer: A name of `optimizers`; None: the only one.
             retain_graph: Keep the graph for another loss that shares it.
 
