@@ -216,6 +216,7 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank 0's state for checkpoints: tensors, numbers, strings, lists, tuples and dictionaries."""
+        # Copies: a checkpoint is written while training continues.
         return {name: copy.copy(getattr(self, name)) for name in self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

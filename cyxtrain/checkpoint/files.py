@@ -48,11 +48,11 @@ def replacing(path: str | os.PathLike[str], what: str, *, synchronizes: bool = T
         yield file
         file.flush()
         if synchronizes:
-            os.fsync(file.fileno())
-        file.close()
+            os.fsync(file.fileno())  # a power cut must not leave the new name without content
+        file.close()  # Windows does not rename open files
         os.replace(temporary, target)
         if synchronizes:
-            _synchronize_folder(target.parent)
+            _synchronize_folder(target.parent)  # nor lose the new name
 
 
 def try_folder(folder: Path, name: str, what: str) -> None:

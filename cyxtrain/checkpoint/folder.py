@@ -150,7 +150,7 @@ class CheckpointFolder:
         link = best.with_name(f".{best.name}{TEMPORARY_SUFFIX}")
         try:
             link.unlink(missing_ok=True)
-            os.link(path, link)
+            os.link(path, link)  # under a name of its own: a link replaces nothing
             os.replace(link, best)
         except OSError:  # a file system without links
             with replacing(best, "checkpoint") as target, open_regular(path) as source:

@@ -257,10 +257,10 @@ def _is_stateful(part: Any) -> bool:
 
 def states_of(parts: Iterable[Any]) -> list[Any]:
     """Return copies of the states of parts of the data."""
-    return [copy.deepcopy(part.state_dict()) for part in parts]
+    return [copy.deepcopy(part.state_dict()) for part in parts]  # it may be the live state
 
 
 def load_states(parts: Sequence[Any], states: Sequence[Any]) -> None:
     """Load into parts of the data the states that `states_of` returned."""
     for part, state in zip(parts, states, strict=False):
-        part.load_state_dict(copy.deepcopy(state))
+        part.load_state_dict(copy.deepcopy(state))  # which the part may keep and change

@@ -154,7 +154,7 @@ def _digest(*words: int) -> bytes:
 def seed_for_row(seed: int) -> None:
     """Seed the CPU generators of this process, from which rows are made."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.default_generator.manual_seed(seed >> 1)
 
 

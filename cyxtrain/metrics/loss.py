@@ -219,7 +219,7 @@ class Loss:
         )
         self._per_row = self.function
         if self.is_known:
-            self._per_row = copy.copy(self.function)
+            self._per_row = copy.copy(self.function)  # the program's own stays as it is
             self._per_row.reduction = "none"
 
     def _weigh_classes(self, targets: Tree | None) -> None:
@@ -232,7 +232,7 @@ class Loss:
         if function.weight is not None or self.ignored is not None:
             self.weighting = Weighting.WEIGHTS
             # Its own mean over a part without a valid target would be 0 / 0.
-            self._summing = copy.copy(function)
+            self._summing = copy.copy(function)  # likewise
             self._summing.reduction = "sum"
 
     def first(self, output: Any, batch: Batch) -> BatchLoss:

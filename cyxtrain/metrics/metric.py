@@ -175,7 +175,7 @@ class LibraryMetric(Metric):
     def __init__(self, name: str, metric: Any, prepare: Callable[[Any, Any], tuple[Any, Any]] | None = None) -> None:
         super().__init__(name, metric.higher_is_better)
         _refuse_what_cannot_be_joined(name, metric)
-        self._metric = copy.deepcopy(metric)
+        self._metric = copy.deepcopy(metric)  # the program's own stays as it is
         self._metric.reset()
         # compute() synchronizes with the other ranks only while all ranks call it.
         self._metric.dist_sync_fn = self._gathered

@@ -385,7 +385,7 @@ def _snapshot(owners: Iterable[dict[str, Any]]) -> Callable[[], None]:
         values = dict(own)
         for name, value in own.items():
             if isinstance(value, (list, dict)):
-                values[name] = copy.copy(value)
+                values[name] = copy.copy(value)  # it may be changed in place
         kept.append((own, values, _rate_in(own)))
 
     def restore() -> None:

@@ -143,6 +143,7 @@ def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
 
 def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, number: int, world: World) -> Source:
     has_numbers = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    # What a subclass with an __iter__ of its own yields is up to it.
     own_way = type(loader).__iter__ is not DataLoader.__iter__
     if not has_numbers or own_way or config.sharded_data:
         return _stream_of(copy.copy(loader), type(loader).__name__, config, number, world)

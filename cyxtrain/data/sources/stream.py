@@ -169,6 +169,7 @@ class StreamSource(Source):
             if sharded is None and rank == 0:
                 self._warn_of_own_batches()
             self._seed_as(rank)
+        # A rank without a batch makes an empty one of the same form.
         self.example = self._first or Rows(*map(example_of, first["form"]))
         self.batch_size = self.batch_size or max(summary["rows"] for summary in summaries)
         self.is_numpy = any(summary["numpy"] for summary in summaries)
