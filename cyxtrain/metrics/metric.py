@@ -80,7 +80,7 @@ class MeanMetric(Metric):
     @override
     def add(self, output: Any, target: Any, rows: int) -> None:
         if isinstance(self._function, nn.Module) and isinstance(output, Tensor):
-            self._function.to(output.device)
+            self._function.to(output.device)  # it may have buffers
         result = self._function(output, target)
         if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
             total, weight = map(_own_number, result)
@@ -181,6 +181,7 @@ class LibraryMetric(Metric):
         self._metric.dist_sync_fn = self._gathered
         self._metric.distributed_available_fn = self._is_collective
         self._world = World()  # in which it is computed
+        # It is computed for this rank alone and for all ranks, between the same two batches.
         self._metric.compute_with_cache = False
         self._has_seen = False
         self._metric.set_dtype(torch.float64)
@@ -339,6 +340,7 @@ def gathered_states(tensor: Tensor, world: World) -> list[Tensor]:
             if largest["shape"]:
                 shape = [0, *largest["shape"][1:]]
         shape = shape or largest["shape"]  # a rank without samples has one sum, others have one for each output
+        # An all_gather would need equal shapes.
         part = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         if not is_empty:
             if rank == world.rank:

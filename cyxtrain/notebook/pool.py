@@ -168,7 +168,7 @@ class Pool:
         self._is_closed = True
         self._supervisor.request_stop(signal.SIGKILL)  # nothing is worth waiting for
         for thread in self._threads:
-            if thread.ident is not None:
+            if thread.ident is not None:  # it was started
                 thread.join()
 
     def abandon(self) -> None:
@@ -236,6 +236,7 @@ class Pool:
     def _drain(self) -> None:
         """Print what the workers wrote before they answered."""
         deadline = time.monotonic() + _DRAIN_SECONDS
+        # Each worker marks the ends of its stdout and of its stderr.
         while self._marks < 2 * self.num_processes and time.monotonic() < deadline:
             event = self._next()
             if isinstance(event, _Wrote):
