@@ -512,8 +512,8 @@ _CALLED = {
 }
 """The parameters of the methods that a fit calls."""
 _HOOKS = [name for name in _CALLED if name.startswith("on_")]
+# The attribute of the trainer by which a callback ends an evaluation or a prediction.
 _FLAGS = {"test": "stop_evaluating", "predict": "stop_predicting"}
-"""The attribute of the trainer by which a callback ends an evaluation or a prediction."""
 
 
 class LambdaCallback(Callback):

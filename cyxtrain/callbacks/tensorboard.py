@@ -31,8 +31,8 @@ _USAGE = {
     "mfu": ("MFU", 1),
 }
 """Names and units of curves of `trainer.device_usage`."""
+# Rows and columns of an image; larger weights are cut.
 _LARGEST = 1024
-"""Rows and columns of an image; larger weights are cut."""
 
 
 class TensorBoard(Callback):

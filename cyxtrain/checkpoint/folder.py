@@ -26,8 +26,8 @@ BEST = "best"
 ID_CHARACTERS = 8
 """Characters of a run's id in the names of files and in messages."""
 _CLAIM = "run-"
+# Most bytes that are read of a file to look into it.
 _LIMIT_BYTES = 1 << 20
-"""Most bytes that are read of a file to look into it."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from cyxtrain.environment import accelerator
 
 _States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 CPU = torch.device("cpu")
+# Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13.
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:

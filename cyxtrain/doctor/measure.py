@@ -20,12 +20,12 @@ _REQUEST = struct.Struct(">QQ")
 _TIMES = struct.Struct(">dd")
 _ROUND_TRIPS = 50
 _FIRST_BYTES = 256 << 10
+# Sent after `_FIRST_BYTES` if those took less than `_QUICK_SECONDS`.
 _BYTES = 8 << 20
-"""Sent after `_FIRST_BYTES` if those took less than `_QUICK_SECONDS`."""
 _QUICK_SECONDS = 0.05
 _PIECE_BYTES = 256 << 10
+# An end after this time means that the kernel gave up on data that never arrived (`watch_over`).
 _STALLED_SECONDS = 4.0
-"""An end after this time means that the kernel gave up on data that never arrived (`watch_over`)."""
 
 
 class LargeLostError(Exception):

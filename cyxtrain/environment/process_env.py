@@ -45,8 +45,8 @@ GRACE = "CYXTRAIN_GRACE_SECONDS"
 GRACE_SECONDS = 25.0
 """The default: Kubernetes and Slurm kill after 30 seconds."""
 _IDENTITY = ("RANK", "WORLD_SIZE")
+# Not set for a process that runs alone.
 _LAUNCHED = ("LOCAL_RANK", "MASTER_ADDR")
-"""Not set for a process that runs alone."""
 _COMMUNICATION_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("DISTRIBUTED_BACKEND", "DISTRIBUTED_TIMEOUT_MS", SECRET, "CYXTRAIN_HEARTBEAT_TIMEOUT_MS"),

@@ -41,17 +41,17 @@ FULL = "full"
 """Print all frames, as Python does."""
 HEADER = "Traceback (your code only; CYXTRAIN_TRACEBACK=full shows all of it):"
 """The first line of a mistake that is printed in short."""
+# Modules whose frames are left out, and those within Python (`python -m`).
 _LIBRARIES = ("cyxtrain", "torch", "contextlib")
-"""Modules whose frames are left out, and those within Python (`python -m`)."""
+# Modules whose hooks are replaced: Ubuntu sets one in every process.
 _REPLACED = ("sys", "torch", "apport_python_hook")
-"""Modules whose hooks are replaced: Ubuntu sets one in every process."""
+# Errors whose cause is not in this rank's program, unless all ranks raise them.
 _OF_ANOTHER_RANK = (PeerLostError, PeerSilentError, RendezvousError, DistributedTrainingError)
-"""Errors whose cause is not in this rank's program, unless all ranks raise them."""
 _MAX_LINES = 15
 _MAX_FRAMES = 4
 _MAX_WORKER_FRAMES = 2
+# A frame of a printed traceback, without the line of carets.
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    [^\n]*[\w"\'][^\n]*\n)?', re.MULTILINE)
-"""A frame of a printed traceback, without the line of carets."""
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 

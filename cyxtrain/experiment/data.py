@@ -23,10 +23,10 @@ from cyxtrain.experiment.by_name import Resolver, split_section
 
 _PARTS = ("train", "validation", "test")
 _ARRAYS = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
+# The largest ratio of zlib's compression.
 _MOST_DEFLATED = 1032
-"""The largest ratio of zlib's compression."""
+# Of the zip's directory and an array's header.
 _MOST_RECORDS_BYTES = 1 << 20
-"""Of the zip's directory and an array's header."""
 
 
 @dataclass(frozen=True)

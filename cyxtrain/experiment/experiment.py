@@ -45,8 +45,8 @@ from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
 
+# The key of the settings in a checkpoint's metadata.
 _KEY = "experiment"
-"""The key of the settings in a checkpoint's metadata."""
 
 
 @names_checked

@@ -22,18 +22,18 @@ from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section,
 _BASE = "_base_"
 _LONGEST_BYTES = 1 << 24
 _DEEPEST = 32
+# Characters of an integer; in base 2, 64 bits need about as many.
 _LONGEST_NUMBER = 70
-"""Characters of an integer; in base 2, 64 bits need about as many."""
 _WHOLE_NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9_]+(:[0-5]?[0-9])*)")
 _INTEGER = "tag:yaml.org,2002:int"
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one is not always built
 _VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 _SECRET = re.compile(".*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL).*|(.*_)?(API|ACCESS|PRIVATE)?(KEY|TOKEN)S?")
 _REFERENCE = re.compile(r"(?<!\\)(\\\\)*\$\{(([^{}$:]{1,200})\})?")
+# In one value; OmegaConf's parser is slow.
 _MOST_REFERENCES = 256
-"""In one value; OmegaConf's parser is slow."""
+# Characters that each value counts in addition to its own: for memory, and the time to replace references.
 _COST_OF_VALUE = 256
-"""Characters that each value counts in addition to its own: for memory, and the time to replace references."""
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from cyxtrain.experiment import Experiment
 
 _USAGE_ERROR = 2
+# Click's variable: a shell sets it to ask for completions.
 _COMPLETE = "_CYXTRAIN_COMPLETE"
-"""Click's variable: a shell sets it to ask for completions."""
 
 _HELP = """\b
 examples:

@@ -18,8 +18,8 @@ import torch
 from cyxtrain.errors import BLAMING_ANOTHER, CyxtrainError, DistributedTrainingError, prepare_to_raise
 from cyxtrain.notebook.sharing import as_bytes, from_bytes, returning
 
+# Frames of these files before the user's code are left out of tracebacks.
 _LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
-"""Frames of these files before the user's code are left out of tracebacks."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from cyxtrain.world import runtime
 
 START_SECONDS = 120.0
 """For all workers to start; importing PyTorch may take long on a slow disk."""
+# For workers to end after our process has ended: within a second nothing is left.
 _ORPHAN_SECONDS = 0.5
-"""For workers to end after our process has ended: within a second nothing is left."""
+# For the other ranks to answer after one that cannot take another job.
 _AFTER_ERROR_SECONDS = 5.0
-"""For the other ranks to answer after one that cannot take another job."""
+# For the workers' output to arrive after their answers.
 _DRAIN_SECONDS = 2.0
-"""For the workers' output to arrive after their answers."""
 # The notebook's sys.path, so that workers import the same modules, this package included.
 _START = (
     f'import json, os, sys; sys.path[:] = json.loads(os.environ["{process_env.WORKER_CHANNEL}"])["path"]; '

@@ -36,12 +36,12 @@ from torch.utils.serialization import config as serialization
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.regular_files import open_regular
 
+# Smaller arrays are pickled.
 _SHARED_BYTES = 4096
-"""Smaller arrays are pickled."""
+# The largest type that PyTorch has of each kind, by NumPy's letters of kinds.
 _ITEM_BYTES = {"b": 8, "i": 8, "u": 8, "f": 8, "c": 16}
-"""The largest type that PyTorch has of each kind, by NumPy's letters of kinds."""
+# Attribute that a learning-rate schedule sets on an optimizer; `LearningRates` sets it again.
 _WRAPPED = "step"
-"""Attribute that a learning-rate schedule sets on an optimizer; `LearningRates` sets it again."""
 CODE = (type, types.FunctionType)
 """Classes and functions: they come back by name as the sender's own, without their attributes."""
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")

@@ -26,12 +26,12 @@ from cyxtrain.optim.learning_rates import LearningRates, schedules_in
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 
+# Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred.
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred."""
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
 _NOTHING = object()
+# Types that are compared and sent directly.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *CODE, torch.dtype, torch.device)
-"""Types that are compared and sent directly."""
 
 
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:

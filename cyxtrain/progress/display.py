@@ -29,8 +29,8 @@ LINE_SECONDS = 30.0
 _BAR_CHARACTERS = 24
 _FEWEST_BAR_CHARACTERS = 5
 _CELL_COLUMNS = 120  # a longer line has a scroll bar
+# Width of the names of header lines.
 _INDENT = 11
-"""Width of the names of header lines."""
 _NO_BREAK = "\u00a0"
 _ASCII = str.maketrans("━┄", "#-")
 

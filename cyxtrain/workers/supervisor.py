@@ -208,8 +208,8 @@ def _lines_naming(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:
 _BLAMES_ANOTHER = _lines_naming(*errors.BLAMING_ANOTHER)
 _WOULD_RECUR = _lines_naming(errors.ConfigError, errors.BackendUnavailableError, errors.NonFiniteError)
 _NAMES = {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"}
+# By exit code: signals with which somebody stops a rank; it is not a failure.
 _STOPS = {128 + number: number for number in signal.Signals if number.name in _NAMES}
-"""By exit code: signals with which somebody stops a rank; it is not a failure."""
 
 
 def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:

@@ -64,8 +64,8 @@ _current: JoinedWorld | None = None
 """The latest world as a value; ignored once another group is the default one."""
 _generation = -1
 """How many worlds this process has joined before the present one."""
+# Backends that carry CPU tensors best.
 _OF_CPUS = {"ring", "gloo"}
-"""Backends that carry CPU tensors best."""
 _before_leaving: list[Callable[[], None]] = []
 """Called before the world ends, for example to end worker processes."""
 

@@ -18,10 +18,10 @@ from cyxtrain.errors import CyxtrainError, warn
 from cyxtrain.ring import RingProcessGroup, is_ring
 from cyxtrain.world.consensus import backends_of
 
+# How long leaving waits for the abort of an accelerator's groups.
 _ABORT_SECONDS = 10.0
-"""How long leaving waits for the abort of an accelerator's groups."""
+# How long an error of an accelerator's group waits for its cause, which arrives at the ring.
 _CAUSE_SECONDS = 1.0
-"""How long an error of an accelerator's group waits for its cause, which arrives at the ring."""
 
 
 class SideRing:

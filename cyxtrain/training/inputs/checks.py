@@ -22,8 +22,8 @@ from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.trained import params_without_optimizer
 
+# What these losses apply to the scores themselves.
 _APPLIED = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}
-"""What these losses apply to the scores themselves."""
 _PROBABILITIES = "end the model with Sigmoid(), or take loss_fn='bce_with_logits'"
 _MOVES = {
     *("Alias", "Cat", "Clamp", "Clone", "Expand", "Index", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),

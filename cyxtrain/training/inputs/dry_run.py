@@ -40,12 +40,12 @@ from cyxtrain.training.model.out_of_memory import is_full, memory_explained
 from cyxtrain.training.model.snapshot import inputs_seen, put_into_training, snapshot
 from cyxtrain.world.world import World
 
+# Samples to try an evaluation or a prediction on.
 _ROWS = 2
-"""Samples to try an evaluation or a prediction on."""
+# Part of PyTorch's error for batch norm that is trained on a single value per channel.
 _ONE_VALUE = "more than 1 value per channel"
-"""Part of PyTorch's error for batch norm that is trained on a single value per channel."""
+# Part of PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called.
 _REENTRANT = "Checkpointing is not compatible"
-"""Part of PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called."""
 
 
 @dataclass(kw_only=True)

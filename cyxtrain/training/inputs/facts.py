@@ -25,8 +25,8 @@ from cyxtrain.training.state import TrainingState
 
 _SAMPLED_ELEMENTS = 64
 _PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
+# Entries of a parameter group that are not compared as options; learning rates are compared by initial value.
 _NO_OPTIONS = {"params", "lr", "initial_lr"}
-"""Entries of a parameter group that are not compared as options; learning rates are compared by initial value."""
 
 
 class Policy(Enum):

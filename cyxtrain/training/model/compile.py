@@ -25,8 +25,8 @@ from cyxtrain.training.model.snapshot import BuffersKept
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 _Batch = TypeVar("_Batch")
+# Modes in which a model's kernels are launched together, as a CUDA graph.
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes in which a model's kernels are launched together, as a CUDA graph."""
 
 
 def check_compiler(mode: bool | str, device: torch.device) -> None:

@@ -34,8 +34,8 @@ from cyxtrain.training.model.forward import ModelCall
 StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
 
+# By trainer, the names that its steps have returned; kept here, as a dry run restores the trainer's attributes.
 _RETURNED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""By trainer, the names that its steps have returned; kept here, as a dry run restores the trainer's attributes."""
 TRAIN = "train_step"
 TEST = "test_step"
 PREDICT = "predict_step"
