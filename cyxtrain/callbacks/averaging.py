@@ -98,8 +98,7 @@ class _Averaging(Callback):
             self._own = None
 
     def on_exception(self, exception: BaseException) -> None:
-        # An error in a validation must not leave the average in the model.
-        self.on_test_end()
+        self.on_test_end()  # an error in a validation must not leave the average in the model
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         # Best weights that were validated without the average stay.

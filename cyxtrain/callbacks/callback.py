@@ -367,8 +367,7 @@ class Callbacks:
 
     def close(self) -> None:
         """Close each callback."""
-        # A stack closes all of them, even if one raises.
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # a stack closes all of them, even if one raises
             for callback in self._callbacks:
                 stack.callback(self._writing, callback, callback.close)
 
@@ -474,7 +473,6 @@ def _check_methods(callback: Callback) -> None:
 
 
 def _check_parameters(callback: Callback, name: str) -> None:
-    """Refuse a method that cannot be called with the arguments of ours."""
     method = getattr(callback, name)
     function = getattr(method, "__func__", method)
     if function is getattr(Callback, name) or takes(method, len(_CALLED[name])):

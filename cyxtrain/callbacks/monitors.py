@@ -234,8 +234,7 @@ def _compute(parts: dict[str, float]) -> float:
 
 
 def _own(parts: dict[str, float]) -> float:
-    """Return the time without communication."""
-    return parts["data"] + _compute(parts)
+    return parts["data"] + _compute(parts)  # without communication
 
 
 def _others_mean(values: Sequence[float], rank: int) -> float:

@@ -110,7 +110,6 @@ class TensorBoard(Callback):
                 self._profiler = _profiler_of(*self.profile_batch, os.path.join(self._folder, "train"))
 
     def _settings_table(self) -> str:
-        """Return the settings and optimizers as a Markdown table."""
         optimizers = {name: type(optimizer).__name__ for name, optimizer in self.trainer.optimizers.items()}
         settings = dataclasses.asdict(self.trainer.config) | optimizers
         lines = [f"| {name} | {value} |" for name, value in settings.items()]

@@ -137,8 +137,7 @@ class CheckpointFolder:
         intact = [found for found in self.newest_first() if found.position and found.run.get("id") == run]
         older = [found.path for found in intact if found.path != newest and not found.is_best]
         deleted = 0
-        # The newest one is among those that are kept.
-        for path in older[keep_last - 1 :]:
+        for path in older[keep_last - 1 :]:  # the newest one is among those that are kept
             with contextlib.suppress(OSError):  # another process has deleted it
                 path.unlink()
                 deleted += 1

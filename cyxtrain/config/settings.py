@@ -231,7 +231,6 @@ def _check_names_in_methods(cls: type) -> None:
 
 
 def _too_many(owner: str, count: int, by_position: list[str], known: list[str]) -> ConfigError:
-    """Return the error for more arguments by position than a function takes."""
     hint = ""
     if by_position == ["X"]:  # predict, given targets as for fit
         hint = f" y: {nearest('y', known, 'argument')}"

@@ -23,7 +23,6 @@ _USUAL_MOST_BYTES = 32 << 20
 
 
 def _find_libc() -> Any:
-    """Return the C library if it is glibc; otherwise None."""
     if sys.platform != "linux":
         return None
     libc: Any = ctypes.CDLL(None)

@@ -54,8 +54,7 @@ def _machine() -> str:
         if os.readlink("/proc/self") != str(os.getpid()):  # /proc of another namespace, as in some containers
             return ""
     except OSError:
-        # Not Linux, or its /proc is hidden.
-        return ""
+        return ""  # not Linux, or its /proc is hidden
     return f"{boot} {namespaces}"
 
 
@@ -98,6 +97,5 @@ def _is_hidden(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        # Another user's process is alive, too.
-        return True
+        return True  # another user's process is alive, too
     return True

@@ -90,7 +90,6 @@ class _Scheduler:
         return _FIRST_PORT + zlib.crc32(".".join(job).encode()) % _NUM_PORTS
 
     def _disagreement(self, variables: Variables, number: str, count: str) -> ConfigError:
-        """Return the error for a rank outside of its world."""
         why = ""
         if self.rank == "SLURM_PROCID":
             why = (

@@ -119,8 +119,7 @@ def _in_short(error: BaseException, trace: TracebackType | None) -> str:
     if error.__cause__ is not None:
         places += _users_places(error.__cause__.__traceback__)
     if len(places) > _MAX_FRAMES:
-        # The outermost frame and the innermost ones stay.
-        del places[1 : 1 - _MAX_FRAMES]
+        del places[1 : 1 - _MAX_FRAMES]  # the outermost frame and the innermost ones stay
     frames = "".join(traceback.StackSummary.extract(places).format()) + _worker_frames(error.__cause__)
     notes = getattr(error, "__notes__", [])
     message = "\n".join([f"{_type_of(error)}: {error}", *notes]).splitlines()
@@ -147,7 +146,6 @@ def _is_of_another_rank(error: BaseException) -> bool:
 
 
 def _in_two_lines(error: CyxtrainError, trace: TracebackType | None) -> str:
-    """Return the message, and where the user's code was."""
     lines = f"{_type_of(error)}: {_message(error)}".splitlines()
     places = [f'File "{frame.f_code.co_filename}", line {line}' for frame, line in _users_places(trace)]
     return "\n  ".join([*lines, *places[-1:]])

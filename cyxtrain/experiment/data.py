@@ -152,7 +152,6 @@ def as_validation(part: tuple[Any, ...]) -> Any:
 
 
 def _arguments(part: Any) -> tuple[Any, ...]:
-    """Return a part as arguments of `fit`."""
     if part is None:
         return ()
     return tuple(part) if isinstance(part, (tuple, list)) else (part,)

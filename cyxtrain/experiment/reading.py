@@ -268,7 +268,6 @@ def _quoted(value: Any) -> str:
 
 
 def _no_file(file: Path) -> str:
-    """Return an error for a missing file, with the nearest name."""
     try:
         names = {each.stem: each.name for each in sorted(file.parent.iterdir()) if each.suffix in (".yaml", ".yml")}
     except (OSError, ValueError):

@@ -216,6 +216,5 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return _USAGE_ERROR
     except click.Abort as error:  # click raises it for Ctrl-C, and for an EOFError of the user's code
         raise error.__cause__ or error from None
-    # Not after an error, which the installed hook prints.
-    sys.excepthook = hook
+    sys.excepthook = hook  # not after an error, which the installed hook prints
     return code if isinstance(code, int) else 0

@@ -238,8 +238,7 @@ def _split(words: Sequence[str], options: Options) -> tuple[str | None, tuple[st
     if program.endswith(".py"):
         _require(Path(program).is_file(), f"there is no file {program!r}")
         return number, (sys.executable, *command)
-    # It may not be in PATH, as the package in this Python is.
-    if program == "cyxtrain":
+    if program == "cyxtrain":  # it may not be in PATH, as the package in this Python is
         return number, (sys.executable, "-m", *command)
     return number, command
 

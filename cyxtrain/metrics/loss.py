@@ -93,7 +93,6 @@ class Loss:
         self._name_parts()
 
     def _all_functions(self) -> list[Any]:
-        """Return the user's loss functions: one, or one per output."""
         if self.used is not None:
             return self.used.functions
         if self.by_output:
@@ -498,7 +497,6 @@ def _check_one_per_row(result: Any, rows: int) -> None:
 
 
 def _part_of(value: Any, name: str, owner: str) -> Any:
-    """Return a part of an output or a target by name."""
     parts = value if isinstance(value, Mapping) else parts_by_name(value)
     found = parts.get(name)
     if found is None:
@@ -530,7 +528,6 @@ def _losses_by_output(loss_fn: Any) -> dict[str, Loss]:
 
 
 def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
-    """Return each loss's factor, by name in the history."""
     if isinstance(loss_fn, Mapping):
         return _factors_by_output(loss_fn, given)
     if loss_fn is not None and is_number(given):

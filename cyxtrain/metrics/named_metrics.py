@@ -131,7 +131,6 @@ def _add(found: NamedMetrics, name: str, metric: Any) -> None:
 
 
 def _check_kind(metric: Any) -> None:
-    """Raise ConfigError if an object is not a metric."""
     if isinstance(metric, str):
         if metric not in _KNOWN and metric not in _BUILT_IN and not _TOP.match(metric):
             raise unknown_name("cyxtrain", metric, _KNOWN, "metric")

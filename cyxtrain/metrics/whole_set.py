@@ -150,7 +150,6 @@ def checked_whole_sets(
 
 
 def _check_rows(name: str, parts: Iterable[Any], rows: int) -> None:
-    """Raise ConfigError unless all parts are tensors with this many samples."""
     for part in parts:
         what = type(part).__name__
         if isinstance(part, Tensor):

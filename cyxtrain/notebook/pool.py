@@ -154,8 +154,7 @@ class Pool:
             answers = self._wait_for_answers(apply, on_signal)
             self._drain()
         except BaseException:
-            # Workers that are still in this job cannot take the next one.
-            self.close()
+            self.close()  # workers that are still in this job cannot take the next one
             raise
         return answers
 

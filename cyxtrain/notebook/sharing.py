@@ -239,8 +239,7 @@ def _is_plain(obj: Any) -> bool:
 
 
 def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str) -> types.CodeType:
-    """Return code with its file name, which cloudpickle drops from 3.1.3 on: tracebacks need it."""
-    return make(*arguments).replace(co_filename=filename)
+    return make(*arguments).replace(co_filename=filename)  # cloudpickle drops it from 3.1.3 on
 
 
 # --- objects whose own pickles leave something out -----------------------------------------------------------------

@@ -224,8 +224,7 @@ def _merge_tensor(root: nn.Module, path: str, tensor: Tensor, *, is_parameter: b
         new = tensor.clone() if own is None else tensor.to(own.device, copy=True)
         held[name] = nn.Parameter(new, is_trained) if is_parameter else new
         return
-    # In place: the optimizer and the program hold this tensor.
-    own.copy_(tensor)
+    own.copy_(tensor)  # in place: the optimizer and the program hold this tensor
     if is_parameter:
         own.requires_grad_(is_trained)
 

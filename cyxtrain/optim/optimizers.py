@@ -119,8 +119,7 @@ def make_optimizers(
     """Return the optimizers of a trainer by name: one, or several with different parameters."""
     if optimizers is None:
         return {ONLY: make_optimizer(optimizer, model)}
-    # This is the default: then only `optimizers` was given.
-    if optimizer != "adam":
+    if optimizer != "adam":  # this is the default: then only `optimizers` was given
         raise ConfigError("optimizer and optimizers are given: put all of them into optimizers={...}, by name.")
     given = dict(optimizers) if isinstance(optimizers, Mapping) else {}
     if not given or not all(isinstance(value, torch.optim.Optimizer) for value in given.values()):

@@ -123,7 +123,6 @@ class LiveDisplay(Display):
             self.draw(self._steps, text)
 
     def _labelled(self, text: str) -> str:
-        """Return text after the name of the epoch, with later lines indented."""
         return f"{self._epoch}  {text}".replace("\n", "\n  ")
 
     def _count(self, steps: int) -> str:
@@ -427,7 +426,6 @@ def _hours(seconds: float) -> str:
 
 
 def _joined(*parts: str) -> str:
-    """Return the parts that are not empty in one line."""
     return "  ".join(filter(None, parts))
 
 

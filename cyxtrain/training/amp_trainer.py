@@ -198,8 +198,7 @@ class DistributedAMPTrainer:
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
             loss = self._loss.number_of(share.results[-1].loss)
         elif is_last:
-            # The other ranks wait for this rank's part of the averages.
-            step.join_without_rows(share)
+            step.join_without_rows(share)  # the other ranks wait for this rank's part of the averages
         if is_last:
             if step.finish(share, share.results) is Verdict.TAKEN:
                 # Rank 0 may save them before the next step.
@@ -337,7 +336,6 @@ def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> Optimiz
 
 
 def _check_world(world: World, rank: int | None, world_size: int | None) -> None:
-    """Refuse a rank or a world size that is not this process's."""
     for name, given, own in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
         require(
             given in (None, own),

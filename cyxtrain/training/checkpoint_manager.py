@@ -256,8 +256,7 @@ class CheckpointManager:
     def _save(self, totals: MetricSums | None, *, is_best: bool = False) -> None:
         self.gather(totals)
         self._plan.display.phase("saving")
-        # One file is written at a time.
-        self._settle()
+        self._settle()  # one file is written at a time
         self._saved = name = self._name()
         if self._writer is None:
             return

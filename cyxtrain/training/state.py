@@ -448,7 +448,6 @@ class TrainingState(_Fields):
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the names of the parameters in an optimizer's groups."""
     return {*itertools.chain.from_iterable(group["params"] for group in groups)}
 
 

@@ -127,8 +127,7 @@ class Supervisor:
         if stopped_by is None and first is None:
             stopped_by = find_stop(before_stop)
         labels = {rank.index: rank.label for rank in self._ranks}
-        # What is left has not ended.
-        for ended in exits:
+        for ended in exits:  # what is left has not ended
             del labels[ended.index]
         return Outcome(
             exits=tuple(exits),

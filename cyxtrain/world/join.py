@@ -108,7 +108,6 @@ def _make_world(config: DistributedConfig, report: DeviceReport, options: RingOp
 
 
 def _identity(config: DistributedConfig) -> tuple[int, int]:
-    """Return (rank, world size) of a complete config."""
     return config.rank or 0, config.world_size or 1
 
 
@@ -228,7 +227,6 @@ def _make_gloo(
 
 
 def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:
-    """Return the error for a group that PyTorch could not make."""
     hint = "Look at the output of the other ranks."
     if "Duplicate GPU" in str(error):
         hint = (
@@ -239,8 +237,7 @@ def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) ->
 
 
 def _left(deadline: Deadline) -> timedelta:
-    """Return the time left, at least 1 ms: a process group takes 0 for "not set"."""
-    return timedelta(seconds=max(deadline.left(), 0.001))
+    return timedelta(seconds=max(deadline.left(), 0.001))  # a process group takes 0 for "not set"
 
 
 def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
@@ -277,7 +274,6 @@ def _share_cores(ranks: int, own_cores: int | None = None) -> None:
 
 
 def _warn_of_untested_torch(rank: int) -> None:
-    """Warn on rank 0, once in a process."""
     if rank == 0 and not torch_compat.is_tested():
         _warn_once(
             f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "

@@ -537,8 +537,7 @@ def _at_exit() -> None:
     """Leave; if the program ends because of an error, report it to the other ranks."""
     if _joined is None:
         return
-    # Python sets it when an exception has ended the program.
-    error = getattr(sys, "last_value", None)
+    error = getattr(sys, "last_value", None)  # Python sets it when an exception has ended the program
     if isinstance(error, BaseException) and not is_interactive():
         end_group(error)
         _leave(checks_call=False)

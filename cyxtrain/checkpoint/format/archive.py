@@ -158,8 +158,7 @@ def _check(content: memoryview, listed: Mapping[str, object]) -> None:
 def _spans(view: memoryview, listed: Sequence[zipfile.ZipInfo], expected: set[str]) -> dict[str, tuple[int, int]]:
     """Return the start and the end of each entry's content, after checking the zip's structure."""
     names = [entry.filename for entry in listed]
-    # A zip may have two entries of one name.
-    if len(names) != len(expected) or set(names) != expected:
+    if len(names) != len(expected) or set(names) != expected:  # a zip may have two entries of one name
         raise ValueError(f"the entries are {names}, and must be {sorted(expected)}")
     # A cut file may end in another archive, inside a tensor.
     if min(entry.header_offset for entry in listed) != 0:

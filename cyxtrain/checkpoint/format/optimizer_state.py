@@ -168,7 +168,6 @@ def _names_by_index(groups: Sequence[Mapping[str, Any]], name_groups: Sequence[S
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the names or numbers of all parameters of groups, in order."""
     return list(itertools.chain.from_iterable(group["params"] for group in groups))
 
 
@@ -226,7 +225,6 @@ def _require_state(
 
 
 def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse the hyperparameters of a different optimizer."""
     expected = _hyper_parameters(own)
     missing = sorted(expected.keys() - saved.keys())
     if missing:

@@ -189,8 +189,7 @@ class StreamShare(Share):
 
     @override
     def describe(self, rows: Sequence[int]) -> str:
-        # A stream numbers no samples.
-        return f"{_numbered(rows)} of this rank's part of the step"
+        return f"{_numbered(rows)} of this rank's part of the step"  # a stream numbers no samples
 
 
 def _numbered(samples: Sequence[int]) -> str:

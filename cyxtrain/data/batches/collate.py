@@ -32,7 +32,6 @@ def labels_of(inputs: Tree, targets: Tree | None) -> Tree | None:
 
 
 def _name_of_targets(parts: Mapping[Any, Any]) -> str | None:
-    """Return the first usual name of targets among the names of parts."""
     return next((name for name in TARGET_NAMES if name in parts), None)
 
 

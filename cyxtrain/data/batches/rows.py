@@ -222,8 +222,7 @@ def _first_bad(array: np.ndarray[Any, Any]) -> str:
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    # PyTorch has neither foreign byte orders nor extended precision.
-    if not array.dtype.isnative:
+    if not array.dtype.isnative:  # PyTorch has neither foreign byte orders nor extended precision
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.name in ("float96", "float128", "longdouble"):
         array = array.astype(np.float64)
@@ -278,7 +277,6 @@ def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | Non
 
 
 def _weights_of(classes: list[float], weights: Mapping[Any, Any], ignored: int | None) -> list[float]:
-    """Return the weight of each class; raise ConfigError if some have none."""
     known = dict(weights)
     if ignored is not None:
         known.setdefault(ignored, 0.0)

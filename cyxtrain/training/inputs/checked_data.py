@@ -215,7 +215,6 @@ def check_data(
 
 
 def _tried(kind: str, dry_run: DryRun, source: Source, trains_on: Rows | None, *, counts_flops: bool) -> Tried:
-    """Return the results of a dry run of the step `kind`."""
     if trains_on is not None:
         return dry_run.train(source, trains_on, counts_flops=counts_flops)
     return dry_run.predict(source) if kind == PREDICT else dry_run.evaluate(source)

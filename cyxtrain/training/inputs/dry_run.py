@@ -359,8 +359,7 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
 def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
     """Return the remedy for whole numbers in a layer of floats, or floats in an embedding, or ""."""
     message = str(error)
-    # PyTorch's words for an embedding that gets floats.
-    if "scalar types: Long, Int" in message:
+    if "scalar types: Long, Int" in message:  # PyTorch's words for an embedding that gets floats
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
     differ = "same dtype" in message or "should be the same" in message
     if not differ or not re.search(r"(?i)\b(long|int|short)", message):
@@ -397,7 +396,6 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
 
 
 def _values_of_channel(tensor: Tensor) -> int:
-    """Return how many values each channel of a batch norm's input has."""
     channels = tensor.shape[1:2].numel()
     return tensor.numel() // (channels or 1)
 

@@ -156,7 +156,6 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
 
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
-    """Return the validation data, limited to `validation_steps` batches."""
     size = config.validation_batch_size
     actual = validation.batch_size
     if size is not None and actual not in (None, size):

@@ -146,7 +146,6 @@ def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list
 
 
 def _layers_named(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the layers of a model that have one of the classes or names."""
     layers = dict(model.named_modules())
     classes = tuple(each for each in wanted if isinstance(each, type))
     names = [each for each in wanted if isinstance(each, str)]

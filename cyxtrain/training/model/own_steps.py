@@ -444,7 +444,6 @@ def _weighted(result: Any, weight: Tensor | float) -> Any:
 
 
 def _called(loss: Any) -> Any:
-    """Return the loss that a function of `optimize` returns; any other loss as it is."""
     return loss() if callable(loss) else loss
 
 

@@ -196,7 +196,6 @@ def _copied(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tup
 
 
 def _frozen(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of parameters that nothing changes."""
     found: set[int] = set()
     for module in modules:
         if getattr(module, "max_norm", None) is not None:

@@ -154,7 +154,6 @@ def _shape_error(owner: str, rows: int, output: Any, name: str, part: Any) -> Co
 
 
 def _shape_remedy(rows: int, output: Any, name: str, part: Any) -> str:
-    """Return what to do about such a part."""
     if isinstance(output, (tuple, list)) and len(output) == rows and not isinstance(output[0], Tensor):
         return " Let a predict_step pad the entries of such a list, one per sample, and return how long each was."
     if isinstance(part, Tensor) and part.dim() > 1 and part.shape[1] == rows:
@@ -170,8 +169,7 @@ def _shape_remedy(rows: int, output: Any, name: str, part: Any) -> str:
 
 
 def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Return what all rows have in common, even if they are padded to different lengths."""
-    return {name: kind_of(part) for name, part in parts.items()}
+    return {name: kind_of(part) for name, part in parts.items()}  # even if they are padded to different lengths
 
 
 def gathered_rows(

@@ -385,8 +385,7 @@ def _group_size(rows: CheckedData, output: Any) -> int:
         rows_dimension = int(name in rows.tried.rows_second)
         row_bytes += part.nbytes // max(1, part.shape[rows_dimension])
     batches = rows.source.num_batches(rows.batch_size)
-    # The length of a stream is unknown before it ends.
-    most = _STREAM_BATCHES
+    most = _STREAM_BATCHES  # the length of a stream is unknown before it ends
     if batches is not None:
         most = -(-batches // _FEWEST_SHARDS)
     return max(1, min(most, SHARD_BYTES // max(1, row_bytes * rows.batch_size)))
