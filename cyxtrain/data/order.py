@@ -162,7 +162,7 @@ class SamplerOrder(Order):
         with generators_kept(others=generators):
             begin_pass(self._parts, generators, self._seed, epoch)
             given = list(self._sampler)
-        if len(given) != len(self._sampler):  # not the length at the beginning: an epoch may have another
+        if len(given) != len(self._sampler):  # not the length at the beginning: it may differ by epoch
             raise ConfigError(
                 f"the DataLoader's {self._name} has the length {len(self._sampler):,}, but gave {len(given):,}."
             )

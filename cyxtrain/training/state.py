@@ -201,7 +201,7 @@ class TrainingState(_Fields):
         position.first_epoch = position.epoch
         position.fits = self.complete_fits + 1
         position.first_step = position.step
-        # Each pass has another order, like the epochs of arrays.
+        # Each pass has a different order, like the epochs of arrays.
         position.passes = position.epoch
         position.skipped = position.stopped = 0
         position.effective_batch_size = effective_batch_size

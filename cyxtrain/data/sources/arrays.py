@@ -47,7 +47,7 @@ class ArraySource(Source):
 
     is_whole = True
     drop_last = False
-    shuffle: bool | None = None  # whether each epoch has another order; None: config.shuffle
+    shuffle: bool | None = None  # whether each epoch has a different order; None: config.shuffle
 
     def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         self._first_row = 0  # in the arrays that the user gave
