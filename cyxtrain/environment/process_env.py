@@ -186,7 +186,7 @@ def to_pass_on() -> dict[str, str]:
 
 def take_worker_channel() -> str:
     """Return how a notebook's worker reaches its notebook, and remove it from the environment."""
-    found = os.environ.pop(WORKER_CHANNEL, None)
+    found = os.environ.pop(WORKER_CHANNEL, None)  # a process that this one starts is no worker
     if found is None:
         raise ConfigError("Only a trainer starts workers, if you set num_processes.")
     return found

@@ -152,7 +152,7 @@ def depending_on(loss: Tensor, kept: Sequence[GatherCall]) -> Tensor:
 def _depends_on(loss: Tensor | None, kept: Sequence[GatherCall]) -> list[bool]:
     """Return for each gather whether the graph of a loss has it."""
     found = set()
-    waiting = [] if loss is None else [loss.grad_fn]
+    waiting = [] if loss is None else [loss.grad_fn]  # a stack: graphs are deeper than Python recurses
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
@@ -192,14 +192,14 @@ def gathered_rows(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
     if own.is_cpu:
         dist.all_gather(parts, padded, group=group)
     else:
-        dist.all_gather([*map(bytes_of, parts)], bytes_of(padded), group=group)
+        dist.all_gather([*map(bytes_of, parts)], bytes_of(padded), group=group)  # NCCL has no int16, say
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
     missing = count - len(rows)
     if missing == 0:
-        return rows.contiguous()
+        return rows.contiguous()  # NCCL takes nothing else
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
@@ -207,7 +207,7 @@ def _layout_of(world: World, tensor: Tensor) -> _Layout:
     """Return the arguments of all ranks; raise on every rank if they do not match."""
     needs_own = tensor.requires_grad and torch.is_grad_enabled()
     kind = [len(tensor), int(needs_own), _DTYPES.index(tensor.dtype), *tensor.shape[1:]]
-    own = torch.full([3 + _MOST_DIMENSIONS], -1, dtype=torch.int64, device="cpu")
+    own = torch.full([3 + _MOST_DIMENSIONS], -1, dtype=torch.int64, device="cpu")  # not on the user's default device
     own[: len(kind)] = torch.tensor(kind, device="cpu")
     gathered = [torch.empty_like(own) for _ in range(world.size)]
     dist.all_gather(gathered, own, group=world.cpu_group)

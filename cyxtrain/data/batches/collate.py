@@ -130,7 +130,7 @@ def _named(given: Any) -> tuple[Any, Any, Any] | None:
 
 def _numbered(given: Any) -> tuple[Any, ...]:
     """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of samples."""
-    if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):
+    if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):  # a tuple, but one value
         return (given,)
     parts = [*given[:2], *(part for part in given[2:] if not _is_string(part))]
     if not 1 <= len(parts) <= 3:
