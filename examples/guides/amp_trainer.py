@@ -53,7 +53,7 @@ def accuracy(model: Classifier) -> float:
 
 
 def scaled_rate(rule: str) -> float:
-    """Return the rate for a step of STEP samples: "linear" (Goyal et al., 2017), or "sqrt", which is better for Adam."""
+    """Return the rate for a step of STEP samples: "linear" (Goyal et al., 2017), or "sqrt", better for Adam."""
     ratio = STEP / BASE_BATCH
     return BASE_RATE * (ratio if rule == "linear" else ratio**0.5)
 
