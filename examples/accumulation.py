@@ -18,7 +18,7 @@ from torch import nn
 import cyxtrain as cx
 from cyxtrain.datasets import load_digits
 
-BATCH_SIZE = 96  # rows of a step, over all ranks
+BATCH_SIZE = 96  # samples of a step, over all ranks
 PARTS = 4
 
 
@@ -41,7 +41,7 @@ def by_fit(x: torch.Tensor, y: torch.Tensor, accumulation_steps: int) -> nn.Modu
 
 
 def by_hand(x: torch.Tensor, y: torch.Tensor, parts: int) -> nn.Module:
-    """Take one step with this rank's rows of the first batch."""
+    """Take one step with this rank's samples of the first batch."""
     model = make_model()
     ddp = cx.DistributedDataParallel(model)
     rows = slice(cx.get_rank(), BATCH_SIZE, cx.get_world_size())

@@ -50,7 +50,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}  loss {total / len(x_train):.4f}")
 
     with torch.no_grad():
-        accuracy = (model(x_test).argmax(1) == y_test).float().mean()  # every rank evaluates all rows: they are few
+        accuracy = (model(x_test).argmax(1) == y_test).float().mean()  # every rank evaluates all samples: they are few
     ddp.check_replicas()  # raises an error unless all ranks have the same parameters, bit for bit
     if cx.is_master():
         print(f"test accuracy: {accuracy:.4f}")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import cyxtrain as cx
 
-WINDOW = 32  # bytes per row
+WINDOW = 32  # bytes per sample
 
 
 class NextByte(nn.Module):

@@ -49,7 +49,8 @@ class _Averaging(Callback):
         """Match the average to the model's present tensors; return their values, 16-bit ones as float32.
 
         A tensor keeps its average by object, because pruning renames a weight, or else by name. One that is new in the
-        model, or has another shape, begins with its present value. In 16 bits, a step's change of an average is lost.
+        model, or whose shape has changed, begins with its present value. Averages of 16-bit tensors are kept as
+        float32, because one step's change would be lost in 16 bits.
         """
         present = self._tensors_to_average()
         present_ids = {id(tensor) for tensor in present.values()}
@@ -97,7 +98,7 @@ class _Averaging(Callback):
             self._own = None
 
     def on_exception(self, exception: BaseException) -> None:
-        self.on_test_end()
+        self.on_test_end()  # an error in a validation must not leave the average in the model
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         # Best weights that were validated without the average stay.
@@ -188,7 +189,7 @@ class SWA(_Averaging):
     """Keep the mean of the weights at the ends of the last epochs: stochastic weight averaging.
 
     A high learning rate in these epochs, constant or cyclic, lets the weights differ. Every rank keeps the same mean;
-    it is part of checkpoints. Running statistics, such as those of batch norm, are averaged too, and what a module's
+    it is part of checkpoints. Running statistics, such as batch norm's, are averaged too, and what a module's
     `averaged_buffers` names; other buffers stay as they are. Cost: a copy of what is averaged, read and written once
     per epoch.
 

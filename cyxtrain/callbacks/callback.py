@@ -110,9 +110,9 @@ class Callback:
     belongs_on_all_ranks = False
     """Whether every rank must have it, because it changes the model or calls collectives; otherwise `fit` raises."""
     stays_in_notebook = False
-    """Whether it stays in the notebook while worker processes train (`num_processes`), to draw or to ask: its hooks of
-    training, epochs and validation are called as on rank 0, not those of batches, and the weights arrive at the end.
-    Without workers it is an ordinary callback."""
+    """Whether it stays in the notebook while worker processes train (`num_processes`), to draw or to ask. Its hooks for
+    training, epochs and validation are called as on rank 0; its hooks for batches are not, and the weights arrive at
+    the end. Without workers it is an ordinary callback."""
     restored_with_best = False
     """Whether `fit(load_best=True)` restores its state, too, before `on_train_end`."""
     runs_last = False
@@ -216,6 +216,7 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank 0's state for checkpoints: tensors, numbers, strings, lists, tuples and dictionaries."""
+        # Copies: a checkpoint is written while training continues.
         return {name: copy.copy(getattr(self, name)) for name in self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -330,6 +331,7 @@ class Callbacks:
     def on_exception(self, exception: BaseException) -> None:
         """Call the hook of each callback; ignore errors in it."""
         for callback in self._callbacks:
+            # The exception that ends the fit matters more than an error while it is handled.
             with contextlib.suppress(Exception):
                 callback.on_exception(exception)
 
@@ -365,7 +367,7 @@ class Callbacks:
 
     def close(self) -> None:
         """Close each callback."""
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # a stack closes all of them, even if one raises
             for callback in self._callbacks:
                 stack.callback(self._writing, callback, callback.close)
 
@@ -404,6 +406,7 @@ class Callbacks:
                 continue
             with restoring_from(f"{source}, {name}"):
                 state = left.pop(name)
+                # A user's callback checks its own state.
                 is_own = type(callback).__module__.startswith(f"{__package__}.")
                 if is_own and not same_kinds(state, callback.state_dict()):
                     raise TypeError(f"its state is {brief(state)}")
@@ -426,6 +429,7 @@ class Callbacks:
         for callback in self._callbacks:
             name = type(callback).__name__
             counts[name] += 1
+            # Checkpoints keep the states of two callbacks of one class apart by this number.
             if counts[name] > 1:
                 name = f"{name} {counts[name]}"
             yield name, callback
@@ -469,7 +473,6 @@ def _check_methods(callback: Callback) -> None:
 
 
 def _check_parameters(callback: Callback, name: str) -> None:
-    """Refuse a method that cannot be called with the arguments of ours."""
     method = getattr(callback, name)
     function = getattr(method, "__func__", method)
     if function is getattr(Callback, name) or takes(method, len(_CALLED[name])):
@@ -507,8 +510,8 @@ _CALLED = {
 }
 """The parameters of the methods that a fit calls."""
 _HOOKS = [name for name in _CALLED if name.startswith("on_")]
+# The attribute of the trainer by which a callback ends an evaluation or a prediction.
 _FLAGS = {"test": "stop_evaluating", "predict": "stop_predicting"}
-"""The attribute of the trainer by which a callback ends an evaluation or a prediction."""
 
 
 class LambdaCallback(Callback):

@@ -60,7 +60,7 @@ class CSVLogger(Callback):
             table = io.StringIO(read_text(self._path), newline="")
             self._existing = [line for line in csv.reader(table, delimiter=self.separator) if line]
         except FileNotFoundError:
-            pass
+            pass  # a new file
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(
                 f"CSVLogger cannot read {self.filename}: {reason_of(error)}. Use another filename."

@@ -94,7 +94,6 @@ class EarlyStopping(Monitoring):
             self._stop(epoch)
 
     def _copy_weights(self) -> None:
-        """Copy the weights that were measured, if they are to be restored."""
         if not self.restore_best_weights:
             return
         weights = {}

@@ -131,7 +131,6 @@ class ModelCheckpoint(Monitoring):
             show(f"saved {name}")
 
     def _file_name(self, known: Mapping[str, float]) -> str:
-        """Return the file name with epoch, step and metrics filled in."""
         try:
             return self.filepath.format(**known)
         except (KeyError, IndexError, ValueError) as error:

@@ -78,6 +78,7 @@ class _Recording(Callback):
     def values(self) -> list[tuple[int, float]]:
         """(step, number), from the first step of the training; reading them waits for the device."""
         numbers = [(step, float(value)) for step, value in self._values]
+        # Numbers from here on: reading them again does not wait for the device.
         self._values = list(numbers)
         return numbers
 
@@ -140,6 +141,7 @@ class ThroughputMonitor(_Recording):
         self._steps = 0
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        # A fit that resumes within an epoch does not begin with batch 0.
         if batch == 0 or not self._since:
             self._since = time.perf_counter()
             self._steps = 0
@@ -232,8 +234,7 @@ def _compute(parts: dict[str, float]) -> float:
 
 
 def _own(parts: dict[str, float]) -> float:
-    """Return the time without communication."""
-    return parts["data"] + _compute(parts)
+    return parts["data"] + _compute(parts)  # without communication
 
 
 def _others_mean(values: Sequence[float], rank: int) -> float:

@@ -19,8 +19,7 @@ from cyxtrain.optim.learning_rates import rates_of
 
 
 def _listed(rates: list[float]) -> str:
-    """Return rates for a message, equal ones once."""
-    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))  # equal ones once
 
 
 class _SettingRates(Callback):

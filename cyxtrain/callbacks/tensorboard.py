@@ -31,8 +31,8 @@ _USAGE = {
     "mfu": ("MFU", 1),
 }
 """Names and units of curves of `trainer.device_usage`."""
+# Rows and columns of an image; larger weights are cut.
 _LARGEST = 1024
-"""Rows and columns of an image; larger weights are cut."""
 
 
 class TensorBoard(Callback):
@@ -100,7 +100,7 @@ class TensorBoard(Callback):
         )
         if self.trainer.is_master():
             self._previous_hook = threading.excepthook
-            threading.excepthook = self._on_thread_error
+            threading.excepthook = self._on_thread_error  # for TensorBoard's writing thread
             self._folder = os.path.abspath(local_path("TensorBoard.log_dir", self.log_dir))
             self._writer = self._open("train")
             self._writer.add_text("settings", self._settings_table(), self.trainer.step)
@@ -110,7 +110,6 @@ class TensorBoard(Callback):
                 self._profiler = _profiler_of(*self.profile_batch, os.path.join(self._folder, "train"))
 
     def _settings_table(self) -> str:
-        """Return the settings and optimizers as a Markdown table."""
         optimizers = {name: type(optimizer).__name__ for name, optimizer in self.trainer.optimizers.items()}
         settings = dataclasses.asdict(self.trainer.config) | optimizers
         lines = [f"| {name} | {value} |" for name, value in settings.items()]
@@ -229,7 +228,7 @@ def _image(weights: Tensor) -> Tensor:
         weights = kernels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
     weights = weights[:_LARGEST, :_LARGEST]
     low = weights.min()
-    span = (weights.max() - low).clamp(min=torch.finfo(torch.float32).tiny)
+    span = (weights.max() - low).clamp(min=torch.finfo(torch.float32).tiny)  # all may be equal
     return (weights - low) / span
 
 
@@ -242,7 +241,7 @@ class _GraphWriter:
         self.close = model.register_forward_pre_hook(self._note, with_kwargs=True).remove
 
     def _note(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._inputs = arguments, named
+        self._inputs = arguments, named  # the first call is enough
         self.close()
 
     def write(self, writer: SummaryWriter) -> bool:
@@ -256,6 +255,7 @@ class _GraphWriter:
         modes = [(module, module.training) for module in self._model.modules()]
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         try:
+            # PyTorch prints the error of a failed trace; the warning has it. Not strict: outputs may be dictionaries.
             with generators_kept(device), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
                 writer.add_graph(call, (*tensors.values(), *arguments), use_strict_trace=False)
         except Exception as error:  # a model that PyTorch cannot trace

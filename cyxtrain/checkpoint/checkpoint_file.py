@@ -192,7 +192,7 @@ def _separated(state: CheckpointState) -> tuple[dict[str, Any], dict[str, dict[s
     others: dict[str, torch.Tensor] = {}
     model_values = {name: value for name, value in state.model.items() if name not in model}
     values: dict[str, Any] = {name: encode_tree(getattr(state, name), name) for name in _PLAIN_FIELDS}
-    values["model_order"] = list(state.model)
+    values["model_order"] = list(state.model)  # lost otherwise: tensors and values are stored apart
     values["model_values"] = {name: encode_tree(value, name) for name, value in model_values.items()}
     values["optimizer"] = {name: encode_tree(value, name, optimizer) for name, value in state.optimizer.items()}
     values["optimizer_groups"] = encode_tree(state.optimizer_groups, "group", optimizer)

@@ -48,11 +48,11 @@ def replacing(path: str | os.PathLike[str], what: str, *, synchronizes: bool = T
         yield file
         file.flush()
         if synchronizes:
-            os.fsync(file.fileno())
-        file.close()
+            os.fsync(file.fileno())  # a power cut must not leave the new name without content
+        file.close()  # Windows does not rename open files
         os.replace(temporary, target)
         if synchronizes:
-            _synchronize_folder(target.parent)
+            _synchronize_folder(target.parent)  # nor lose the new name
 
 
 def try_folder(folder: Path, name: str, what: str) -> None:
@@ -64,7 +64,7 @@ def try_folder(folder: Path, name: str, what: str) -> None:
 def _leave_files() -> None:
     """Release the parent's files and locks in a forked process: a loader's worker may outlive the parent."""
     for file in _unfinished.values():
-        with contextlib.suppress(ValueError), open(os.devnull, "r+b") as nothing:
+        with contextlib.suppress(ValueError), open(os.devnull, "r+b") as nothing:  # it is closed
             os.dup2(nothing.fileno(), file.fileno(), inheritable=False)
     _unfinished.clear()
 
@@ -89,7 +89,7 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
         remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
         raise CheckpointError(f"Cannot write {what}: {error.strerror or error}. {remedy}") from error
     finally:  # also after a KeyboardInterrupt
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # complete: it was renamed
             temporary.unlink()
         _unfinished.pop(temporary, None)
 
@@ -97,7 +97,7 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
 def remove_unfinished() -> None:
     """Remove temporary files that will not be completed, because this process ends at once."""
     for temporary in list(_unfinished):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # completed meanwhile
             temporary.unlink()
 
 
@@ -108,7 +108,7 @@ def is_locked(path: str | os.PathLike[str]) -> bool | None:
             _lock(file, shared=True)
     except BlockingIOError:
         return True
-    except OSError:
+    except OSError:  # it is gone, or its file system has no locks
         return None
     return False
 

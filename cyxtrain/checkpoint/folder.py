@@ -26,8 +26,8 @@ BEST = "best"
 ID_CHARACTERS = 8
 """Characters of a run's id in the names of files and in messages."""
 _CLAIM = "run-"
+# Most bytes that are read of a file to look into it.
 _LIMIT_BYTES = 1 << 20
-"""Most bytes that are read of a file to look into it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class CheckpointFolder:
     def newest_first(self) -> list[Found]:
         """Return the checkpoints, corrupt ones first, then the newest. Cost: reading the manifest of each."""
         with contextlib.suppress(OSError):
+            # A new folder does not exist yet.
             paths = [path for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
             return sorted(map(look_into, paths), key=_age, reverse=True)
         return []
@@ -114,7 +115,7 @@ class CheckpointFolder:
         """Return the names of the runs whose processes write here, by id; none on file systems without locks."""
         found = {}
         for path in self._claims("*"):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # the run has just ended
                 run = path.name.removeprefix(f".{_CLAIM}").partition(".")[0]
                 found[run] = brief(read_text(path, _LIMIT_BYTES))
         return found
@@ -136,8 +137,8 @@ class CheckpointFolder:
         intact = [found for found in self.newest_first() if found.position and found.run.get("id") == run]
         older = [found.path for found in intact if found.path != newest and not found.is_best]
         deleted = 0
-        for path in older[keep_last - 1 :]:
-            with contextlib.suppress(OSError):
+        for path in older[keep_last - 1 :]:  # the newest one is among those that are kept
+            with contextlib.suppress(OSError):  # another process has deleted it
                 path.unlink()
                 deleted += 1
         return deleted
@@ -148,7 +149,7 @@ class CheckpointFolder:
         link = best.with_name(f".{best.name}{TEMPORARY_SUFFIX}")
         try:
             link.unlink(missing_ok=True)
-            os.link(path, link)
+            os.link(path, link)  # under a name of its own: a link replaces nothing
             os.replace(link, best)
         except OSError:  # a file system without links
             with replacing(best, "checkpoint") as target, open_regular(path) as source:

@@ -29,7 +29,7 @@ def read_on_all(world: World, read: Callable[[], tuple[bytes, str]]) -> tuple[Ch
             problem = str(error)
         except Exception as error:
             problem = f"Cannot read a checkpoint: {error!r}."
-    name, problem = world.gather(f"{name}\0{problem}")[0].split("\0", 1)
+    name, problem = world.gather(f"{name}\0{problem}")[0].split("\0", 1)  # a path contains no NUL
     if problem:
         raise CheckpointError(problem)
     if not name:

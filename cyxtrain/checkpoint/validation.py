@@ -130,7 +130,7 @@ def _fields(**checks: _Check) -> _Check:
 
 
 def _is_count(value: Any, limit: int = _MAX_COUNT) -> bool:
-    return type(value) is int and 0 <= value < limit
+    return type(value) is int and 0 <= value < limit  # a bool is an int, too
 
 
 def _is_number(value: Any) -> bool:

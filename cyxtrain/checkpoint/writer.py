@@ -51,7 +51,7 @@ class Writer:
 
         def write() -> None:
             for event in copied:
-                event.synchronize()
+                event.synchronize()  # until the copies from an accelerator are there
             try:
                 write_records(path, entries, summary)
             except CheckpointError as error:

@@ -159,7 +159,7 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
 
 
 def _default(function: Callable[..., Any], name: str) -> Any:
-    with contextlib.suppress(ValueError, KeyError):
+    with contextlib.suppress(ValueError, KeyError):  # a builtin has no signature; or it has no such parameter
         return inspect.signature(function).parameters[name].default
     return None
 
@@ -231,7 +231,6 @@ def _check_names_in_methods(cls: type) -> None:
 
 
 def _too_many(owner: str, count: int, by_position: list[str], known: list[str]) -> ConfigError:
-    """Return the error for more arguments by position than a function takes."""
     hint = ""
     if by_position == ["X"]:  # predict, given targets as for fit
         hint = f" y: {nearest('y', known, 'argument')}"

@@ -39,17 +39,17 @@ class DataInterruptedError(Exception):
 class Feed(ABC):
     """The steps of each epoch, as one rank sees them."""
 
-    effective_batch_size: int  # rows of a step, over all ranks; for a stream, as its first batch has them
+    effective_batch_size: int  # samples of a step, over all ranks; for a stream, as its first batch has them
     rows_at_once: int  # rows of a micro-batch
     is_over = False  # whether there will never be a step again
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps that an epoch has rows for; None: unknown before it ends."""
+        """Steps that an epoch has samples for; None: unknown before it ends."""
         return None
 
     def rows_of(self, steps: int | None) -> int | None:
-        """Return how many rows a number of steps has, over all ranks; None: unknown."""
+        """Return how many samples a number of steps has, over all ranks; None: unknown."""
         return None
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Feed(ABC):
         """Yield this rank's shares of an epoch from a place to step `end`, as many as on every other rank."""
 
     def first_rows(self, epoch: int) -> Rows | None:
-        """Return copies of rank 0's first micro-batch of an epoch; None: use the source's first rows."""
+        """Return copies of rank 0's first micro-batch of an epoch; None: use the source's first samples."""
         return None
 
     @property
@@ -66,7 +66,7 @@ class Feed(ABC):
         return 0, 0, 0
 
     def seconds_communicated(self) -> float:
-        """Return how long this rank has waited for other ranks' numbers of rows since the last call."""
+        """Return how long this rank has waited for other ranks' numbers of samples since the last call."""
         return 0.0
 
     def check_world(self, world_size: int, place: Place) -> None:  # noqa: B027
@@ -85,7 +85,7 @@ class Feed(ABC):
         """Load the state of a checkpoint into the data, before the fit resumes from it."""
 
     def single_row(self, *, together: bool = False) -> SingleRow | None:
-        """Return a micro-batch of a single row on any rank, if there is one; as `Sharding.single_row`."""
+        """Return a micro-batch of a single sample on any rank, if there is one; as `Sharding.single_row`."""
         return None
 
     def uneven_step(self) -> UnevenStep | None:
@@ -93,7 +93,7 @@ class Feed(ABC):
         return UnevenStep()
 
     def resume_from(self, effective_batch_size: int) -> None:  # noqa: B027
-        """Continue with steps of this many rows, over all ranks."""
+        """Continue with steps of this many samples, over all ranks."""
 
 
 class RowSource(Protocol):
@@ -142,7 +142,7 @@ class RowFeed(Feed):
         self.resume_from(config.effective_batch_size or self._batch_size * config.accumulation_steps * world.size)
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"drop_last leaves nothing: {counted(self._rows, 'row')}, and a step has "
+                f"drop_last leaves nothing: {counted(self._rows, 'sample')}, and a step has "
                 f"{self.effective_batch_size:,} over all ranks."
             )
 
@@ -189,7 +189,7 @@ class RowFeed(Feed):
 
     @override
     def first_rows(self, epoch: int) -> Rows:
-        """Return these rows; with a user's sampler, in the order of evaluation, which all ranks draw together."""
+        """Return these samples; with a user's sampler, in the order of evaluation, which all ranks draw together."""
         order = self._order.to_evaluate() if self._order.is_drawn else self._order.of(epoch)
         first_shard = self._sharding(order).shard(0, 0)
         return self._source.fetch(order, first_shard.pieces[0], epoch)
@@ -253,7 +253,7 @@ class RowFeed(Feed):
             if not self._continues or end is None or done == end:
                 return
             if not sharding.steps:
-                raise ConfigError(f"pass {number + 1} through X has no rows for a step: there is nothing to train on.")
+                raise ConfigError(f"pass {number + 1} through X has no samples for a step: nothing to train on.")
             number += 1
             first = 0
 
@@ -342,7 +342,7 @@ class RowFeed(Feed):
             raise on_all_ranks(
                 ConfigError(
                     "the DataLoader's sampler gives a different order of this epoch than before the checkpoint in the "
-                    f"middle of it: some rows would repeat, and others be missing. It {drawn}; or resume from a "
+                    f"middle of it: some samples would repeat, and others be missing. It {drawn}; or resume from a "
                     "checkpoint between two epochs."
                 )
             )

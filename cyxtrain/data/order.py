@@ -1,4 +1,4 @@
-"""The order of a dataset's rows in each epoch: our own, or a DataLoader's sampler's; the same on every rank."""
+"""The order of a dataset's samples in each epoch: our own, or a DataLoader's sampler's; the same on every rank."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SORTED_PARTS = 5
 
 
 class EpochOrder(NamedTuple):
-    """The row numbers of an epoch, of all ranks, and the ends of batches that are made in advance."""
+    """The sample numbers of an epoch, of all ranks, and the ends of batches that are made in advance."""
 
     indices: Indices
     ends: Indices | None = None
 
     def rows(self, places: range) -> Indices:
-        """Return the row numbers at places, a view."""
+        """Return the sample numbers at places, a view."""
         return self.indices[places.start : places.stop : places.step]
 
     @property
@@ -53,7 +53,7 @@ class Order(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of rows in an epoch; of batches, if they are made in advance."""
+        """Return the number of samples in an epoch; of batches, if they are made in advance."""
 
     @abstractmethod
     def of(self, epoch: int) -> EpochOrder:
@@ -71,7 +71,7 @@ class Order(ABC):
 class SeededOrder(Order):
     """Our own order: the rows as they are, or shuffled by (seed, epoch); then perhaps sorted by length."""
 
-    lengths: Indices | None = None  # of the rows, if a step has rows of similar length
+    lengths: Indices | None = None  # of the rows, if a step has samples of similar length
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self.size = size
@@ -92,7 +92,7 @@ class SeededOrder(Order):
         if self.lengths is not None:
             # A dataset whose set_epoch changes its length does not fit any more.
             if len(self.lengths) != self.size:
-                raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} rows.")
+                raise ConfigError(f"group_by_length has {len(self.lengths):,} lengths; X has {self.size:,} samples.")
             indices = self._grouped(indices, self.lengths, epoch)
         order = EpochOrder(indices)
         self._cached = key, order
@@ -162,7 +162,7 @@ class SamplerOrder(Order):
         with generators_kept(others=generators):
             begin_pass(self._parts, generators, self._seed, epoch)
             given = list(self._sampler)
-        if len(given) != len(self._sampler):  # not the length at the beginning: an epoch may have another
+        if len(given) != len(self._sampler):  # not the length at the beginning: it may differ by epoch
             raise ConfigError(
                 f"the DataLoader's {self._name} has the length {len(self._sampler):,}, but gave {len(given):,}."
             )
@@ -170,7 +170,7 @@ class SamplerOrder(Order):
             return EpochOrder(self._numbers(given))
         batches = [self._numbers(batch) for batch in given]
         if not all(map(len, batches)):
-            raise ConfigError(f"the DataLoader's {self._name} gave a batch without rows: each batch needs one.")
+            raise ConfigError(f"the DataLoader's {self._name} gave an empty batch: each batch needs a sample.")
         sizes = [len(batch) for batch in batches]
         return EpochOrder(np.concatenate(batches), np.cumsum(sizes, dtype=np.int64))
 
@@ -178,7 +178,7 @@ class SamplerOrder(Order):
         try:
             return np.array([operator.index(number) for number in given], dtype=np.int64)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the DataLoader's {self._name} must give row numbers: {error}") from error
+            raise ConfigError(f"the DataLoader's {self._name} must give sample numbers: {error}") from error
 
     @override
     def to_evaluate(self) -> EpochOrder:
@@ -209,7 +209,7 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
 
 
 def _shuffle_of(sampler: Any, size: int) -> bool | None:
-    """Return whether a sampler of all rows shuffles them; None for other samplers."""
+    """Return whether a sampler of all samples shuffles them; None for other samplers."""
     kind = type(sampler)
     if kind is TorchSampler and len(sampler.dataset) == size:
         return bool(sampler.shuffle)
@@ -223,12 +223,12 @@ def _shuffle_of(sampler: Any, size: int) -> bool | None:
 
 
 def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
-    """Return the length of each row: as given, by a function of a sample, or of its first part (True)."""
+    """Return the length of each sample: as given, by a function of a sample, or of its first part (True)."""
     if asked is True:
         asked = _first_length
     if callable(asked):
         if dataset is None:
-            raise ConfigError("X is arrays: give the length of each row, such as group_by_length=mask.sum(1).")
+            raise ConfigError("X is arrays: give the length of each sample, such as group_by_length=mask.sum(1).")
         with generators_kept():
             asked = [asked(dataset[row]) for row in range(size)]
     if isinstance(asked, Tensor):
@@ -236,8 +236,8 @@ def lengths_of(asked: Any, size: int, dataset: Any = None) -> Indices:
     found = np.asarray(asked)
     if found.shape != (size,) or found.dtype.kind not in "iuf":
         raise ConfigError(
-            f"group_by_length has the shape {list(found.shape)} and the type {found.dtype}, and X has {size:,} rows: "
-            "give True, a function of a sample that returns its length, or one number for each row."
+            f"group_by_length has the shape {list(found.shape)} and the type {found.dtype}, and X has {size:,} "
+            "samples: give True, a function of a sample that returns its length, or one number for each sample."
         )
     return found.astype(np.int64)
 
@@ -257,10 +257,10 @@ def _is_stateful(part: Any) -> bool:
 
 def states_of(parts: Iterable[Any]) -> list[Any]:
     """Return copies of the states of parts of the data."""
-    return [copy.deepcopy(part.state_dict()) for part in parts]
+    return [copy.deepcopy(part.state_dict()) for part in parts]  # it may be the live state
 
 
 def load_states(parts: Sequence[Any], states: Sequence[Any]) -> None:
     """Load into parts of the data the states that `states_of` returned."""
     for part, state in zip(parts, states, strict=False):
-        part.load_state_dict(copy.deepcopy(state))
+        part.load_state_dict(copy.deepcopy(state))  # which the part may keep and change

@@ -20,8 +20,8 @@ from cyxtrain.environment import accelerator
 
 _States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 CPU = torch.device("cpu")
+# Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13.
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
@@ -137,7 +137,7 @@ def _is_same_numpy_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def row_seeds(seed: int, epoch: int, places: range) -> list[int]:
-    """Return a seed for each row of an epoch, by its place in the order of the epoch alone."""
+    """Return a seed for each sample of an epoch, by its place in the order of the epoch alone."""
     first = int.from_bytes(_digest(seed, epoch), "little")
     with np.errstate(over="ignore"):
         keys = np.uint64(first) + np.array(places, dtype=np.uint64) * np.uint64(_MIX[0])
@@ -154,7 +154,7 @@ def _digest(*words: int) -> bytes:
 def seed_for_row(seed: int) -> None:
     """Seed the CPU generators of this process, from which rows are made."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.default_generator.manual_seed(seed >> 1)
 
 

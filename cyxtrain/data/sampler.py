@@ -18,7 +18,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.world import runtime
 from cyxtrain.world.world import World
 
-Indices: TypeAlias = npt.NDArray[np.int64]  # row numbers of a data set
+Indices: TypeAlias = npt.NDArray[np.int64]  # sample numbers of a data set
 
 _WORD = 2**32
 

@@ -1,9 +1,9 @@
 """Which places in the order of an epoch each rank gets in each step: pure arithmetic.
 
-The rows of a step are divided among the ranks one by one, and each rank's part into micro-batches. Batch norm cannot
-train on a single row, so the tail of an epoch goes to fewer ranks if each of them then gets two rows or more. The
-numbers of rows, ranks and micro-batches decide alone: the rows of a step are the same on any number of ranks, and in a
-resumed run.
+The samples of a step are divided among the ranks one by one, and each rank's part into micro-batches. Batch norm cannot
+train on a single sample, so the tail of an epoch goes to fewer ranks if each of them then gets two samples or more.
+This depends only on the numbers of samples, ranks and micro-batches: a step has the same samples on any number of
+ranks, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cyxtrain.data.sampler import Indices
 
 
 class Shard(NamedTuple):
-    """A rank's part of a step: the places of each micro-batch in the epoch's order; rows over all ranks."""
+    """A rank's part of a step: the places of each micro-batch in the epoch's order; samples over all ranks."""
 
     pieces: list[range]
     global_rows: int
 
 
 class SingleRow(NamedTuple):
-    """A micro-batch of a single row, which a model with batch norm cannot be trained on."""
+    """A micro-batch of a single sample, which a model with batch norm cannot be trained on."""
 
     global_rows: int  # of its step, over all ranks; 0: unknown
     is_tail: bool  # whether only the last step of an epoch has one
@@ -52,10 +52,10 @@ class Sharding(ABC):
 
     @abstractmethod
     def single_row(self, *, together: bool = False) -> SingleRow | None:
-        """Return a micro-batch of a single row on any rank; `together`: all ranks' rows at a time count as one."""
+        """Return a micro-batch of a single sample on any rank; `together`: count those of all ranks as one."""
 
     def count_ranks(self, step: int) -> int:
-        """Return how many ranks have rows in a step: those from 0 on."""
+        """Return how many ranks have samples in a step: those from 0 on."""
         return sum(bool(self.shard(number, step).pieces) for number in range(self.num_slices))
 
     def uneven_step(self) -> UnevenStep | None:
@@ -74,7 +74,7 @@ class Sharding(ABC):
         return sorted({0, self.steps - 1})
 
     def _rounds(self, step: int) -> list[list[int]]:
-        """Return the number of rows of each rank in each micro-batch of a step, by micro-batch and rank."""
+        """Return the number of samples of each rank in each micro-batch of a step, by micro-batch and rank."""
         pieces = [self.shard(number, step).pieces for number in range(self.num_slices)]
         return [[*map(len, each)] for each in itertools.zip_longest(*pieces, fillvalue=range(0))]
 
@@ -93,7 +93,7 @@ def num_steps(units: int, per_step: int, *, drop_last: bool) -> int:
 
 
 def ranks_with_rows(rows: int, effective_batch_size: int, world_size: int) -> int:
-    """Return how many ranks share a step: all, or for a tail fewer, if that leaves no single row."""
+    """Return how many ranks share a step: all, or for a tail fewer, if that leaves no single sample."""
     if rows == effective_batch_size:
         return world_size
     fewer = max(1, rows // 2)
@@ -104,7 +104,7 @@ def ranks_with_rows(rows: int, effective_batch_size: int, world_size: int) -> in
 
 
 def micro_batches_of(own: range, rows_at_once: int) -> list[range]:
-    """Return a rank's places as micro-batches; rather than a single row, the last one takes one more."""
+    """Return a rank's places as micro-batches; rather than a single sample, the last one takes one more."""
     cuts = list(range(0, len(own), rows_at_once))
     if len(cuts) > 1 and len(own) - cuts[-1] == 1 and rows_at_once > 2:
         cuts[-1] -= 1

@@ -9,9 +9,9 @@ from cyxtrain.world.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """Each step is divided into `count` slices, of which a rank works on those that it has `owned`.
+    """The division of each step into `count` slices; a rank works on the slices in `owned`.
 
-    The rows and the random numbers of a slice depend on its number, not on the rank that owns it.
+    The samples and the random numbers of a slice depend on its number, not on the rank that owns it.
     """
 
     count: int = 1

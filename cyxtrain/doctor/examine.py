@@ -20,14 +20,14 @@ from cyxtrain.errors import RendezvousError, counted
 from cyxtrain.ring import Deadline, RankProbe, StoreClient, StoreLostError
 from cyxtrain.world.join import forget_store, open_world_store
 
+# Prefix of the keys that `store_exchange.py` lists.
 _KEYS = "/cyxtrain/doctor"
-"""Prefix of the keys that `store_exchange.py` lists."""
+# For each answer of the store.
 _ANSWER_SECONDS = 10.0
-"""For each answer of the store."""
+# For rank 0 to read all results.
 _READING_SECONDS = 10.0
-"""For rank 0 to read all results."""
+# How much longer the other ranks wait for rank 0 than it waits for them.
 _GRACE_SECONDS = 5.0
-"""How much longer the other ranks wait for rank 0 than it waits for them."""
 _LEAVING_SECONDS = 2.0
 
 

@@ -20,12 +20,12 @@ _REQUEST = struct.Struct(">QQ")
 _TIMES = struct.Struct(">dd")
 _ROUND_TRIPS = 50
 _FIRST_BYTES = 256 << 10
+# Sent after `_FIRST_BYTES` if those took less than `_QUICK_SECONDS`.
 _BYTES = 8 << 20
-"""Sent after `_FIRST_BYTES` if those took less than `_QUICK_SECONDS`."""
 _QUICK_SECONDS = 0.05
 _PIECE_BYTES = 256 << 10
+# An end after this time means that the kernel gave up on data that never arrived (`watch_over`).
 _STALLED_SECONDS = 4.0
-"""An end after this time means that the kernel gave up on data that never arrived (`watch_over`)."""
 
 
 class LargeLostError(Exception):
@@ -65,7 +65,7 @@ def skew_of(trips: Sequence[RoundTrip]) -> float:
 
 
 def lead(sock: socket.socket, seconds: float) -> Figures:
-    """Measure a connection whose other side calls `follow`; raise TimeoutError if there is no reply.
+    """Measure a connection whose other side calls `follow`; raise TimeoutError if it does not reply.
 
     Raises LargeLostError if round trips work, and 256 KiB do not arrive. Cost: about 50 round trips, and up to 8 MiB in
     each direction.

@@ -26,8 +26,8 @@ _SLACK_SECONDS = 2.0
 ROUND_SECONDS = CONNECT_SECONDS + MEASURE_SECONDS + _SLACK_SECONDS
 """The longest time for a pair; a rank that is more than one round late counts as absent."""
 _HEARTBEAT_SECONDS = 1.0
+# A rank whose heartbeat is missing for longer is suspended or cut off; it sends none while it measures.
 _SILENT_SECONDS = MEASURE_SECONDS + 4.0
-"""A rank whose heartbeat is missing for longer is suspended or cut off; it sends none while it measures."""
 _POLL_SECONDS = 0.02
 _DETAILS = {
     Cause.ABSENT: "it did not take part in the test",

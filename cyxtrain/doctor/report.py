@@ -15,11 +15,11 @@ from cyxtrain.errors import counted, shortened
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+# All pairs of 8 ranks; of more only those that are broken or slow are printed.
 _MAX_ALL_PAIRS = 28
-"""All pairs of 8 ranks; of more only those that are broken or slow are printed."""
 _MAX_PRINTED = 20
+# How much worse than the median a slow pair is.
 _SLOW_FACTOR = 3.0
-"""How much worse than the median a slow pair is."""
 _MAX_SKEW_SECONDS = 1.0
 _RANK_TITLES = ("rank", "host", "listens at", "interface")
 _PAIR_TITLES = ("ranks", "state", "transport", "round trip", "bandwidth", "clock skew")

@@ -122,7 +122,7 @@ class AnswerDeadline(Deadline):
 def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine) -> None:
     """Register this rank; raise RendezvousError if another process registered as this rank."""
     own = record.to_json()
-    if store.set_first(f"record/{rank}", own) != own.encode():
+    if store.set_first(f"record/{rank}", own) != own.encode():  # the first to come keeps the rank
         raise RendezvousError(
             f"rank {rank} is taken: another process has registered as rank {rank}. Give every process its own RANK; if "
             "that process is left from an earlier run, end it.",

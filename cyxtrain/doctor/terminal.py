@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _COLUMNS = 80
+# Columns that the launcher puts before each line of several ranks.
 _LABEL = len("[rank 0] ")
-"""Columns that the launcher puts before each line of several ranks."""
 _COLOURS = {"ok": "green", "no": "yellow", "untested": "yellow", "BROKEN": "bold red"}
 
 

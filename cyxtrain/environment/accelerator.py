@@ -19,12 +19,12 @@ from torch import Tensor
 
 from cyxtrain.errors import warn
 
+# Kinds that are never chosen by default: MPS has no float64, in which losses are summed.
 _NOT_DEFAULT = ("mps",)
-"""Kinds that are never chosen by default: MPS has no float64, in which losses are summed."""
+# Kinds of device on which this package has been run.
 _HAS_RUN_ON = ("cpu", "cuda", "meta")
-"""Kinds of device on which this package has been run."""
+# Fragments of PyTorch's errors for an operation on tensors of several devices.
 _OTHER_DEVICE = ("on the same device", "on the expected device", "and weight type")
-"""Fragments of PyTorch's errors for an operation on tensors of several devices."""
 
 
 def visible() -> torch.device | None:

@@ -16,14 +16,13 @@ from typing import Any
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = -1
+# Larger blocks go back to the kernel at once.
 _MOST_BYTES = 1 << 30
-"""Larger blocks go back to the kernel at once."""
+# The highest value that the C library itself chooses, and the largest that glibc before 2.35 accepts.
 _USUAL_MOST_BYTES = 32 << 20
-"""The highest value that the C library itself chooses, and the largest that glibc before 2.35 accepts."""
 
 
 def _find_libc() -> Any:
-    """Return the C library if it is glibc; otherwise None."""
     if sys.platform != "linux":
         return None
     libc: Any = ctypes.CDLL(None)

@@ -28,7 +28,7 @@ def cgroup_quota(root: Path = Path("/")) -> float:
 
 def _cpu_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and their parents."""
-    lines: list[str] = []
+    lines: list[str] = []  # only Linux has control groups
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     for line in lines:

@@ -19,8 +19,8 @@ from typing import Any
 
 from cyxtrain.environment import torch_compat
 
+# How long after a worker's death its rank may receive the same signal.
 _SIGNALS_FOLLOW_SECONDS = 1.0
-"""How long after a worker's death its rank may receive the same signal."""
 DEATHS = (RuntimeError, EOFError, OSError)
 """What PyTorch raises if a worker has died, also while a batch comes from it."""
 _run_loop = torch_compat.find(torch_compat.WORKER_LOOP)

@@ -45,8 +45,8 @@ GRACE = "CYXTRAIN_GRACE_SECONDS"
 GRACE_SECONDS = 25.0
 """The default: Kubernetes and Slurm kill after 30 seconds."""
 _IDENTITY = ("RANK", "WORLD_SIZE")
+# Not set for a process that runs alone.
 _LAUNCHED = ("LOCAL_RANK", "MASTER_ADDR")
-"""Not set for a process that runs alone."""
 _COMMUNICATION_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("DISTRIBUTED_BACKEND", "DISTRIBUTED_TIMEOUT_MS", SECRET, "CYXTRAIN_HEARTBEAT_TIMEOUT_MS"),
@@ -186,7 +186,7 @@ def to_pass_on() -> dict[str, str]:
 
 def take_worker_channel() -> str:
     """Return how a notebook's worker reaches its notebook, and remove it from the environment."""
-    found = os.environ.pop(WORKER_CHANNEL, None)
+    found = os.environ.pop(WORKER_CHANNEL, None)  # a process that this one starts is no worker
     if found is None:
         raise ConfigError("Only a trainer starts workers, if you set num_processes.")
     return found
@@ -211,7 +211,7 @@ def passes_signals_on(variables: Variables = ENVIRON) -> bool:
 
 
 def exited_ranks(world_size: int, variables: Variables = ENVIRON) -> list[int]:
-    """Return the ranks that the launcher has seen exit with code 0; [] if its world has another size."""
+    """Return the ranks that the launcher has seen exit with code 0; [] if its world has a different size."""
     path = variables.get("CYXTRAIN_EXITED")
     if not path or variables.get("WORLD_SIZE") != str(world_size):
         return []

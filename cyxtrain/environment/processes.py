@@ -54,7 +54,7 @@ def _machine() -> str:
         if os.readlink("/proc/self") != str(os.getpid()):  # /proc of another namespace, as in some containers
             return ""
     except OSError:
-        return ""
+        return ""  # not Linux, or its /proc is hidden
     return f"{boot} {namespaces}"
 
 
@@ -97,5 +97,5 @@ def _is_hidden(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True
+        return True  # another user's process is alive, too
     return True

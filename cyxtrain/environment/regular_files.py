@@ -17,11 +17,11 @@ from cyxtrain.errors import ConfigError, brief
 
 TEXT_LIMIT_BYTES = 1 << 28
 """Longer than any text that a person or this package writes."""
+# More than the end records of a zip with the longest comment.
 _LAST_RECORDS_BYTES = 1 << 17
-"""More than the end records of a zip with the longest comment."""
 
+# Also one that `pathlib.Path` has normalized, to a single slash; a drive of Windows has one letter.
 _URL = re.compile(r"(?s)([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)")
-"""Also one that `pathlib.Path` has normalized, to a single slash; a drive of Windows has one letter."""
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -111,7 +111,7 @@ def at_a_glance(file: BinaryIO, limit_bytes: int) -> Any:
 
 def refuse_others(path: str | os.PathLike[str]) -> None:
     """Raise OSError if a path is anything other than a regular file; a missing one is allowed."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # a new file
         _require_regular(os.stat(path).st_mode, os.fspath(path))
 
 

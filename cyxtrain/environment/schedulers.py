@@ -22,12 +22,12 @@ from cyxtrain.errors import ConfigError
 Variables = Mapping[str, str]
 
 _FIRST_PORT = 20_000
+# Ports of jobs: below the ephemeral ports of kernels.
 _NUM_PORTS = 10_000
-"""Ports of jobs: below the ephemeral ports of kernels."""
+# Slurm numbers steps that srun did not create, such as batch scripts, from here on.
 _SPECIAL_STEPS = 0xFFFF_FFF0
-"""Slurm numbers steps that srun did not create, such as batch scripts, from here on."""
+# Of a list such as "gpu[07-09,12],login1": "gpu[07-09,12]".
 _FIRST_HOSTS = re.compile(r"(?:[^,\[]|\[[^\]]*\])*")
-"""Of a list such as "gpu[07-09,12],login1": "gpu[07-09,12]"."""
 _NUMBERS = re.compile(r"\[(\w+)[^\]]*\]")
 
 
@@ -90,7 +90,6 @@ class _Scheduler:
         return _FIRST_PORT + zlib.crc32(".".join(job).encode()) % _NUM_PORTS
 
     def _disagreement(self, variables: Variables, number: str, count: str) -> ConfigError:
-        """Return the error for a rank outside of its world."""
         why = ""
         if self.rank == "SLURM_PROCID":
             why = (

@@ -84,7 +84,7 @@ class _Output:
         """Do nothing: every write is flushed."""
 
     def _become_null(self, stream: Any) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # the program has closed it
             if stream.fileno() == self._number:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._number)
@@ -103,7 +103,7 @@ def show(text: str, end: str = "\n") -> None:
 
 def place_of(number: int) -> str:
     """Return where a file descriptor leads, such as " (/dev/pts/0)"; "": unknown."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not Linux
         return f" ({os.readlink(f'/proc/self/fd/{number}')})"
     return ""
 

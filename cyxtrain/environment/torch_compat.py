@@ -156,7 +156,7 @@ def _attribute(obj: Any, name: str, what: str) -> Any:
 
 _devices_of_fused_kernels = find("torch.utils._foreach_utils._get_fused_kernels_supported_devices")
 _global_hooks = [find(f"torch.optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post")]
-_UNKNOWN = True
+_UNKNOWN = True  # a version that does not tell: hooks may exist
 
 
 def has_fused_kernels(device_type: str) -> bool:
@@ -244,6 +244,7 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
 def version_of(tensor: Tensor) -> float:
     """Return how often a tensor was changed in place; NaN if PyTorch does not count."""
+    # NaN is unequal to itself: a tensor without a count always looks changed.
     return getattr(tensor, "_version", float("nan"))
 
 

@@ -41,17 +41,17 @@ FULL = "full"
 """Print all frames, as Python does."""
 HEADER = "Traceback (your code only; CYXTRAIN_TRACEBACK=full shows all of it):"
 """The first line of a mistake that is printed in short."""
+# Modules whose frames are left out, and those within Python (`python -m`).
 _LIBRARIES = ("cyxtrain", "torch", "contextlib")
-"""Modules whose frames are left out, and those within Python (`python -m`)."""
+# Modules whose hooks are replaced: Ubuntu sets one in every process.
 _REPLACED = ("sys", "torch", "apport_python_hook")
-"""Modules whose hooks are replaced: Ubuntu sets one in every process."""
+# Errors whose cause is not in this rank's program, unless all ranks raise them.
 _OF_ANOTHER_RANK = (PeerLostError, PeerSilentError, RendezvousError, DistributedTrainingError)
-"""Errors whose cause is not in this rank's program, unless all ranks raise them."""
 _MAX_LINES = 15
 _MAX_FRAMES = 4
 _MAX_WORKER_FRAMES = 2
+# A frame of a printed traceback, without the line of carets.
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    [^\n]*[\w"\'][^\n]*\n)?', re.MULTILINE)
-"""A frame of a printed traceback, without the line of carets."""
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -119,7 +119,7 @@ def _in_short(error: BaseException, trace: TracebackType | None) -> str:
     if error.__cause__ is not None:
         places += _users_places(error.__cause__.__traceback__)
     if len(places) > _MAX_FRAMES:
-        del places[1 : 1 - _MAX_FRAMES]
+        del places[1 : 1 - _MAX_FRAMES]  # the outermost frame and the innermost ones stay
     frames = "".join(traceback.StackSummary.extract(places).format()) + _worker_frames(error.__cause__)
     notes = getattr(error, "__notes__", [])
     message = "\n".join([f"{_type_of(error)}: {error}", *notes]).splitlines()
@@ -146,7 +146,6 @@ def _is_of_another_rank(error: BaseException) -> bool:
 
 
 def _in_two_lines(error: CyxtrainError, trace: TracebackType | None) -> str:
-    """Return the message, and where the user's code was."""
     lines = f"{_type_of(error)}: {_message(error)}".splitlines()
     places = [f'File "{frame.f_code.co_filename}", line {line}' for frame, line in _users_places(trace)]
     return "\n  ".join([*lines, *places[-1:]])

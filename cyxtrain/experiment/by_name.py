@@ -123,7 +123,6 @@ class Resolver:
 
 
 def _classes_in(module: types.ModuleType | None, kind: type) -> dict[str, Maker]:
-    """Return the public subclasses of a kind that a module has, by name."""
     classes: dict[str, Maker] = {}
     if module is None:
         return classes

@@ -123,7 +123,6 @@ class Config(Mapping[str, Any]):
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of dictionaries and lists."""
     if isinstance(value, Mapping):
         return {name: _copied(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

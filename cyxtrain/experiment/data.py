@@ -23,10 +23,10 @@ from cyxtrain.experiment.by_name import Resolver, split_section
 
 _PARTS = ("train", "validation", "test")
 _ARRAYS = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
+# The largest ratio of zlib's compression.
 _MOST_DEFLATED = 1032
-"""The largest ratio of zlib's compression."""
+# Of the zip's directory and an array's header.
 _MOST_RECORDS_BYTES = 1 << 20
-"""Of the zip's directory and an array's header."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,6 @@ def as_validation(part: tuple[Any, ...]) -> Any:
 
 
 def _arguments(part: Any) -> tuple[Any, ...]:
-    """Return a part as arguments of `fit`."""
     if part is None:
         return ()
     return tuple(part) if isinstance(part, (tuple, list)) else (part,)

@@ -45,8 +45,8 @@ from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
 
+# The key of the settings in a checkpoint's metadata.
 _KEY = "experiment"
-"""The key of the settings in a checkpoint's metadata."""
 
 
 @names_checked
@@ -171,7 +171,6 @@ class Experiment:
 
 @contextlib.contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Prefix errors with the name of the file."""
     try:
         yield
     except ConfigError as error:
@@ -243,7 +242,6 @@ def _config_of(kind: type[Any], settings: Mapping[str, Any]) -> Any:
 
 
 def _import(values: Mapping[str, Any], resolver: Resolver) -> None:
-    """Import the modules that register an experiment's models."""
     modules = values.get("imports") or []
     if not isinstance(modules, list) or not all(isinstance(each, str) and each for each in modules):
         raise ConfigError(f"the section 'imports' must be a list of modules, such as [my_models], got {modules!r}.")
@@ -317,7 +315,6 @@ def _optimizers(values: Mapping[str, Any], resolver: Resolver, model: nn.Module)
 
 
 def _submodules(model: nn.Module, given: Any, own: str) -> nn.ModuleList:
-    """Return the modules whose parameters the optimizer `own` updates."""
     paths = [given] if isinstance(given, str) else given
     try:
         return nn.ModuleList([model.get_submodule(path) for path in paths])

@@ -22,18 +22,18 @@ from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section,
 _BASE = "_base_"
 _LONGEST_BYTES = 1 << 24
 _DEEPEST = 32
+# Characters of an integer; in base 2, 64 bits need about as many.
 _LONGEST_NUMBER = 70
-"""Characters of an integer; in base 2, 64 bits need about as many."""
 _WHOLE_NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9_]+(:[0-5]?[0-9])*)")
 _INTEGER = "tag:yaml.org,2002:int"
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one is not always built
 _VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 _SECRET = re.compile(".*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL).*|(.*_)?(API|ACCESS|PRIVATE)?(KEY|TOKEN)S?")
 _REFERENCE = re.compile(r"(?<!\\)(\\\\)*\$\{(([^{}$:]{1,200})\})?")
+# In one value; OmegaConf's parser is slow.
 _MOST_REFERENCES = 256
-"""In one value; OmegaConf's parser is slow."""
+# Characters that each value counts in addition to its own: for memory, and the time to replace references.
 _COST_OF_VALUE = 256
-"""Characters that each value counts in addition to its own: for memory, and the time to replace references."""
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
 
@@ -147,7 +147,7 @@ def _parts_of(value: Any, path: tuple[Any, ...], source: str) -> Iterator[tuple[
 
 
 def _value_at(value: Any, path: tuple[Any, ...]) -> Any:
-    with contextlib.suppress(LookupError, TypeError, ValueError):
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # there is no such setting
         for name in path:
             index = name
             if isinstance(value, list):
@@ -268,7 +268,6 @@ def _quoted(value: Any) -> str:
 
 
 def _no_file(file: Path) -> str:
-    """Return an error for a missing file, with the nearest name."""
     try:
         names = {each.stem: each.name for each in sorted(file.parent.iterdir()) if each.suffix in (".yaml", ".yml")}
     except (OSError, ValueError):
@@ -295,7 +294,7 @@ def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Va
 
 
 def _is_replaced(section: str, value: Any, own: Values) -> bool:
-    """Return whether `own` has another name in this section, so that `value` does not belong to it."""
+    """Return whether `own` has a different name in this section, so that `value` does not belong to it."""
     name = _name_of(own.get(section))
     return section in NAMED and name is not None and name != _name_of(value)
 

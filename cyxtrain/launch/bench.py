@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 SIZES = (4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 """Bytes of float32."""
 _SECONDS = 10.0
+# The ring and Gloo alternate, so that a disturbance of the machine affects both.
 _ROUNDS = 5
-"""The ring and Gloo alternate, so that a disturbance of the machine affects both."""
 _WARM_UP_CALLS = 3
 _MAX_CALLS = 500
 _ONE_RANK = (

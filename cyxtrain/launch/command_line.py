@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from cyxtrain.experiment import Experiment
 
 _USAGE_ERROR = 2
+# Click's variable: a shell sets it to ask for completions.
 _COMPLETE = "_CYXTRAIN_COMPLETE"
-"""Click's variable: a shell sets it to ask for completions."""
 
 _HELP = """\b
 examples:
@@ -216,5 +216,5 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return _USAGE_ERROR
     except click.Abort as error:  # click raises it for Ctrl-C, and for an EOFError of the user's code
         raise error.__cause__ or error from None
-    sys.excepthook = hook
+    sys.excepthook = hook  # not after an error, which the installed hook prints
     return code if isinstance(code, int) else 0

@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Set
 
+# SI_KERNEL: Ctrl-C in a terminal, which sends it to the whole process group.
 _FROM_TERMINAL = 0x80
-"""SI_KERNEL: Ctrl-C in a terminal, which sends it to the whole process group."""
 
 
 def run_as_first_process(run: Callable[[], int], *, is_first: bool | None = None) -> int:

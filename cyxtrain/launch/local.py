@@ -66,6 +66,7 @@ class Start:
 
 def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
     """Run the ranks of this machine, which inherit `environment`; return the launcher's exit code."""
+    # After a restart, `fit` recognizes the checkpoints of this launch by it.
     environment = {**environment, "CYXTRAIN_RUN": secrets.token_hex(8)}
     terminal = Terminal.standard()
     for attempt in range(start.restarts + 1):

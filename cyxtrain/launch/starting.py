@@ -238,7 +238,7 @@ def _split(words: Sequence[str], options: Options) -> tuple[str | None, tuple[st
     if program.endswith(".py"):
         _require(Path(program).is_file(), f"there is no file {program!r}")
         return number, (sys.executable, *command)
-    if program == "cyxtrain":
+    if program == "cyxtrain":  # it may not be in PATH, as the package in this Python is
         return number, (sys.executable, "-m", *command)
     return number, command
 
@@ -304,6 +304,7 @@ def _nccl(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _count_gpus(environment: Mapping[str, str]) -> int:
     """Return how many GPUs a rank would see; import PyTorch only if there may be some."""
+    # Importing PyTorch takes seconds, which a launch on CPUs does not need.
     may_have_some = sys.platform == "win32" or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
     if environment.get("CUDA_VISIBLE_DEVICES") == "" or not may_have_some:
         return 0

@@ -276,8 +276,7 @@ def _on_host(number: Tensor) -> Number:
 
 
 def _own(number: Any) -> Any:
-    """Return a number, or a copy of a tensor, which a later step may overwrite."""
-    return own_copy(number.detach()) if isinstance(number, Tensor) else number
+    return own_copy(number.detach()) if isinstance(number, Tensor) else number  # a later step may overwrite a tensor
 
 
 def _vector(numbers: Sequence[Number], device: torch.device) -> Tensor:

@@ -56,7 +56,7 @@ def labels_in(target: Any) -> Any:
 def ignored_class(function: Any, labels: Any, *, is_known: bool, are_all: bool) -> int | None:
     """Return the class number that does not count (the loss's, or -100); None if no target has it.
 
-    `is_known`: the loss is one of torch.nn, of which not all ignore a class; `are_all`: there are no other rows.
+    `is_known`: the loss is from torch.nn, where some losses ignore no class; `are_all`: no other samples exist.
     """
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         return None

@@ -143,11 +143,11 @@ def _write_counts(axes: Any, matrix: Any, shares: Any, names: Sequence[str]) -> 
 
 
 def _write_report(axes: Any, numbers: Iterable[tuple[float, float, float, int]]) -> None:
-    """Write precision, recall, F1 and rows of each class on the right."""
+    """Write precision, recall, F1 and the number of samples of each class on the right."""
     lines = [f"{precision:9.3f}{recall:8.3f}{f1:7.3f}{rows:8,}" for precision, recall, f1, rows in numbers]
     small = {"fontsize": 8, "family": "monospace"}
     report = axes.secondary_yaxis("right")
     report.set_yticks(range(len(lines)), lines, **small)
     report.tick_params(length=0, pad=4)
-    title = "precision  recall     F1    rows"
+    title = "precision  recall     F1 samples"
     axes.annotate(title, (1, 1), (4, 4), xycoords="axes fraction", textcoords="offset points", **small)

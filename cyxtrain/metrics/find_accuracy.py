@@ -33,7 +33,7 @@ def find_accuracy(loss: Loss, output: Any, target: Any, value: Tensor, *, asked:
         return found
     if asked:
         raise ConfigError(
-            f"metrics=['accuracy']: {found}. Pass a function of (output, target) that returns a number per row; you "
+            f"metrics=['accuracy']: {found}. Pass a function of (output, target) that returns a number per sample; you "
             "may call it accuracy."
         )
     return None

@@ -62,7 +62,7 @@ class LoggedNumbers:
 
     @contextlib.contextmanager
     def repeating(self) -> Iterator[None]:
-        """Ignore what is logged within: the model runs again on rows that count already, or on no rows."""
+        """Ignore what is logged within: the model runs again on rows that count already, or on no samples."""
         before = self._is_repeating
         self._is_repeating = True
         try:
@@ -71,7 +71,7 @@ class LoggedNumbers:
             self._is_repeating = before
 
     def begin(self, rows: int, place: int) -> None:
-        """Begin a step or a batch with this many rows."""
+        """Begin a step or a batch with this many samples."""
         self.rows = rows
         self.place = place
 
@@ -223,7 +223,7 @@ class NumberLogger:
             value: A number, or a tensor with one.
             reduce: What an epoch has of all values: their "mean", "sum", "max", "min", or the "last" one (of the
                 lowest rank that logged in the last step).
-            weight: How much a value counts in the mean. None: the rows of the running batch; outside of a batch 1.
+            weight: How much a value counts in the mean. None: the samples of the running batch; outside of a batch 1.
             larger_is_better: For `keep_best`.
 
         Raises:

@@ -87,13 +87,12 @@ class Loss:
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self.weighting = Weighting.NOTHING if self._reduction == "sum" else Weighting.SAMPLES
         self._summing: nn.Module | None = None  # the same function, which adds up its terms
-        self._per_row: Any = None  # the same function, which returns a loss per row; of rows with weights
+        self._per_row: Any = None  # the same function, which returns a loss per sample; of rows with weights
         self.ignored: int | None = None  # the class number that does not count, if the data has it
         self.accuracy: Accuracy | None = None  # as the dry run found it; None if targets are not classes
         self._name_parts()
 
     def _all_functions(self) -> list[Any]:
-        """Return the user's loss functions: one, or one per output."""
         if self.used is not None:
             return self.used.functions
         if self.by_output:
@@ -165,7 +164,7 @@ class Loss:
         return float(loss.mean_or_zero.detach())
 
     def without_rows(self) -> BatchLoss:
-        """Return the loss of no rows."""
+        """Return the loss of no samples."""
         zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
         return replace(zero, parts=dict.fromkeys(self.shown, zero))
 
@@ -193,7 +192,7 @@ class Loss:
     def inspect(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
         """Set the weighting by the targets, of the same kind on every rank.
 
-        Unless these `are_all`, other rows may have a class number that does not count.
+        Unless these `are_all`, other samples may have a class number that does not count.
         """
         if self.used is not None:
             if self.used.function is not None:
@@ -214,12 +213,12 @@ class Loss:
     def _weigh_rows(self) -> None:
         require(
             self.function is not None,
-            "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
+            "sample_weight and class_weight weigh the loss of each sample, and this model computes its own: pass the "
             "weights to the model, as part of X.",
         )
         self._per_row = self.function
         if self.is_known:
-            self._per_row = copy.copy(self.function)
+            self._per_row = copy.copy(self.function)  # the program's own stays as it is
             self._per_row.reduction = "none"
 
     def _weigh_classes(self, targets: Tree | None) -> None:
@@ -232,11 +231,11 @@ class Loss:
         if function.weight is not None or self.ignored is not None:
             self.weighting = Weighting.WEIGHTS
             # Its own mean over a part without a valid target would be 0 / 0.
-            self._summing = copy.copy(function)
+            self._summing = copy.copy(function)  # likewise
             self._summing.reduction = "sum"
 
     def first(self, output: Any, batch: Batch) -> BatchLoss:
-        """Return the loss of the first batch, without the weights of its rows; find out its form and weighting."""
+        """Return the loss of the first batch, without the weights of its samples; find out its form and weighting."""
         batch = replace(batch, weights=None)
         if self.by_output:
             found = self._of_several(output, batch, is_first=True)
@@ -251,7 +250,7 @@ class Loss:
         return found
 
     def _inspect_result(self, result: Any, rows: int) -> None:
-        """Set the weighting by what the user's function returned for some rows."""
+        """Set the weighting by what the user's function returned for some samples."""
         if self._per_row is not None and not self.is_known:
             _check_one_per_row(result, rows)
         is_pair = isinstance(result, tuple) and len(result) == 2
@@ -315,7 +314,7 @@ class Loss:
                 each.check_shapes(*self.of_output(name, output, target), column)
         if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
-        if output.shape == target.shape or output.numel() == target.numel() == 1:  # one row, whatever its shape
+        if output.shape == target.shape or output.numel() == target.numel() == 1:  # one sample, whatever its shape
             return
         self._check_classes_first(output, target)
         remedy = _remedy_for_broadcast(output, target, column)
@@ -484,7 +483,7 @@ def _remedy_for_broadcast(output: Tensor, target: Tensor, column: str) -> str:
         change = "numpy.asarray(y).reshape(-1) as y, or return output.unsqueeze(-1) from the model"
     else:
         return ""
-    return f"the loss would compare every row with every other. Give {change}."
+    return f"the loss would compare every sample with every other. Give {change}."
 
 
 def _check_one_per_row(result: Any, rows: int) -> None:
@@ -492,13 +491,12 @@ def _check_one_per_row(result: Any, rows: int) -> None:
         return
     found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise ConfigError(
-        "sample_weight and class_weight weigh the loss of each row: loss_fn must return one per row, "
-        f"shape ({rows},) for {rows} rows, not their mean; it returned {found}."
+        "sample_weight and class_weight weigh the loss of each sample: loss_fn must return one per sample, "
+        f"shape ({rows},) for {rows} samples, not their mean; it returned {found}."
     )
 
 
 def _part_of(value: Any, name: str, owner: str) -> Any:
-    """Return a part of an output or a target by name."""
     parts = value if isinstance(value, Mapping) else parts_by_name(value)
     found = parts.get(name)
     if found is None:
@@ -530,7 +528,6 @@ def _losses_by_output(loss_fn: Any) -> dict[str, Loss]:
 
 
 def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
-    """Return each loss's factor, by name in the history."""
     if isinstance(loss_fn, Mapping):
         return _factors_by_output(loss_fn, given)
     if loss_fn is not None and is_number(given):

@@ -1,6 +1,6 @@
-"""Metrics besides loss and accuracy, exact over the rows of all ranks.
+"""Metrics besides loss and accuracy, exact over the samples of all ranks.
 
-Each rank accumulates its own rows. At the end of an epoch the ranks add sums, and concatenate lists (such as what is
+Each rank accumulates its own samples. At the end of an epoch the ranks add sums, and concatenate lists (such as what is
 ranked) in rank order.
 """
 
@@ -42,15 +42,15 @@ class Metric(ABC):
 
     @abstractmethod
     def add(self, output: Any, target: Any, rows: int) -> None:
-        """Add a batch of `rows` rows."""
+        """Add a batch of `rows` samples."""
 
     @abstractmethod
     def over_ranks(self, world: World) -> list[float]:
-        """Return the numbers over the rows of all ranks of a world, NaN if there were none; collective."""
+        """Return the numbers over the samples of all ranks of a world, NaN if there were none; collective."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -62,9 +62,10 @@ class Metric(ABC):
 
 
 class MeanMetric(Metric):
-    """The mean over rows of a user's function of (output, target): a number per row, their mean, or (sum, weight).
+    """The mean over samples of a user's function of (output, target).
 
-    A module is copied, runs in evaluation mode on the output's device, and its state is part of checkpoints.
+    The function returns a number per sample, their mean, or (sum, weight). A module is copied,
+    runs in evaluation mode on the output's device, and its state is part of checkpoints.
     """
 
     numbers: Accumulator
@@ -79,7 +80,7 @@ class MeanMetric(Metric):
     @override
     def add(self, output: Any, target: Any, rows: int) -> None:
         if isinstance(self._function, nn.Module) and isinstance(output, Tensor):
-            self._function.to(output.device)
+            self._function.to(output.device)  # it may have buffers
         result = self._function(output, target)
         if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
             total, weight = map(_own_number, result)
@@ -88,7 +89,7 @@ class MeanMetric(Metric):
             self.numbers.add(self.name, self._total(result, rows), rows, sum_factor=1.0)
 
     def _total(self, result: Any, rows: int) -> Tensor:
-        """Return the sum over rows of a number per row, or of their mean; raise ConfigError for other results."""
+        """Return the sum over samples of a number per sample, or of their mean; raise ConfigError for other results."""
         if not isinstance(result, (Tensor, tuple)):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a string, None, a dictionary
                 result = as_tensor(result)
@@ -102,8 +103,8 @@ class MeanMetric(Metric):
         else:
             returned = f"{type(result).__name__} {brief(result)}"
         raise ConfigError(
-            f"the metric {self.name} must return a number per row, or their mean, or (sum, weight); for {rows} "
-            f"rows it returned {returned}."
+            f"the metric {self.name} must return a number per sample, or their mean, or (sum, weight); for {rows} "
+            f"samples it returned {returned}."
         )
 
     @override
@@ -174,12 +175,13 @@ class LibraryMetric(Metric):
     def __init__(self, name: str, metric: Any, prepare: Callable[[Any, Any], tuple[Any, Any]] | None = None) -> None:
         super().__init__(name, metric.higher_is_better)
         _refuse_what_cannot_be_joined(name, metric)
-        self._metric = copy.deepcopy(metric)
+        self._metric = copy.deepcopy(metric)  # the program's own stays as it is
         self._metric.reset()
         # compute() synchronizes with the other ranks only while all ranks call it.
         self._metric.dist_sync_fn = self._gathered
         self._metric.distributed_available_fn = self._is_collective
         self._world = World()  # in which it is computed
+        # It is computed for this rank alone and for all ranks, between the same two batches.
         self._metric.compute_with_cache = False
         self._has_seen = False
         self._metric.set_dtype(torch.float64)
@@ -229,11 +231,11 @@ class LibraryMetric(Metric):
 
     def _compute(self) -> list[float]:
         self._update_with_kept()
-        with warnings.catch_warnings():  # of a rank without rows, which gets the states of other ranks
+        with warnings.catch_warnings():  # of a rank without samples, which gets the states of other ranks
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
             try:
                 result = self._metric.compute()
-            except ValueError:  # too few rows, on all ranks
+            except ValueError:  # too few samples, on all ranks
                 return [math.nan] * len(self.names)
         if isinstance(result, (tuple, list, dict)):
             raise self._not_one_number(f"{len(result)} parts")
@@ -298,7 +300,7 @@ def _plain(value: Tensor | list[Tensor]) -> Any:
 
 
 def _tensor(state: Any, device: torch.device) -> Any:
-    """Return the tensor, or the list, of which `_plain` made JSON values."""
+    """Return the tensor or the list that `_plain` turned into JSON values."""
     if isinstance(state, list):
         return [_tensor(each, device) for each in state]
     data = bytearray(base64.b64decode(state["data"]))
@@ -324,7 +326,7 @@ def _refuse_what_cannot_be_joined(name: str, metric: Any) -> None:
 
 
 def gathered_states(tensor: Tensor, world: World) -> list[Tensor]:
-    """Return the tensor of every rank, in rank order; the numbers of rows may differ, or be 0."""
+    """Return the tensor of every rank, in rank order; the numbers of samples may differ, or be 0."""
     own = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     kinds = world.gather_json(own)
     largest = max(kinds, key=lambda kind: (len(kind["shape"]), math.prod(kind["shape"])))
@@ -337,7 +339,8 @@ def gathered_states(tensor: Tensor, world: World) -> list[Tensor]:
             dtype = largest["dtype"]
             if largest["shape"]:
                 shape = [0, *largest["shape"][1:]]
-        shape = shape or largest["shape"]  # a rank without rows has one sum, others have one for each output
+        shape = shape or largest["shape"]  # a rank without samples has one sum, others have one for each output
+        # An all_gather would need equal shapes.
         part = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         if not is_empty:
             if rank == world.rank:
@@ -348,7 +351,7 @@ def gathered_states(tensor: Tensor, world: World) -> list[Tensor]:
 
 
 class Metrics:
-    """The metrics of a fit, an evaluation or a validation, besides loss and accuracy; `whole_sets`: of all rows."""
+    """The metrics of a fit, an evaluation or a validation, besides loss and accuracy; `whole_sets`: of all samples."""
 
     def __init__(self, metrics: Sequence[Metric] = (), whole_sets: Sequence[CheckedWholeSet] = ()) -> None:
         self._metrics = list(metrics)
@@ -376,7 +379,7 @@ class Metrics:
         return known
 
     def copy(self) -> Metrics:
-        """Return metrics of the same kinds without any rows."""
+        """Return metrics of the same kinds without any samples."""
         made = Metrics(copy.deepcopy(self._metrics), self.whole_sets)
         for metric in made._metrics:
             metric.reset()
@@ -390,7 +393,7 @@ class Metrics:
                     metric.add(*metric.select(output, target), rows)
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
-        """Return functions that calculate each number over this rank's rows."""
+        """Return functions that calculate each number over this rank's samples."""
         found: dict[str, Callable[[], float]] = {}
         for metric in self._metrics:
             for place, name in enumerate(metric.names):
@@ -404,7 +407,7 @@ class Metrics:
         return {name: mean_of(pairs[name]) for name, pairs in found.items() if pairs}
 
     def over_ranks(self, world: World) -> dict[str, float]:
-        """Return each number over the rows of all ranks of a world; collective."""
+        """Return each number over the samples of all ranks of a world; collective."""
         found: dict[str, float] = {}
         for metric in self._metrics:
             values = metric.over_ranks(world)  # which may be the first to know their names

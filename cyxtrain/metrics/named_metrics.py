@@ -46,7 +46,7 @@ class _Task(NamedTuple):
     num_classes: int
     loss: Loss
     prepare: Prepare  # makes of (output, target) what torchmetrics expects
-    num_outputs: int = 1  # numbers per row, in a regression
+    num_outputs: int = 1  # numbers per sample, in a regression
 
 
 _AVERAGED = {"f1": "F1Score", "precision": "Precision", "recall": "Recall", "specificity": "Specificity"}
@@ -60,6 +60,7 @@ _BY_AVERAGE |= {f"{name}_per_class": (name, "none") for name in (*_AVERAGED, *_R
 _OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mae": lambda output, target: (output - target).abs(),
     "mse": lambda output, target: (output - target).square(),
+    # As in scikit-learn, a target of 0 divides by the smallest number.
     "mape": lambda output, target: (output - target).abs() / target.abs().clamp_min(torch.finfo(target.dtype).eps),
     "msle": lambda output, target: (output.log1p() - target.log1p()).square(),
 }
@@ -130,7 +131,6 @@ def _add(found: NamedMetrics, name: str, metric: Any) -> None:
 
 
 def _check_kind(metric: Any) -> None:
-    """Raise ConfigError if an object is not a metric."""
     if isinstance(metric, str):
         if metric not in _KNOWN and metric not in _BUILT_IN and not _TOP.match(metric):
             raise unknown_name("cyxtrain", metric, _KNOWN, "metric")
@@ -169,9 +169,9 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
 
 
 def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
-    """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
+    """Return metrics that passed a dry run on the outputs and targets of some samples, and are reset."""
     made = []
-    with warnings.catch_warnings():  # torchmetrics warns of metrics that keep all rows
+    with warnings.catch_warnings():  # torchmetrics warns of metrics that keep all samples
         warnings.simplefilter("ignore")
         for name, each in given.items():
             part = given.outputs.get(name, "")
@@ -185,13 +185,13 @@ def make_metrics(given: NamedMetrics, loss: Loss, output: Any, target: Any, rows
     if output is not None:
         for metric in made:
             _try(metric, output, target, rows)
-    return Metrics(made).copy()
+    return Metrics(made).copy()  # without the samples of the dry run
 
 
 def _try(metric: Metric, output: Any, target: Any, rows: int) -> None:
-    """Calculate a metric of some rows; raise ConfigError, with a remedy, if it cannot."""
+    """Calculate a metric of some samples; raise ConfigError, with a remedy, if it cannot."""
     try:
-        with warnings.catch_warnings():  # in a few rows some classes are missing
+        with warnings.catch_warnings():  # in a few samples some classes are missing
             warnings.simplefilter("ignore")
             metric.add(*metric.select(output, target), rows)
             metric.over_ranks(World())
@@ -199,7 +199,7 @@ def _try(metric: Metric, output: Any, target: Any, rows: int) -> None:
         raise
     except Exception as error:
         remedy = remedy_for_devices(error) or ". Pass a function of (output, target), or of all: cx.metrics.WholeSet."
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # does it work with its arguments exchanged?
             assert isinstance(metric, MeanMetric)
             own, answer = metric.select(output, target)
             metric.add(answer, own, rows)
@@ -292,7 +292,7 @@ def _of_numbers(name: str, metric: str, task: _Task) -> Metric:
     settings: dict[str, Any] = {}
     if task.num_outputs > 1 and metric in ("rmse", *_CORRELATIONS):
         settings["num_outputs"] = task.num_outputs
-    if metric in _CORRELATIONS:  # both from all rows: sums of squares would be less exact
+    if metric in _CORRELATIONS:  # both from all samples: sums of squares would be less exact
         of_ranks = metric == "spearman"
         metric_class = _computing(regression.SpearmanCorrCoef, functools.partial(_correlation, of_ranks=of_ranks))
         return LibraryMetric(name, metric_class(**settings), task.prepare)
@@ -339,7 +339,7 @@ def _of_classes(name: str, base: str, average: str, task: _Task) -> Metric:
         metric_class = getattr(classification, f"Multiclass{kind}")
         settings |= {"num_classes": task.num_classes, "ignore_index": task.loss.ignored}
     if metric_class is None:
-        raise ConfigError(f"the metric {base!r} is for one class per row, and the targets are several labels.")
+        raise ConfigError(f"the metric {base!r} is for one class per sample, and the targets are several labels.")
     if base in _RANKED:
         metric_class = _computing(metric_class, functools.partial(_mean_of_ranked, average=average))
         settings["average"] = "none"
@@ -358,7 +358,7 @@ def _computing(library: Any, compute: Callable[[Any, Any], Tensor]) -> Any:
 
 
 def _mean_of_ranked(library: Any, metric: Any, average: str) -> Tensor:
-    """Return the mean over the classes that some rows are of, and other rows are not; "none": all scores."""
+    """Return the mean over the classes that some samples are of, and other samples are not; "none": all scores."""
     answers = _joined(metric.target)
     if metric.ignore_index is not None:
         answers = answers[answers != metric.ignore_index]
@@ -375,7 +375,7 @@ def _mean_of_ranked(library: Any, metric: Any, average: str) -> Tensor:
 
 
 def _auc_of_both(library: Any, metric: Any) -> Tensor:
-    """Return the area under the curve; NaN, as in scikit-learn, if all rows are of one class."""
+    """Return the area under the curve; NaN, as in scikit-learn, if all samples are of one class."""
     answers = _joined(metric.target)
     found: Tensor = library.compute(metric)
     if (answers == answers[0]).all():
@@ -384,7 +384,7 @@ def _auc_of_both(library: Any, metric: Any) -> Tensor:
 
 
 def _matthews(_: Any, metric: Any) -> Tensor:
-    """Return Matthews' coefficient as in scikit-learn: 0 if all rows are of one class, or predicted to be."""
+    """Return Matthews' coefficient as in scikit-learn: 0 if all samples are of one class, or predicted to be."""
     counts = metric.confmat.double()
     if counts.dim() > 2:  # of each label
         counts = counts.sum(0)
@@ -397,7 +397,7 @@ def _matthews(_: Any, metric: Any) -> Tensor:
 
 
 def _correlation(_: Any, metric: Any, *, of_ranks: bool) -> Tensor:
-    """Return Pearson's correlation of all rows, or of their ranks, which is Spearman's; the mean over outputs."""
+    """Return Pearson's correlation of all samples, or of their ranks, which is Spearman's; the mean over outputs."""
     sides = [_joined(each).reshape(-1, metric.num_outputs) for each in (metric.preds, metric.target)]
     if of_ranks:
         sides = [torch.stack([*map(_ranks, side.T)], dim=1) for side in sides]

@@ -56,7 +56,7 @@ class MetricSums:
         Numbers keep their names: numbers that are new here are moved from `logged`, others to it.
         """
         shown = self.shown
-        if names is None:
+        if names is None:  # an older checkpoint has none
             names = shown
         columns = [_LOSS, _CORRECT, *names]
         require(

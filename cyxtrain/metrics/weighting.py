@@ -45,7 +45,7 @@ class BatchLoss:
     value: Tensor  # what the loss function returned, 0-dim; with a graph while training
     sum_factor: Tensor | float  # `value` times this is the sum of the terms
     weight: Tensor | float  # what that sum is divided by; a tensor if it depends on the data
-    # other losses of the same rows by name: the terms of `value`, and numbers that are only reported
+    # other losses of the same samples by name: the terms of `value`, and numbers that are only reported
     parts: Mapping[str, BatchLoss] = field(default_factory=dict)
 
     @property
@@ -92,14 +92,14 @@ def weighting_of(value: Any) -> Weighting:
             weight = float(value[1])
     if not weight >= 0:
         raise ConfigError(
-            f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of rows or tokens, "
-            "and a number of at least 0. Return the sum of the terms that count, and their number."
+            f"the loss is (sum, weight), and its weight is {brief(value[1])}: a weight is a count, of samples or "
+            "tokens, and a number of at least 0. Return the sum of the terms that count, and their number."
         )
     return Weighting.WEIGHTS
 
 
 def batch_loss_of(value: Any, rows: int) -> BatchLoss:
-    """Return the loss that a function or a model returned: (sum, weight), a mean over rows, or one per row."""
+    """Return the loss that a function or a model returned: (sum, weight), a mean over samples, or one per sample."""
     if isinstance(value, tuple):
         total, weight = value
         weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)

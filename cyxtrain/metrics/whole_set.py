@@ -1,4 +1,4 @@
-"""Metrics that are functions of all rows of a validation."""
+"""Metrics that are functions of all samples of a validation."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 _HuggingFace = collections.namedtuple("_HuggingFace", ("predictions", "label_ids"))
 _Function: TypeAlias = Callable[..., Any]
-# Errors of a function that more rows would not fix.
+# Errors of a function that more samples would not fix.
 _MISTAKES = (TypeError, AttributeError, NameError, ImportError)
 
 
 class WholeSet:
     """A metric of all outputs and targets of a validation, such as BLEU, mAP or seqeval's F1; also a decorator.
 
-    `fit` computes it in each validation, not in training epochs; `evaluate` over its data. Rank 0 gathers all rows and
-    calls the function once; every rank gets the result, or the error. The function is tried on two rows first.
+    `fit` computes it in each validation, not in training epochs; `evaluate` over its data. Rank 0 gathers all samples
+    and calls the function once; every rank gets the result, or the error. The function is tried on two samples first.
 
     Args:
-        function: Of (outputs, targets): NumPy arrays of all rows, in the order of the data and in the structure that
+        function: Of (outputs, targets): NumPy arrays of all samples, in the order of the data and in the structure that
             `predict` returns; lists of arrays if rows differ in shape. A function of one argument gets Hugging Face's
             `predictions` and `label_ids`. It returns a number, or numbers by name, which replace its own.
         higher_is_better: For `keep_best` and early stopping; None: the function's attribute of this name, if any.
@@ -74,7 +74,7 @@ class WholeSet:
         return output, target
 
     def _results(self, name: str, prefix: str, rows: tuple[Any, Any], of_set: str = "") -> dict[str, float]:
-        """Return the numbers over all rows, by name in the history; `name`: of a single number, `prefix`: of others."""
+        """Return the numbers over all samples, by name in the history; `name`: of a single one, `prefix`: of others."""
         self._set = of_set
         result = self(*rows)
         found = {name: result}
@@ -91,7 +91,7 @@ class WholeSet:
         return numbers
 
     def _names(self, name: str, results: Callable[[], dict[str, float]]) -> list[str]:
-        """Try the function on a few rows; return the names of its numbers, or its own if these are too few rows."""
+        """Try the function on a few samples; return the names of its numbers, or its own if they are too few."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -100,9 +100,9 @@ class WholeSet:
                 raise
             except _MISTAKES as error:
                 raise ConfigError(
-                    f"the metric {name} failed when it was tried on a few rows: {type(error).__name__}: {error}"
+                    f"the metric {name} failed when it was tried on a few samples: {type(error).__name__}: {error}"
                 ) from error
-            except Exception:
+            except Exception:  # two samples may be too few for it
                 return [name]
 
 
@@ -114,11 +114,11 @@ def _as_float(value: Any) -> float:
 
 
 class CheckedWholeSet(NamedTuple):
-    """A metric over a whole set that was tried on a few rows."""
+    """A metric over a whole set that was tried on a few samples."""
 
     name: str
     kept: Callable[[Any, Any, Loss], tuple[Any, Any]]  # of a batch
-    results: Callable[[tuple[Any, Any], str], dict[str, float]]  # of all rows, and the name of their set
+    results: Callable[[tuple[Any, Any], str], dict[str, float]]  # of all samples, and the name of their set
     structure: Any  # of what is gathered, without values
     names: list[str]  # of the results
     larger_is_better: bool | None
@@ -127,7 +127,7 @@ class CheckedWholeSet(NamedTuple):
 def checked_whole_sets(
     given: Mapping[str, Any], outputs: Mapping[str, str], loss: Loss, output: Any, target: Any, rows: int
 ) -> list[CheckedWholeSet]:
-    """Return a user's metrics over whole sets, tried on the output and the targets of some rows.
+    """Return a user's metrics over whole sets, tried on the output and the targets of some samples.
 
     `outputs` has the output's name of each metric that is of one output.
     """
@@ -150,7 +150,6 @@ def checked_whole_sets(
 
 
 def _check_rows(name: str, parts: Iterable[Any], rows: int) -> None:
-    """Raise ConfigError unless all parts are tensors with this many rows."""
     for part in parts:
         what = type(part).__name__
         if isinstance(part, Tensor):
@@ -158,7 +157,7 @@ def _check_rows(name: str, parts: Iterable[Any], rows: int) -> None:
                 continue
             what = f"a tensor of shape {list(part.shape)}"
         raise ConfigError(
-            f"the metric {name} needs outputs with one row per input row; for {rows} rows, {what} is among them. Pass "
+            f"the metric {name} needs outputs with one row per sample; for {rows} samples, {what} is among them. Pass "
             "preprocess=..., a function of (output, target) that returns what the metric needs."
         )
 

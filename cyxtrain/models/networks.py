@@ -16,8 +16,8 @@ class MLP(nn.Module):
     """Multi-layer perceptron: linear layers with an activation between them; (n, inputs) to (n, outputs).
 
     Args:
-        inputs: Features per row; rows of other shapes are flattened.
-        outputs: Outputs per row, such as a score per class.
+        inputs: Features per sample; rows of other shapes are flattened.
+        outputs: Outputs per sample, such as a score per class.
         hidden: Width of each hidden layer.
         dropout: Dropout probability of hidden layers.
     """
@@ -72,11 +72,11 @@ class CNN(nn.Module):
 class VAE(nn.Module):
     """A variational autoencoder for features from 0 to 1 (Kingma and Welling, 2014, sections 2.3 and 3).
 
-    Train it without a loss and without targets: its output's "loss" is the mean over rows of the reconstruction's
+    Train it without a loss and without targets: its output's "loss" is the mean over samples of the reconstruction's
     binary cross-entropy plus the KL divergence of the latent distribution from a standard normal.
 
     Args:
-        inputs: Features per row.
+        inputs: Features per sample.
         latent: Latent dimensions.
         hidden: Width of the encoder's and decoder's hidden layer.
         divergence_weight: Weight of the KL divergence.

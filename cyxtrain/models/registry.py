@@ -32,8 +32,8 @@ class ModelMaker:
         """Return a model.
 
         Args:
-            config: Settings, such as `Config.from_file(...)`, of which the section `model` is used, or that section
-                itself; its "name" is ignored.
+            config: Settings with a section `model`, such as `Config.from_file(...)`, or this section itself; its "name"
+                is ignored.
             **settings: Single settings, which take precedence.
 
         Raises:

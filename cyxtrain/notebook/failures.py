@@ -18,8 +18,8 @@ import torch
 from cyxtrain.errors import BLAMING_ANOTHER, CyxtrainError, DistributedTrainingError, prepare_to_raise
 from cyxtrain.notebook.sharing import as_bytes, from_bytes, returning
 
+# Frames of these files before the user's code are left out of tracebacks.
 _LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
-"""Frames of these files before the user's code are left out of tracebacks."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def raised(failed: Failed, rank: int, num_ranks: int, known: Mapping[str, Any] |
         error: BaseException = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
         vars(error).update(attributes)
         prepare_to_raise()
-    except Exception:
+    except Exception:  # this process cannot rebuild it
         error = DistributedTrainingError(f"rank {rank} has failed: {failed.name}: {failed.message}", rank=rank)
     where = f"on rank {rank} of {num_ranks}"
     if sys.version_info >= (3, 11):

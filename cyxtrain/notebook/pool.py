@@ -31,12 +31,12 @@ from cyxtrain.world import runtime
 
 START_SECONDS = 120.0
 """For all workers to start; importing PyTorch may take long on a slow disk."""
+# For workers to end after our process has ended: within a second nothing is left.
 _ORPHAN_SECONDS = 0.5
-"""For workers to end after our process has ended: within a second nothing is left."""
+# For the other ranks to answer after one that cannot take another job.
 _AFTER_ERROR_SECONDS = 5.0
-"""For the other ranks to answer after one that cannot take another job."""
+# For the workers' output to arrive after their answers.
 _DRAIN_SECONDS = 2.0
-"""For the workers' output to arrive after their answers."""
 # The notebook's sys.path, so that workers import the same modules, this package included.
 _START = (
     f'import json, os, sys; sys.path[:] = json.loads(os.environ["{process_env.WORKER_CHANNEL}"])["path"]; '
@@ -154,7 +154,7 @@ class Pool:
             answers = self._wait_for_answers(apply, on_signal)
             self._drain()
         except BaseException:
-            self.close()
+            self.close()  # workers that are still in this job cannot take the next one
             raise
         return answers
 
@@ -167,7 +167,7 @@ class Pool:
         self._is_closed = True
         self._supervisor.request_stop(signal.SIGKILL)  # nothing is worth waiting for
         for thread in self._threads:
-            if thread.ident is not None:
+            if thread.ident is not None:  # it was started
                 thread.join()
 
     def abandon(self) -> None:
@@ -235,6 +235,7 @@ class Pool:
     def _drain(self) -> None:
         """Print what the workers wrote before they answered."""
         deadline = time.monotonic() + _DRAIN_SECONDS
+        # Each worker marks the ends of its stdout and of its stderr.
         while self._marks < 2 * self.num_processes and time.monotonic() < deadline:
             event = self._next()
             if isinstance(event, _Wrote):
@@ -306,7 +307,7 @@ class Pool:
         return False  # so that the others can report their errors
 
     def _listen(self, rank: int, channel: Channel) -> None:
-        with channel, contextlib.suppress(EOFError, OSError):
+        with channel, contextlib.suppress(EOFError, OSError):  # the worker has ended, which is an event too
             while True:
                 self._events.put(_Received(rank, channel.recv()))
 

@@ -1,6 +1,6 @@
 """Run a trainer's call in worker processes: all cores from one cell of a notebook.
 
-fit(num_processes=4) -> if there is no launcher: workers, kept between calls -> `worker_calls.py` in each
+fit(num_processes=4) -> without a launcher: workers, kept between calls -> `worker_calls.py` in each
 <- weights, optimizer, history, callbacks: the notebook's own objects, changed in place
 """
 
@@ -198,6 +198,7 @@ class _Call:
         if failures:
             rank = _rank_at_fault(failures)
             error = raised(failures[rank], rank, num_ranks, self._parts)
+            # After the stop button, the notebook gets the history so far.
             continues = self._stops or runtime.is_interactive()
             if not (isinstance(error, KeyboardInterrupt) and continues):
                 raise error from error.__cause__
@@ -205,6 +206,7 @@ class _Call:
 
     def _read_result(self, path: str) -> Any:
         """Return a call's value, or apply a fit's changes to the notebook's own objects."""
+        # Predictions stay in the file's memory; Windows does not remove a mapped file.
         value = read(path, self._parts, mapped=os.name == "posix" and self._method != FIT)
         if isinstance(value, Changes):
             merge(value, self._trainer, self._parts)

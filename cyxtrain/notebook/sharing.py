@@ -36,12 +36,12 @@ from torch.utils.serialization import config as serialization
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.regular_files import open_regular
 
+# Smaller arrays are pickled.
 _SHARED_BYTES = 4096
-"""Smaller arrays are pickled."""
+# The largest type that PyTorch has of each kind, by NumPy's letters of kinds.
 _ITEM_BYTES = {"b": 8, "i": 8, "u": 8, "f": 8, "c": 16}
-"""The largest type that PyTorch has of each kind, by NumPy's letters of kinds."""
+# Attribute that a learning-rate schedule sets on an optimizer; `LearningRates` sets it again.
 _WRAPPED = "step"
-"""Attribute that a learning-rate schedule sets on an optimizer; `LearningRates` sets it again."""
 CODE = (type, types.FunctionType)
 """Classes and functions: they come back by name as the sender's own, without their attributes."""
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
@@ -125,6 +125,7 @@ def write(
     except memory maps. Raises any Exception if it holds something that cannot be sent, such as an open file.
     """
     pickler = _pickler(known, is_data=is_data, sent=sent)
+    # A file that never leaves memory needs no checksum, which PyTorch would compute over all bytes.
     fast = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with fast, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about arrays that are not writable
@@ -238,8 +239,7 @@ def _is_plain(obj: Any) -> bool:
 
 
 def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str) -> types.CodeType:
-    """Return code with its file name, which cloudpickle drops from 3.1.3 on: tracebacks need it."""
-    return make(*arguments).replace(co_filename=filename)
+    return make(*arguments).replace(co_filename=filename)  # cloudpickle drops it from 3.1.3 on
 
 
 # --- objects whose own pickles leave something out -----------------------------------------------------------------
@@ -249,6 +249,7 @@ def _reduced(obj: Any) -> tuple[Any, ...] | None:
     """Return how to rebuild an object whose own pickle would lose something; None for any other."""
     if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
         return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
+    # Pickled by name, it would be looked up in the receiver's own __main__.
     if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
         return _cached, (obj.__wrapped__, obj.cache_parameters())
     if isinstance(obj, torch.optim.Optimizer):  # its own pickle has neither hooks nor further attributes

@@ -26,12 +26,12 @@ from cyxtrain.optim.learning_rates import LearningRates, schedules_in
 from cyxtrain.optim.optimizers import place_state
 from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
 
+# Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred.
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred."""
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
 _NOTHING = object()
+# Types that are compared and sent directly.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *CODE, torch.dtype, torch.device)
-"""Types that are compared and sent directly."""
 
 
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
@@ -144,6 +144,7 @@ class AttributeDigests:
                 return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(_memory_of(value))), value
             data = as_bytes(value, self._pickler)
         except Exception as error:
+            # Without a digest, it counts as changed if another object has replaced it.
             return ("cannot be sent", id(value)), error
         return xxhash.xxh3_128_digest(data), _Packed(data)
 
@@ -188,6 +189,7 @@ def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any
         torch_compat.own_modules(parts[part])[name] = child
     with torch.no_grad():
         _merge_tensors(changes.tensors, modules)
+    # Gradients are not sent; the present ones belong to the weights before the call.
     trainer.model.zero_grad()
     for name, (state, groups) in changes.optimizers.items():
         _merge_optimizer(trainer.optimizers[name], state, groups)
@@ -222,7 +224,7 @@ def _merge_tensor(root: nn.Module, path: str, tensor: Tensor, *, is_parameter: b
         new = tensor.clone() if own is None else tensor.to(own.device, copy=True)
         held[name] = nn.Parameter(new, is_trained) if is_parameter else new
         return
-    own.copy_(tensor)
+    own.copy_(tensor)  # in place: the optimizer and the program hold this tensor
     if is_parameter:
         own.requires_grad_(is_trained)
 
@@ -231,6 +233,7 @@ def _merge_optimizer(optimizer: torch.optim.Optimizer, state: Any, groups: Seque
     merged = _in_place(dict(optimizer.state), state)
     optimizer.state.clear()
     optimizer.state.update(merged)
+    # A callback may have added groups in the workers.
     for group, new in zip(optimizer.param_groups, groups, strict=False):
         _in_place(group, new)
     optimizer.param_groups.extend(groups[len(optimizer.param_groups) :])

@@ -107,7 +107,7 @@ def _write_marks(mark: bytes) -> None:
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # the user's code has closed or removed it
             stream.flush()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # likewise
             os.write(number, mark)
 
 

@@ -111,7 +111,7 @@ class Workers:
 
 
 def _own_sources() -> dict[str, int]:
-    """Return when each imported file was modified, except those of installed packages."""
+    """Return when each imported file was modified, except files of installed packages."""
     # A worker has imported its own copy of each: it would run the code from before an edit.
     installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(torch.__file__)})
     found = {}
@@ -120,7 +120,7 @@ def _own_sources() -> dict[str, int]:
         if isinstance(file, str) and not file.startswith(installed) and "site-packages" not in file:
             try:
                 found[file] = os.stat(file).st_mtime_ns
-            except OSError:
+            except OSError:  # deleted since it was imported
                 continue
     return found
 

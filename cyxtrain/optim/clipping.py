@@ -54,6 +54,7 @@ def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter
+    # Before that, an element may be in several parts, whose norm is not its own.
     parameter.grad = parameter.grad.coalesce()
     rows = nn.Parameter(parameter.detach()[parameter.grad.indices()[0]])
     rows.grad = parameter.grad.values()

@@ -140,7 +140,6 @@ class LearningRates:
         return self.schedule_for(state.get("made_for") or None)
 
     def _new_schedule(self, schedule_steps: int) -> LRScheduler:
-        """Return a new schedule, made from the program's rates."""
         assert self._make is not None
         self._first += self.now()[len(self._first) :]
         for group in self.optimizer.param_groups:
@@ -385,7 +384,7 @@ def _snapshot(owners: Iterable[dict[str, Any]]) -> Callable[[], None]:
         values = dict(own)
         for name, value in own.items():
             if isinstance(value, (list, dict)):
-                values[name] = copy.copy(value)
+                values[name] = copy.copy(value)  # it may be changed in place
         kept.append((own, values, _rate_in(own)))
 
     def restore() -> None:

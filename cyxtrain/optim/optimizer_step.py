@@ -70,7 +70,7 @@ class OptimizerStep:
     def _step_unwrapped(self, skip: Tensor | None) -> None:
         optimizer: Any = self._optimizer
         assert self._unwrapped is not None
-        optimizer.found_inf = skip
+        optimizer.found_inf = skip  # the fused kernel reads it if it is set
         try:
             with torch.no_grad():
                 self._unwrapped(optimizer)

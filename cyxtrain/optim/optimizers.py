@@ -119,7 +119,7 @@ def make_optimizers(
     """Return the optimizers of a trainer by name: one, or several with different parameters."""
     if optimizers is None:
         return {ONLY: make_optimizer(optimizer, model)}
-    if optimizer != "adam":
+    if optimizer != "adam":  # this is the default: then only `optimizers` was given
         raise ConfigError("optimizer and optimizers are given: put all of them into optimizers={...}, by name.")
     given = dict(optimizers) if isinstance(optimizers, Mapping) else {}
     if not given or not all(isinstance(value, torch.optim.Optimizer) for value in given.values()):
@@ -223,6 +223,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
+        # None leaves the choice of an implementation to PyTorch again.
         _set_fused(optimizer, [group for group in optimizer.param_groups if group["fused"] is True], None)
 
 

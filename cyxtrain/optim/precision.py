@@ -145,8 +145,7 @@ def make_loss_scale(config: DistributedTrainingConfig) -> LossScale | None:
 
 
 def _as_float32(number: float) -> float:
-    """Return a scale rounded as GradScaler stores it."""
-    return torch.tensor(number, dtype=torch.float32, device="cpu").item()
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()  # as GradScaler stores it
 
 
 Number = Tensor | float

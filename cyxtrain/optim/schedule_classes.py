@@ -102,8 +102,7 @@ class OneCycle(FitSchedule):
 
 
 def _between(start: float, end: float, part: float) -> float:
-    """Return a value between two, along half a cosine."""
-    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
+    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2  # half a cosine
 
 
 SCHEDULERS: dict[str, type[FitSchedule]] = {kind.label: kind for kind in (Constant, Linear, Cosine, OneCycle)}

@@ -66,7 +66,7 @@ def gathered_state(gradients: Mapping[str, LowRankGradient], world: World) -> di
 def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any], world: World) -> None:
     """Load what `gathered_state` returned; on another number of ranks, each gets the mean of all errors.
 
-    Gradients that are new, or have another shape now, keep their initial state.
+    Gradients that are new, or whose shape has changed, keep their initial state.
     """
     try:
         queries = state["queries"]

@@ -176,7 +176,7 @@ class CommHookExchange(GradientExchange):
         result = self._future.wait()
         self._future = None
         gradients = result[0] if isinstance(result, (list, tuple)) else result
-        if gradients.data_ptr() != self._gradients.data_ptr():
+        if gradients.data_ptr() != self._gradients.data_ptr():  # a hook may work in place
             self._gradients.copy_(gradients)
 
 

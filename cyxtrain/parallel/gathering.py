@@ -51,11 +51,12 @@ class _Recording:
 def all_gather_with_grad(tensor: Tensor) -> Tensor:
     """Concatenate the rows (samples) of all ranks, in rank order, with gradients. All ranks call it.
 
-    Use it in contrastive losses: each rank compares its rows with those of all. Ranks may have different numbers of
-    rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters are then
-    averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the ranks' losses:
-    if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights the ranks' losses
-    by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it returns `tensor`.
+    Use it in contrastive losses: each rank compares its rows with the rows of all ranks. Ranks may have different
+    numbers of rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters
+    are then averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the
+    ranks' losses: if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights
+    the ranks' losses by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it
+    returns `tensor`.
 
     Cost: a gather of a few numbers; then a gather of the rows, and in backward a reduce-scatter, both padded to the
     largest number of rows.
@@ -117,7 +118,7 @@ def gather_no_rows(world: World, calls: Sequence[GatherCall], device: torch.devi
 
 
 def backward_alike(world: World, loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
-    """Run backward of a loss, with that of each gather that any rank's loss needs. All ranks call it.
+    """Run backward of a loss, and of each gather that any rank's loss needs. All ranks call it.
 
     Each gather's backward is a collective: a rank without rows, whose loss is None, takes part in those that the others
     run, except for gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
@@ -140,7 +141,7 @@ def backward_alike(world: World, loss: Tensor | None, kept: Sequence[GatherCall]
 
 
 def depending_on(loss: Tensor, kept: Sequence[GatherCall]) -> Tensor:
-    """Return a constant loss as one whose backward runs those of all gathers, for which other ranks wait."""
+    """Return a constant loss whose backward runs the backward of all gathers, for which other ranks wait."""
     for call in kept:
         if call.rows is not None and call.node is not None:
             # Times 0 before the sum, which may be too large for 16 bits.
@@ -151,7 +152,7 @@ def depending_on(loss: Tensor, kept: Sequence[GatherCall]) -> Tensor:
 def _depends_on(loss: Tensor | None, kept: Sequence[GatherCall]) -> list[bool]:
     """Return for each gather whether the graph of a loss has it."""
     found = set()
-    waiting = [] if loss is None else [loss.grad_fn]
+    waiting = [] if loss is None else [loss.grad_fn]  # a stack: graphs are deeper than Python recurses
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
@@ -191,14 +192,14 @@ def gathered_rows(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
     if own.is_cpu:
         dist.all_gather(parts, padded, group=group)
     else:
-        dist.all_gather([*map(bytes_of, parts)], bytes_of(padded), group=group)
+        dist.all_gather([*map(bytes_of, parts)], bytes_of(padded), group=group)  # NCCL has no int16, say
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
     missing = count - len(rows)
     if missing == 0:
-        return rows.contiguous()
+        return rows.contiguous()  # NCCL takes nothing else
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
@@ -206,11 +207,12 @@ def _layout_of(world: World, tensor: Tensor) -> _Layout:
     """Return the arguments of all ranks; raise on every rank if they do not match."""
     needs_own = tensor.requires_grad and torch.is_grad_enabled()
     kind = [len(tensor), int(needs_own), _DTYPES.index(tensor.dtype), *tensor.shape[1:]]
-    own = torch.full([3 + _MOST_DIMENSIONS], -1, dtype=torch.int64, device="cpu")
+    own = torch.full([3 + _MOST_DIMENSIONS], -1, dtype=torch.int64, device="cpu")  # not on the user's default device
     own[: len(kind)] = torch.tensor(kind, device="cpu")
     gathered = [torch.empty_like(own) for _ in range(world.size)]
     dist.all_gather(gathered, own, group=world.cpu_group)
     kinds = [each.tolist() for each in gathered]
+    # Only ranks with rows are compared: the form of an empty tensor does not matter.
     first = next((kind for kind in kinds if kind[0]), kinds[0])
     for rank, kind in enumerate(kinds):
         if kind[0] and kind[2:] != first[2:]:

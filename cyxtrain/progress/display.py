@@ -29,8 +29,8 @@ LINE_SECONDS = 30.0
 _BAR_CHARACTERS = 24
 _FEWEST_BAR_CHARACTERS = 5
 _CELL_COLUMNS = 120  # a longer line has a scroll bar
+# Width of the names of header lines.
 _INDENT = 11
-"""Width of the names of header lines."""
 _NO_BREAK = "\u00a0"
 _ASCII = str.maketrans("━┄", "#-")
 
@@ -123,7 +123,6 @@ class LiveDisplay(Display):
             self.draw(self._steps, text)
 
     def _labelled(self, text: str) -> str:
-        """Return text after the name of the epoch, with later lines indented."""
         return f"{self._epoch}  {text}".replace("\n", "\n  ")
 
     def _count(self, steps: int) -> str:
@@ -427,7 +426,6 @@ def _hours(seconds: float) -> str:
 
 
 def _joined(*parts: str) -> str:
-    """Return the parts that are not empty in one line."""
     return "  ".join(filter(None, parts))
 
 

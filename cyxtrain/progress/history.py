@@ -141,7 +141,11 @@ class TrainingHistory:
         With validations within an epoch, all lines have a column "step", and each such validation has its own line
         before the epoch's. Finite numbers are restored bit for bit; a number that an epoch does not have is an empty
         cell.
+
+        Raises:
+            ConfigError: An entry of `validations` has no "step" or no "epoch".
         """
+        self._check_validations()
         names = {name: _csv_name(name) for name in (*_KERAS_NAMES, *self.metrics)}
         validations = self._validations_by_epoch()
         has_steps = any(len(of_epoch) > 1 for of_epoch in validations.values())
@@ -152,7 +156,7 @@ class TrainingHistory:
         for row, epoch in enumerate(self._epoch_numbers()):
             *within, last = validations.get(epoch) or [{}]
             for validation in within:
-                cells = {name: repr(value) for name, value in validation.items()}
+                cells = {name: repr(float(value)) for name, value in validation.items()}
                 lines.append([epoch, validation["step"], *(cells.get(name, "") for name in names.values())])
             cells = {name: repr(float(value)) for name, value in self._row(row).items()}
             lines.append([epoch, *(cells.get(name, "") for name in names)])
@@ -168,18 +172,31 @@ class TrainingHistory:
         Validations within an epoch are drawn where they came, such as at 1.5 in the middle of epoch 2.
 
         Raises:
-            ConfigError: matplotlib is not installed (`pip install 'cyxtrain[plot]'`), or there is no epoch.
+            ConfigError: matplotlib is not installed (`pip install 'cyxtrain[plot]'`), there is no epoch, or a
+                validation within an epoch has no "step" or no "epoch".
         """
         epochs = self._epoch_numbers()
         curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
         for name, values in self.history.items():
             curves[name] = (epochs[: len(values)], values)
         ends = set(self.steps)
-        if len(self.steps) == len(epochs) and any(row["step"] not in ends for row in self.validations):
-            for name in curves:
-                if name.startswith("val_"):
-                    curves[name] = self._validation_curve(name, epochs)
+        if len(self.steps) == len(epochs):
+            self._check_validations()
+            if any(row["step"] not in ends for row in self.validations):
+                for name in curves:
+                    if name.startswith("val_"):
+                        curves[name] = self._validation_curve(name, epochs)
         return plot_history(curves, path)
+
+    def _check_validations(self) -> None:
+        """Raise ConfigError unless each validation has its place, which one made by hand may not have."""
+        for number, validation in enumerate(self.validations):
+            missing = [repr(name) for name in ("step", "epoch") if name not in validation]
+            if missing:
+                raise ConfigError(
+                    f"{TrainingHistory.__name__}.validations[{number}] has no {' and no '.join(missing)}: give each "
+                    "validation its step and its epoch, as fit does."
+                )
 
     def _validations_by_epoch(self) -> dict[float, list[dict[str, float]]]:
         found: dict[float, list[dict[str, float]]] = {}
@@ -232,7 +249,7 @@ class TrainingHistory:
 
     def _epoch_numbers(self) -> list[int]:
         """Return the epoch number of each row; a history without epoch numbers counts from 1."""
-        count = max(len(getattr(self, own)) for own in _KERAS_NAMES.values())
+        count = max(map(len, self.history.values()), default=0)
         return [*self.epochs, *range(len(self.epochs) + 1, count + 1)]
 
 

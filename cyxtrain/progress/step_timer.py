@@ -44,7 +44,7 @@ class Part:
         iterator = iter(items)
         while True:
             with self:
-                item = next(iterator, None)
+                item = next(iterator, None)  # no item is None
             if item is None:
                 return
             yield item

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 _HEADER = ("layer", "kind", "output", "parameters")
+# Characters between the columns.
 _GAPS = 6
-"""Characters between the columns."""
+# Characters to which a column is shortened at most, if the table is wider than the terminal.
 _SMALLEST = (12, 10, 12)
-"""Characters to which a column is shortened at most, if the table is wider than the terminal."""
+# Parts of one layer's output that are shown, one a line.
 _MOST_OUTPUTS = 4
-"""Parts of one layer's output that are shown, one a line."""
 
 
 class Summary(str):

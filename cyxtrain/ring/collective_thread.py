@@ -44,7 +44,7 @@ class PendingCall:
         try:
             self._value = self._call()
         except BaseException as error:
-            self.error = error
+            self.error = error  # raised in the thread that waits
         self._conclude()
 
     def _conclude(self) -> None:

@@ -71,7 +71,7 @@ class _Sleeper:
 
     def __init__(self) -> None:
         self._poller = Poller()
-        self._receiver, self._sender = socket.socketpair()
+        self._receiver, self._sender = socket.socketpair()  # a poll of links cannot wait for a condition, too
         self._woken = False
 
     def sleep(self, readers: list[Pollable], writers: list[Pollable], deadline: Deadline) -> None:
@@ -159,7 +159,7 @@ class Mailbox:
                 return True
             if deadline.passed():
                 raise self._monitor.fail(self._timeout_error(message, deadline))
-            sleeper = self._idle.pop() if self._idle else _Sleeper()
+            sleeper = self._idle.pop() if self._idle else _Sleeper()  # kept: a new one costs a few system calls
             self._asleep.append(sleeper)
             readers, writers = self.waiting()
         try:
@@ -323,7 +323,7 @@ class Mailbox:
             if message.peer in (peer, ANY_SOURCE) and message.tag == operation.root:
                 self._check(message, operation, self._links[peer].rank)
                 self._receives.remove(message)
-                message.peer = peer
+                message.peer = peer  # a recv from ANY_SOURCE is this rank's from now on
                 return message
         return None
 

@@ -198,7 +198,7 @@ class DistributedAMPTrainer:
             share.results.append(step.accumulate_micro_batch(Batch(self.step, *rows), share, is_last=is_last))
             loss = self._loss.number_of(share.results[-1].loss)
         elif is_last:
-            step.join_without_rows(share)
+            step.join_without_rows(share)  # the other ranks wait for this rank's part of the averages
         if is_last:
             if step.finish(share, share.results) is Verdict.TAKEN:
                 # Rank 0 may save them before the next step.
@@ -279,6 +279,7 @@ class DistributedAMPTrainer:
         precision = Precision(_PRECISION, self._placement.device)
         self._loss.inspect(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
         call = ModelCall(self.model, precision, rows.inputs, rows.targets, self._loss)
+        # Later batches are compared by types and shapes: no sample is kept.
         self._example = rows.mapped(lambda tensor: tensor[:0])
         if num_rows(rows.inputs) and self._loss.function is None:
             metrics = NamedMetrics()
@@ -286,15 +287,15 @@ class DistributedAMPTrainer:
             problem = dry_run.problem_of_weights(rows)
             if problem:
                 warn_together(problem)
-        # In 16 bits the gradients of a mean over rows have their usual size, and gradients of a sum overflow early. All
-        # ranks and calls use the same number, so that gradients can be added.
+        # In 16 bits the gradients of a mean over samples have their usual size, and gradients of a sum overflow early.
+        # All ranks and calls use the same number, so that gradients can be added.
         first_rows = self._agree_on_first_batch(num_rows(rows.inputs))
         self._share.global_rows = max(first_rows, 1) * self.accumulation_steps * self.world_size
         setup = ModelSetup(placement=self._placement, loss=self._loss, call=call)
         return Session(self._state, setup, self._ddp, LoggedNumbers(), is_fit=False).begin_epoch()
 
     def _agree_on_first_batch(self, rows: int) -> int:
-        """Return how many rows rank 0 has in its first batch; count items as any rank does."""
+        """Return how many samples rank 0 has in its first batch; count items as any rank does."""
         rule = ""
         if self._loss.items is not None and self._loss.uses_num_items:
             rule = self._loss.items.name
@@ -312,7 +313,7 @@ class DistributedAMPTrainer:
 
 
 class _CurrentStep(StreamShare):
-    """The micro-batches of one step so far, on the device, one per call that had rows, and their results."""
+    """The micro-batches of one step so far, on the device, one per call that had samples, and their results."""
 
     def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
         self.micro_batches: list[Rows] = []
@@ -335,7 +336,6 @@ def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> Optimiz
 
 
 def _check_world(world: World, rank: int | None, world_size: int | None) -> None:
-    """Refuse a rank or a world size that is not this process's."""
     for name, given, own in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
         require(
             given in (None, own),

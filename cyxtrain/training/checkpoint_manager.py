@@ -41,7 +41,7 @@ class CheckpointManager:
         self._config = plan.config
         self._world = plan.world
         self._is_on = self._config.makes_checkpoints
-        self._saved = self._name()
+        self._saved = self._name()  # a step that was resumed from has its checkpoint
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
@@ -172,6 +172,7 @@ class CheckpointManager:
             if not any(tables):
                 # Made between two epochs: the next one begins with its own generators.
                 return
+            # With fewer ranks than before, a rank takes over several; with more, some take none.
             taken_over = ranks[rank :: self._world.size]
             totals.metrics.merge([each.get("metrics", {}) for each in taken_over])
             states = [{**each.get("logged", {})} for each in taken_over]
@@ -255,7 +256,7 @@ class CheckpointManager:
     def _save(self, totals: MetricSums | None, *, is_best: bool = False) -> None:
         self.gather(totals)
         self._plan.display.phase("saving")
-        self._settle()
+        self._settle()  # one file is written at a time
         self._saved = name = self._name()
         if self._writer is None:
             return

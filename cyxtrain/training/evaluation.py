@@ -1,4 +1,4 @@
-"""A model's loss, metrics and outputs over all rows: each counted once, in order."""
+"""A model's loss, metrics and outputs over all samples: each counted once, in order."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def evaluate_rows(
     *,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return loss, accuracy and metrics over all rows, on every rank; None: this rank stopped early.
+    """Return loss, accuracy and metrics over all samples, on every rank; None: this rank stopped early.
 
     If a callback ends the evaluation, they cover the batches done so far. `should_stop` is called after each batch; it
     returns whether to skip the rest.
@@ -126,6 +126,7 @@ def evaluate_rows(
     loss = rows.loss
     logged.reserved |= {*loss.shown, *rows.metrics.names}
     batches = rows.source.num_batches(rows.batch_size)
+    # A row per batch: the sums then do not depend on which ranks evaluate which batches.
     totals = MetricSums(batches or 1, loss, rows.metrics)
     run = BatchRun(world, model, rows, "test", callbacks, display)
     whole_sets = [(each, Outputs(each.structure, owner=f"the metric {each.name}")) for each in rows.metrics.whole_sets]
@@ -158,7 +159,7 @@ def evaluate_rows(
 def _over_whole_set(
     world: World, tried: CheckedWholeSet, kept: Outputs, data: CheckedData, *, is_complete: bool
 ) -> dict[str, float]:
-    """Return a metric over all rows, which rank 0 computes; empty if the fit stops on any rank."""
+    """Return a metric over all samples, which rank 0 computes; empty if the fit stops on any rank."""
     found: dict[str, float] = {}
     kept.is_complete = is_complete
     rows = gathered_rows(world, kept, data.source, only_first=True)
@@ -172,9 +173,9 @@ def _over_whole_set(
 
 
 def predict(call: Call, pad_value: float | None = None) -> Any:
-    """Return a model's output for all rows, in their order, on every rank; as NumPy arrays if X is one.
+    """Return a model's output for all samples, in their order, on every rank; as NumPy arrays if X is one.
 
-    If a callback ends the prediction, these are the rows of the batches done so far.
+    If a callback ends the prediction, these are the outputs of the batches done so far.
 
     Cost: the shapes of all batches, then the rows once in and once out of each rank.
     """
@@ -187,7 +188,7 @@ def predict(call: Call, pad_value: float | None = None) -> Any:
 
 
 def predict_to_folder(call: Call, path: str | os.PathLike[str], pad_value: float | None) -> Predictions:
-    """Write a model's output for all rows to a folder; return its reader. Raises as `ShardFolder`."""
+    """Write a model's output for all samples to a folder; return its reader. Raises as `ShardFolder`."""
     rows = call.rows
     model = call.trainer.model
     outputs = Outputs(rows.loss.without_own(rows.tried.output), rows.tried.rows_second)
@@ -266,7 +267,7 @@ class BatchRun:
         """Call `step` with each of this rank's batches; return whether `should_stop` ended it on this rank.
 
         An error on any rank is raised on all. `step` calls `end_batch`; `finish` is called after the last batch,
-        `begin` before each with its rows and number.
+        `begin` before each with its samples and number.
         """
         self._display.phase(self._phase, 0, self._num_batches)
         problem: Exception | None = None

@@ -49,8 +49,8 @@ from cyxtrain.training.stopping import (
 from cyxtrain.training.trained import warn_of_params_without_optimizer
 from cyxtrain.world.agreement import agree, ending_group_on_error
 
+# How many times the loss before training, or 1 if that is more, a loss is when training has diverged.
 _DIVERGED = 1e5
-"""How many times the loss before training, or 1 if that is more, a loss is when training has diverged."""
 _NOT_PRINTED = (LEARNING_RATE, GRAD_NORM)
 
 

@@ -193,14 +193,13 @@ def _backend(world: World, device: torch.device) -> str:
 
 
 def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
-    unused = f"compression={config.compression!r} has nothing to do"
     if world_size == 1:
-        return f"stay here: {unused} alone"
+        return f"not sent: compression={config.compression!r} has no effect on a single rank"
     trained = [parameter for _, parameter in trained_parameters(model)]
     compressible = [each for each in trained if each.dtype in COMPRESSIBLE]
     whole = _names_of({parameter.dtype for parameter in trained} - COMPRESSIBLE)
     if not compressible:
-        return f"sent as they are, {', '.join(whole)}: {unused}"
+        return f"sent as {', '.join(whole)}: compression={config.compression!r} has no effect on these types"
     how = f"sent as {config.compression}"
     if config.compression == "powersgd":
         rank = config.matrix_approximation_rank

@@ -201,7 +201,7 @@ class TrainingState(_Fields):
         position.first_epoch = position.epoch
         position.fits = self.complete_fits + 1
         position.first_step = position.step
-        # Each pass has another order, like the epochs of arrays.
+        # Each pass has a different order, like the epochs of arrays.
         position.passes = position.epoch
         position.skipped = position.stopped = 0
         position.effective_batch_size = effective_batch_size
@@ -243,7 +243,7 @@ class TrainingState(_Fields):
             self.complete_fits = max(0, self.position.fits - 1)
 
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
-        """Count a step of so many rows over all ranks; `read`: as for `Position.have_read`."""
+        """Count a step of so many samples over all ranks; `read`: as for `Position.have_read`."""
         position = self.position
         position.step += 1
         position.samples += rows
@@ -271,10 +271,12 @@ class TrainingState(_Fields):
             return
         del found.others["compression"]
         names = ("optimizer_groups", "others", "ranks", "position", "history")
+        # A copy: the end of the epoch changes these values.
         self.before_end = copy.deepcopy({name: getattr(found, name) for name in names})
 
     def _begin_run(self, world: World, run: Mapping[str, Any]) -> None:
         """Begin a new run, to which no earlier checkpoint belongs."""
+        # All ranks take rank 0's: its clock and its random name.
         proposal = f"{secrets.token_hex(8)} {max(time.time(), run['started'])}"
         name, started = world.gather(proposal)[0].split()
         launched, _ = process_env.launched_run()
@@ -339,7 +341,7 @@ class TrainingState(_Fields):
         try:
             encode_tree(found, "the sampler's state_dict", {})
         except CheckpointError as error:
-            warn(f"{error} The checkpoint does not have it: a fit that resumes may see other rows.")
+            warn(f"{error} The checkpoint does not have it: a fit that resumes may see other samples.")
             return {}
         return found
 
@@ -378,6 +380,7 @@ class TrainingState(_Fields):
             self.runs.add(self.run.get("id"))
             self.ranks = state.ranks
             self.compression = state.others.get("compression", {})
+            # What the program has set takes precedence; `load_file` replaces it.
             self.metadata = {**state.metadata, **self.metadata}
             self.arithmetic = state.arithmetic
             self.kept = state.others.get("callbacks", {})
@@ -399,6 +402,7 @@ class TrainingState(_Fields):
         for own, rates in self.rates.items():
             added = rebuild_groups(rates.optimizer, trained, saved[own].groups, rates.built_groups)
             for name, parameter in plain_parameters(trained):
+                # A callback that adds a group unfreezes its parameters.
                 if name in added and name in state.others.get("trained", ()):
                     parameter.requires_grad_(True)
             load_optimizer_state_by_name(rates.optimizer, trained, saved[own].state, saved[own].groups)
@@ -417,6 +421,7 @@ class TrainingState(_Fields):
         others = state.others
         groups = state.optimizer_groups
         only = {"scheduler": others.get("scheduler", {}), "rates": others.get("rates", {}), "groups": len(groups)}
+        # As `to_checkpoint` writes the state of an only optimizer.
         found = others.get("optimizers") or {ONLY: only}
         if found.keys() != self.rates.keys():
             raise CheckpointError(
@@ -443,7 +448,6 @@ class TrainingState(_Fields):
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the names of the parameters in an optimizer's groups."""
     return {*itertools.chain.from_iterable(group["params"] for group in groups)}
 
 

@@ -55,10 +55,10 @@ REASONS = {
     StopRequest.FINISH: "max_time_seconds has passed",
 }
 """Why a fit stops before its end, for people; the most urgent first."""
+# Signals that ask to stop, unless the program ignores them.
 _ASKING = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
-"""Signals that ask to stop, unless the program ignores them."""
+# Signals that ask to stop, unless the program ignores them or handles them itself.
 _UNLESS_USED: dict[int, StopRequest] = {}
-"""Signals that ask to stop, unless the program ignores them or handles them itself."""
 if sys.platform == "win32":
     # What the launcher sends there.
     _ASKING[signal.SIGBREAK] = StopRequest.TERMINATE
@@ -66,14 +66,14 @@ else:
     _UNLESS_USED = dict.fromkeys((signal.SIGHUP, signal.SIGUSR1), StopRequest.TERMINATE)
 _REQUESTS = _ASKING | _UNLESS_USED
 
+# How long the second Ctrl-C waits for Python's own handler, which does not run while the main thread is in C++.
 _HANDLER_SECONDS = 2.0
-"""How long the second Ctrl-C waits for Python's own handler, which does not run while the main thread is in C++."""
+# After Ctrl-C a fit without checkpoints ends within so many seconds, even in a step that does not end.
 _UNSAVED_SECONDS = 2.0
-"""After Ctrl-C a fit without checkpoints ends within so many seconds, even in a step that does not end."""
+# Within so many seconds the launcher passes on a Ctrl-C that its ranks may have received, too.
 _PASSED_ON_SECONDS = 0.2
-"""Within so many seconds the launcher passes on a Ctrl-C that its ranks may have received, too."""
+# Ranks that are asked to stop at once give up within so many seconds of each other.
 _CLOSE_SECONDS = 0.2
-"""Ranks that are asked to stop at once give up within so many seconds of each other."""
 
 
 class StoppedError(Exception):
@@ -83,7 +83,7 @@ class StoppedError(Exception):
         super().__init__(request.name)
         self.request = request
         self.number = 0
-        """After TERMINATE, of which signal; the same on all ranks."""
+        """After TERMINATE: the number of the signal, the same on all ranks."""
 
 
 class StopSignals:

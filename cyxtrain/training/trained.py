@@ -30,7 +30,7 @@ class Trained(nn.Module):
         self.model = model
         self._step = step
         self.losses = dict(losses)
-        self._registered = nn.ModuleList(losses.values())
+        self._registered = nn.ModuleList(losses.values())  # train() and to() visit children, not named_modules
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call the model, or the step."""
@@ -53,7 +53,7 @@ def trained_with(model: nn.Module, loss: Loss | None, step: Callable[[Any], Any]
     losses: dict[str, nn.Module] = {}
     if loss is not None:
         prefix = "loss_fn_" if "loss_fn" in dict(model.named_children()) else "loss_fn"
-        of_model = {id(part) for part in model.modules()}
+        of_model = {id(part) for part in model.modules()}  # their state is in the model's
         named = loss.named_modules(prefix)
         losses = {name: each for name, each in named.items() if id(each) not in of_model and _has_state(each)}
     if not losses and step is None:
@@ -63,7 +63,7 @@ def trained_with(model: nn.Module, loss: Loss | None, step: Callable[[Any], Any]
 
 def _has_state(module: nn.Module) -> bool:
     if isinstance(module, torch_compat.LossModule) and type(module).__module__.startswith("torch."):
-        return False
+        return False  # their buffers are arguments, such as class weights
     return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
 

@@ -80,7 +80,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             returns; 1 for others. A number if loss_fn is one loss.
         metrics: What is measured besides the loss, in each epoch and in `evaluate`, over all ranks: names, such as
             "f1", "top_5" or "mae" (docs/data.md lists them), functions of (output, target) that return a number per
-            sample or their mean, torchmetrics' objects, and `cyxtrain.metrics.WholeSet` for functions of all rows; or
+            sample or their mean, torchmetrics objects, and `cyxtrain.metrics.WholeSet` for functions of all samples; or
             several by name, or lists of them by output name. Accuracy is measured if targets are class indices;
             "accuracy" requires it.
         scheduler: Learning-rate scheduler: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one
@@ -180,6 +180,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         return {
+            # What belongs to this process alone stays here: hooks, the running fit, the locks of a folder.
             **vars(self),
             "_wrappers": [],
             "_fit": None,
@@ -300,6 +301,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
+        # Otherwise a SIGTERM to all processes would kill the workers of DataLoaders, and these take their rank along.
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
@@ -329,12 +331,13 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     def _agreed_plan(
         self, world: World, arguments: tuple[Any, ...], keywords: dict[str, Any], *, has_all_rows: bool = True
     ) -> FitPlan:
-        """Return the plan of a fit; `has_all_rows`: whether it will train on no other rows. All ranks call it."""
+        """Return the plan of a fit; `has_all_rows`: whether it will train on no other samples. All ranks call it."""
         parsed, sources = open_fit(world, lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
         sources[0].is_whole &= has_all_rows
         plan, facts_by_rank = agree_on(world, lambda: self._plan(world, parsed, sources))
         plan = plan.merged_with(facts_by_rank)
         with ending_group_on_error(world):
+            # A warning may be an error (`python -W error`), on this rank alone: the others must not wait for it.
             warn_of_data(facts_by_rank)
         return plan
 
@@ -366,6 +369,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                     rates.note_rates()
                 plan.display.close()
                 ddp.close()
+                # Between two fits, nobody needs the memory of the gradients.
                 self._state.trained.zero_grad()
 
     def evaluate(
@@ -434,7 +438,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.
             callbacks: As in `evaluate`.
-            steps: As in `evaluate`: the rows of the first batches are returned.
+            steps: As in `evaluate`: the outputs of the first batches are returned.
             verbose: As in `evaluate`.
 
         Returns:
@@ -481,7 +485,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         """Print the model's layers and their numbers of parameters, on rank 0; return them as a string.
 
         Args:
-            X: Inputs, of which two samples are tried: then the shapes of outputs are shown, too, such as (2, 10).
+            X: Inputs. Two samples are tried, to show the shapes of outputs, such as (2, 10). None: no shapes.
             depth: How many levels of layers within layers to show, from 1; 0: the model alone; None: all.
 
         Raises:
@@ -578,6 +582,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
+            # Rank 0's values are not sent then, so the ranks' own values must already be equal.
             must_match |= value_facts(self._state.trained)
         return plan, {**facts, **must_match, "the number of epochs trained before": self.epoch}
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from cyxtrain.environment import schedulers
 from cyxtrain.environment.cpu import count_usable_cores
 
+# With more ranks each has so little work that they mostly wait for each other.
 _MAX_DEFAULT_RANKS = 8
-"""With more ranks each has so little work that they mostly wait for each other."""
 
 
 def launch_environment(

@@ -36,10 +36,10 @@ _ERASE_LINE = b"\r\x1b[K"
 
 TRACEBACK = b"Traceback (most recent call last):"
 _SHORT = HEADER.encode()
+# Mistakes that the command line prints as one line.
 _IN_ONE_LINE = (errors.ConfigError, errors.CheckpointError, errors.BackendUnavailableError, errors.NonFiniteError)
-"""Mistakes that the command line prints as one line."""
+# PyTorch's prefix of each line of a traceback, once for each group that a program has made.
 _RANKS = re.compile(rb"(?:\[rank\d+\]: )*")
-"""PyTorch's prefix of each line of a traceback, once for each group that a program has made."""
 _MISTAKE = re.compile(
     rb"^%s(?:%s|(?:%s): )"
     % (_RANKS.pattern, re.escape(_SHORT), b"|".join(kind.__name__.encode() for kind in _IN_ONE_LINE)),

@@ -188,6 +188,7 @@ def _spawn(spec: RankSpec) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
             **_options_of_system(spec),
         )
     finally:
+        # As long as we hold the process's end too, our end never sees the end of its output.
         if copied is not None and stderr is not None:
             os.close(stderr)
     return process, copied
@@ -196,6 +197,7 @@ def _spawn(spec: RankSpec) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
 def _options_of_system(spec: RankSpec) -> dict[str, Any]:
     """Return options of Popen that give the process its own group and what it inherits."""
     if sys.platform != "win32":
+        # In a session of its own, Ctrl-C in our terminal does not reach it: the supervisor passes it on.
         return {"pass_fds": spec.inherits, "start_new_session": True}
     options: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # CTRL_BREAK must not reach us
     for handle in spec.inherits:

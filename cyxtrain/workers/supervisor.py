@@ -121,12 +121,13 @@ class Supervisor:
         before_stop = [ended for ended in exits if ended.at_seconds < stopped_at]
         first = find_first_failure(before_stop, last_lines)
         if first is not None and _blames_another(last_lines[first.index]):
+            # The rank at fault may still have been exiting when we stopped it.
             first = _find_late_error(exits[len(before_stop) :], last_lines) or first
         stopped_by = next(iter(self._requests), None)
         if stopped_by is None and first is None:
             stopped_by = find_stop(before_stop)
         labels = {rank.index: rank.label for rank in self._ranks}
-        for ended in exits:
+        for ended in exits:  # what is left has not ended
             del labels[ended.index]
         return Outcome(
             exits=tuple(exits),
@@ -206,8 +207,8 @@ def _lines_naming(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:
 _BLAMES_ANOTHER = _lines_naming(*errors.BLAMING_ANOTHER)
 _WOULD_RECUR = _lines_naming(errors.ConfigError, errors.BackendUnavailableError, errors.NonFiniteError)
 _NAMES = {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"}
+# By exit code: signals with which somebody stops a rank; it is not a failure.
 _STOPS = {128 + number: number for number in signal.Signals if number.name in _NAMES}
-"""By exit code: signals with which somebody stops a rank; it is not a failure."""
 
 
 def find_first_failure(exits: Sequence[RankExit], last_lines: Mapping[int, bytes | None]) -> RankExit | None:
@@ -256,6 +257,7 @@ def would_recur(outcome: Outcome) -> bool:
     first = outcome.first_failure
     if first is None or first.killed_by is not None:
         return False
+    # A chain of exceptions has several; the last one ended the rank.
     _, _, last_traceback = (outcome.last_lines or b"").rpartition(b"Traceback (")
     return _WOULD_RECUR.search(last_traceback) is not None
 

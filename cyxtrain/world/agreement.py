@@ -36,7 +36,7 @@ def agree_on(
     try:
         planned, facts = plan()
     except Exception as error:
-        problem = error
+        problem = error  # raised below, when the other ranks know of it
     gathered = agree(world, facts, problem)  # raises the problem, if there is one
     return planned, gathered
 

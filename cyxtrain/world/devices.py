@@ -46,7 +46,7 @@ class DeviceReport:
             if report.kind and report.count < 1:
                 raise ValueError
             return report
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, RecursionError):  # from another version
             raise ConfigError(
                 "another rank describes its devices in a way that this one cannot read. Install the same version of "
                 "cyxtrain everywhere."
@@ -68,6 +68,7 @@ def report_devices(config: DistributedConfig) -> DeviceReport:
     report = dataclasses.replace(report, kind=visible.type, count=accelerator.count())
     if config.world_size == 1 or backend not in ("", "nccl"):
         return report
+    # The rest starts CUDA, for which only NCCL has a use.
     reason = "require_secret=True" if config.require_secret else why_no_nccl()
     if reason:
         return dataclasses.replace(report, no_nccl=reason)

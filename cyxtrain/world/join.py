@@ -108,7 +108,6 @@ def _make_world(config: DistributedConfig, report: DeviceReport, options: RingOp
 
 
 def _identity(config: DistributedConfig) -> tuple[int, int]:
-    """Return (rank, world size) of a complete config."""
     return config.rank or 0, config.world_size or 1
 
 
@@ -191,6 +190,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
         side_ring = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
         return Joined(dist.group.WORLD, config, side_ring, reports, backend, "", store)
     except BaseException as error:
+        # The other ranks would wait for this one until the deadline.
         ring.fail(f"{type(error).__name__}: {error}")
         ring.shutdown()
         raise
@@ -199,11 +199,13 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
 def _make_nccl(arguments: dict[str, Any], config: DistributedConfig, deadline: Deadline) -> None:
     """Make NCCL's group the default one, connected, on the GPU of this rank."""
     device = torch.device("cuda", (config.local_rank or 0) % torch.cuda.device_count())
+    # Programs take the device from torch.cuda.current_device() after init.
     torch.cuda.set_device(device)
     try:
         dist.init_process_group("nccl", **arguments, timeout=_left(deadline), device_id=device)
     except RuntimeError as error:
         raise _not_joined("nccl", config, error) from error
+    # The timeout so far was that of joining.
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
 
 
@@ -219,12 +221,12 @@ def _make_gloo(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
     except RuntimeError as error:
         raise _not_joined("gloo", config, error) from error
+    # The timeout so far was that of joining.
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
     return Joined(dist.group.WORLD, config, dist.group.WORLD, [report], BackendType.GLOO, "", store)
 
 
 def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:
-    """Return the error for a group that PyTorch could not make."""
     hint = "Look at the output of the other ranks."
     if "Duplicate GPU" in str(error):
         hint = (
@@ -235,8 +237,7 @@ def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) ->
 
 
 def _left(deadline: Deadline) -> timedelta:
-    """Return the time left, at least 1 ms: a process group takes 0 for "not set"."""
-    return timedelta(seconds=max(deadline.left(), 0.001))
+    return timedelta(seconds=max(deadline.left(), 0.001))  # a process group takes 0 for "not set"
 
 
 def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
@@ -273,7 +274,6 @@ def _share_cores(ranks: int, own_cores: int | None = None) -> None:
 
 
 def _warn_of_untested_torch(rank: int) -> None:
-    """Warn on rank 0, once in a process."""
     if rank == 0 and not torch_compat.is_tested():
         _warn_once(
             f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "

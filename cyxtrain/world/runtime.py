@@ -64,8 +64,8 @@ _current: JoinedWorld | None = None
 """The latest world as a value; ignored once another group is the default one."""
 _generation = -1
 """How many worlds this process has joined before the present one."""
+# Backends that carry CPU tensors best.
 _OF_CPUS = {"ring", "gloo"}
-"""Backends that carry CPU tensors best."""
 _before_leaving: list[Callable[[], None]] = []
 """Called before the world ends, for example to end worker processes."""
 
@@ -152,6 +152,7 @@ def init(config: DistributedConfig | None = None) -> JoinedWorld:
             check_same(complete_config(config), None if joined is None else joined.config)
         _adopt(config)
         return current()
+    # A copy: the program may change its config later.
     _requested = dataclasses.replace(config or DistributedConfig())
     _join()
     return current()
@@ -488,6 +489,7 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
 
 def end_group(error: BaseException, *, in_training: bool = False) -> None:
     """End the group because of an error of this rank, and report it to the others, which would wait."""
+    # sys.exit() is not an error of this rank.
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
     if not dist.is_initialized() or ended_well:
         return
@@ -535,7 +537,7 @@ def _at_exit() -> None:
     """Leave; if the program ends because of an error, report it to the other ranks."""
     if _joined is None:
         return
-    error = getattr(sys, "last_value", None)
+    error = getattr(sys, "last_value", None)  # Python sets it when an exception has ended the program
     if isinstance(error, BaseException) and not is_interactive():
         end_group(error)
         _leave(checks_call=False)

@@ -18,10 +18,10 @@ from cyxtrain.errors import CyxtrainError, warn
 from cyxtrain.ring import RingProcessGroup, is_ring
 from cyxtrain.world.consensus import backends_of
 
+# How long leaving waits for the abort of an accelerator's groups.
 _ABORT_SECONDS = 10.0
-"""How long leaving waits for the abort of an accelerator's groups."""
+# How long an error of an accelerator's group waits for its cause, which arrives at the ring.
 _CAUSE_SECONDS = 1.0
-"""How long an error of an accelerator's group waits for its cause, which arrives at the ring."""
 
 
 class SideRing:
@@ -52,7 +52,7 @@ class SideRing:
         return self.ring.group.failure(f"a collective of {dist.get_backend()}", seconds)
 
     def cause_of(self, error: BaseException) -> CyxtrainError | None:
-        """Return the error of another rank that explains an error of a collective; None: it has another cause."""
+        """Return the error of another rank that explains an error of a collective; None: it has a different cause."""
         if not isinstance(error, RuntimeError) or isinstance(error, CyxtrainError):
             return None
         seconds = 0.0

@@ -136,7 +136,6 @@ class World:
 
 
 def _mismatch(calls: list[str]) -> CollectiveMismatchError:
-    """Return the error for different calls, by rank."""
     other = next(rank for rank, name in enumerate(calls) if name != calls[0])
     return CollectiveMismatchError(
         f"rank 0 {_verb(calls[0])} and rank {other} {_verb(calls[other])}: all ranks must make the same calls. "

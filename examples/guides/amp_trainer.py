@@ -25,7 +25,7 @@ import cyxtrain as cx
 from cyxtrain.datasets import load_digits
 
 EPOCHS, WARMUP_STEPS = 6, 15
-STEP = 96  # rows of a step, over all ranks and micro-batches
+STEP = 96  # samples of a step, over all ranks and micro-batches
 BASE_BATCH, BASE_RATE = 24, 0.0025  # rows of a step on one rank, and a good learning rate for it
 (X, Y), (X_TEST, Y_TEST) = ((torch.tensor(x), torch.tensor(y)) for x, y in load_digits())
 
@@ -53,7 +53,7 @@ def accuracy(model: Classifier) -> float:
 
 
 def scaled_rate(rule: str) -> float:
-    """Return the rate for a step of STEP rows: "linear" (Goyal et al., 2017), or "sqrt", which is better for Adam."""
+    """Return the rate for a step of STEP samples: "linear" (Goyal et al., 2017), or "sqrt", better for Adam."""
     ratio = STEP / BASE_BATCH
     return BASE_RATE * (ratio if rule == "linear" else ratio**0.5)
 
@@ -64,7 +64,7 @@ def train_by_steps(folder: Path) -> None:
     rate = scaled_rate("sqrt")
     trainer = cx.DistributedAMPTrainer(make_model(), config, accumulation_steps=2, learning_rate=rate)
     if trainer.is_main_process:
-        print(f"rate for a step of {STEP} rows: {scaled_rate('linear'):g} (linear), {rate:g} (sqrt, used)")
+        print(f"rate for a step of {STEP} samples: {scaled_rate('linear'):g} (linear), {rate:g} (sqrt, used)")
 
     # One of PyTorch's schedules warms the rate up; it steps after the optimizer has.
     warmup = torch.optim.lr_scheduler.LinearLR(trainer.optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)

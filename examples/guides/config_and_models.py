@@ -102,7 +102,7 @@ def show_metrics(model: torch.nn.Module) -> None:
     loss, of_rows = trainer.evaluate(X_TEST)["loss"], trainer.evaluate(rows)["loss"]
     if cx.is_master():
         print(f"test loss by hand: {loss:.4f}")
-        print(f"loss of eleven rows: {of_rows:.4f}, as the mean over {cx.get_world_size()} ranks: {mean.item():.4f}")
+        print(f"loss of eleven samples: {of_rows:.4f}, as the mean over {cx.get_world_size()} ranks: {mean.item():.4f}")
 
 
 # --- Processes of your own -----------------------------------------------------------------------------------------

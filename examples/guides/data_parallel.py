@@ -24,7 +24,7 @@ import cyxtrain as cx
 from cyxtrain.datasets import load_digits
 
 EPOCHS = 6
-EFFECTIVE_BATCH_SIZE = 32  # rows of a step, over all ranks
+EFFECTIVE_BATCH_SIZE = 32  # samples of a step, over all ranks
 
 # --- Join -----------------------------------------------------------------------------------------------------------
 # torchrun, `cyxtrain launch` and clusters set this process's rank in the environment; alone, it is a world of one.
@@ -71,7 +71,7 @@ if rank == 0:
 
 sampler = cx.DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True)
 loader = DataLoader(train_set, batch_size=EFFECTIVE_BATCH_SIZE // world_size, sampler=sampler)
-print(f"rank {rank}: {len(sampler)} rows in {len(loader)} batches", flush=True)
+print(f"rank {rank}: {len(sampler)} samples in {len(loader)} batches", flush=True)
 
 # --- scatter and barrier --------------------------------------------------------------------------------------------
 # Rank 0 sends each rank a tensor. At a barrier, every rank waits for all others.

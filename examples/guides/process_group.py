@@ -23,7 +23,7 @@ import cyxtrain as cx
 from cyxtrain.datasets import load_digits
 
 EPOCHS = 8
-EFFECTIVE_BATCH_SIZE = 64  # rows of an optimizer step, over all ranks
+EFFECTIVE_BATCH_SIZE = 64  # samples of an optimizer step, over all ranks
 ACCUMULATION_STEPS = 2  # micro-batches of a step
 
 # --- A backend that is not available --------------------------------------------------------------------------------

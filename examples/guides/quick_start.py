@@ -24,7 +24,7 @@ from cyxtrain.datasets import load_digits
 
 FOLDER = Path("checkpoints")
 EPOCHS = 6
-EFFECTIVE_BATCH_SIZE = 32  # rows of a step, over all ranks
+EFFECTIVE_BATCH_SIZE = 32  # samples of a step, over all ranks
 
 
 def make_model() -> nn.Module:
@@ -68,7 +68,7 @@ if trainer.is_master():
     cx.save_weights(model, FOLDER / "by_fit.safetensors")
     print(f"losses from {history.train_losses[0]:.4f} to {history.train_losses[-1]:.4f}")
     print(f"validation accuracy: {history.val_accuracies[-1]:.4f}")
-    print(f"{history.effective_batch_size} rows a step, {history.world_size} ranks")
+    print(f"{history.effective_batch_size} samples a step, {history.world_size} ranks")
     print(f"test accuracy by fit: {accuracy:.4f}")
 
 # --- 5. The same by hand: wrap --------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ X, y = torch.from_numpy(x_train[:1408]), torch.from_numpy(y_train[:1408])
 sampler = dist.DistributedSampler(len(X), shuffle=True, seed=42)
 batches = dist.DistributedBatchIterator(sampler, batch_size=EFFECTIVE_BATCH_SIZE // 2 // dist.get_world_size())
 if dist.is_master():
-    print(f"{sampler.local_size()} of {sampler.total_size()} rows on this rank, in {batches.num_batches()} batches")
+    print(f"{sampler.local_size()} of {sampler.total_size()} samples on this rank, in {batches.num_batches()} batches")
 
 # --- 7. The same by hand: forward, backward, update -----------------------------------------------------------------
 # backward() accumulates on this rank only. update_parameters() averages over ranks, takes a step, and clears the

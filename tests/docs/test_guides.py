@@ -62,7 +62,7 @@ def check_process_group(said: str, world_size: int) -> None:
 def check_data_parallel(said: str, world_size: int) -> None:
     assert f"{world_size} ranks: DataParallel and DistributedDataParallel give the same parameters" in said
     for rank in range(world_size):
-        assert f"rank {rank}: {1408 // world_size} rows in 44 batches" in said
+        assert f"rank {rank}: {1408 // world_size} samples in 44 batches" in said
         assert f"rank {rank} received [{10.0 * rank}, {10.0 * rank}]" in said
     losses = numbers(said, "loss")
     assert len(losses) == 6
@@ -74,9 +74,9 @@ def check_data_parallel(said: str, world_size: int) -> None:
 def check_quick_start(said: str, world_size: int) -> None:
     for rank in range(world_size):
         assert f"rank {rank} of {world_size}" in said
-    assert f"32 rows a step, {world_size} ranks" in said
+    assert f"32 samples a step, {world_size} ranks" in said
     assert numbers(said, "losses from")[0] > 0.5
-    assert f"{1408 // world_size} of 1408 rows on this rank, in 88 batches" in said
+    assert f"{1408 // world_size} of 1408 samples on this rank, in 88 batches" in said
     assert numbers(said, "test accuracy by fit")[0] >= 0.94
     assert numbers(said, "test accuracy by hand")[0] >= 0.94
 
@@ -85,7 +85,7 @@ def check_config_and_models(said: str, world_size: int) -> None:
     assert "gradient checkpointing changes no bit: True" in said
     for name in ("test loss by fit", "test loss by hand"):
         assert 24 < numbers(said, name)[0] < 30
-    exact, mean = numbers(said, "of eleven rows")[0], numbers(said, f"as the mean over {world_size} ranks")[0]
+    exact, mean = numbers(said, "of eleven samples")[0], numbers(said, f"as the mean over {world_size} ranks")[0]
     if world_size == 1:
         assert mean == pytest.approx(exact, abs=ROUNDING)
     else:
@@ -93,7 +93,7 @@ def check_config_and_models(said: str, world_size: int) -> None:
 
 
 def check_amp_trainer(said: str, world_size: int) -> None:
-    assert "rate for a step of 96 rows: 0.01 (linear), 0.005 (sqrt, used)\n" in said
+    assert "rate for a step of 96 samples: 0.01 (linear), 0.005 (sqrt, used)\n" in said
     scales = [int(scale.replace(",", "")) for scale in re.findall(r"epoch \d: loss scale ([\d,]+)", said)]
     assert len(scales) == 6
     assert all(1 < scale < 2**30 for scale in scales)

@@ -1,4 +1,4 @@
-"""An uncompressed zip of which checksums cover every byte.
+"""An uncompressed zip whose checksums cover every byte.
 
     <entries>        in the given order
     manifest.json    format and version, and size and xxh3_128 of each entry above
@@ -30,7 +30,7 @@ Buffer = bytes | memoryview
 
 _MANIFEST_LIMIT_BYTES = 65536
 _MAX_AROUND_BYTES = 2 * 65536  # zip records around the entries, the longest comment included
-_EPOCH_OF_ZIP = (1980, 1, 1, 0, 0, 0)
+_EPOCH_OF_ZIP = (1980, 1, 1, 0, 0, 0)  # not the time of writing: equal entries give equal bytes
 _COMMENT = "xxh3_128 of the records: "
 _COMMENT_BYTES = len(_COMMENT) + 32
 
@@ -72,6 +72,7 @@ def write_archive(
         described = {"format": form, "version": version, "entries": listed, "summary": summary}
         manifest = json.dumps(described, separators=(",", ":"))
         spans.append(_add(file, archive, MANIFEST, [manifest.encode("ascii")])[:2])
+        # Reserves the place of the checksum, which covers the records before it.
         archive.comment = b" " * _COMMENT_BYTES
 
     def read(start: int, end: int) -> bytes:
@@ -157,7 +158,7 @@ def _check(content: memoryview, listed: Mapping[str, object]) -> None:
 def _spans(view: memoryview, listed: Sequence[zipfile.ZipInfo], expected: set[str]) -> dict[str, tuple[int, int]]:
     """Return the start and the end of each entry's content, after checking the zip's structure."""
     names = [entry.filename for entry in listed]
-    if len(names) != len(expected) or set(names) != expected:
+    if len(names) != len(expected) or set(names) != expected:  # a zip may have two entries of one name
         raise ValueError(f"the entries are {names}, and must be {sorted(expected)}")
     # A cut file may end in another archive, inside a tensor.
     if min(entry.header_offset for entry in listed) != 0:

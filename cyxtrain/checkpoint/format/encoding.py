@@ -31,7 +31,7 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
     `path`, such as "weight.exp_avg", names it in messages. `tensors` collects the tensors, under names made from their
     paths; without it, tensors and arrays are refused.
     """
-    if isinstance(value, (np.bool_, np.integer, np.floating)):
+    if isinstance(value, (np.bool_, np.integer, np.floating)):  # json knows Python's numbers alone
         value = value.item()
     if isinstance(value, _JSON_TYPES):
         return value
@@ -70,7 +70,7 @@ def _is_numeric_array(value: object) -> bool:
 
 
 def _encoded_array(array: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
-    little_endian = array.astype(array.dtype.newbyteorder("<"))
+    little_endian = array.astype(array.dtype.newbyteorder("<"))  # on any machine: another one may read it
     return {"$array": [little_endian.dtype.str, list(array.shape), little_endian.tobytes().hex()]}
 
 
@@ -104,7 +104,7 @@ def _decoded(marker: str, content: Any, tensors: Mapping[str, torch.Tensor] | No
         return {decode_tree(name): decode_tree(item, tensors) for name, item in content}
     if marker == "$array":
         dtype, shape, data = content
-        return np.frombuffer(bytes.fromhex(data), dtype=_numeric_dtype(dtype)).reshape(shape).copy()
+        return np.frombuffer(bytes.fromhex(data), dtype=_numeric_dtype(dtype)).reshape(shape).copy()  # writable
     return (tensors or {})[content]
 
 

@@ -79,6 +79,7 @@ def load_optimizer_state_by_name(
     _require_same_parameters(name_groups, state, groups)
     _require_state(optimizer, model, state)
     own_groups = optimizer.state_dict()["param_groups"]
+    # By their parameters, because the groups may be in a different order.
     saved_groups = {frozenset(group["params"]): group for group in groups}
     new_groups = []
     for own, names in zip(own_groups, name_groups, strict=True):
@@ -167,7 +168,6 @@ def _names_by_index(groups: Sequence[Mapping[str, Any]], name_groups: Sequence[S
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the names or numbers of all parameters of groups, in order."""
     return list(itertools.chain.from_iterable(group["params"] for group in groups))
 
 
@@ -225,7 +225,6 @@ def _require_state(
 
 
 def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse the hyperparameters of a different optimizer."""
     expected = _hyper_parameters(own)
     missing = sorted(expected.keys() - saved.keys())
     if missing:
@@ -234,6 +233,7 @@ def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
             "a different optimizer, or a different version of it. Build the optimizer as it was."
         )
     for name, value in expected.items():
+        # `foreach` only chooses an implementation.
         if name != "foreach" and not same_kinds(saved[name], value):
             raise CheckpointError(
                 f"The checkpoint's optimizer has {name}={brief(saved[name])}, and {type(optimizer).__name__} has "

@@ -19,6 +19,7 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.slices import Slices
+from cyxtrain.errors import shortened
 
 
 @dataclass
@@ -28,12 +29,12 @@ class Batch:
     number: int  # of the batch in its epoch, from 0; the same on every rank
     inputs: Tree  # shape (rows, ...), or several such
     targets: Tree | None
-    weights: Tensor | None = None  # shape (rows,), or None: all rows have weight 1
-    items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: those of this batch
+    weights: Tensor | None = None  # shape (rows,), or None: all samples have weight 1
+    items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: this batch's
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """The number of samples."""
         return num_rows(self.inputs)
 
     @property
@@ -49,9 +50,9 @@ class Share(ABC):
         self.number = number
         self.global_rows = global_rows
         self.next: Share | None = None
-        """The share of the next step, if its rows may be fetched before this step is complete."""
+        """The share of the next step, if its samples may be fetched before this step is complete."""
         self.count_ranks: Callable[[], int] | None = None
-        """Returns how many ranks, from 0, have rows in this step; None: no rank knows before they communicate."""
+        """Returns how many ranks, from 0, have samples in this step; None: no rank knows before they communicate."""
         self._copier = copier
         self._latest = -1
         self._early: tuple[int, Callable[[], Callable[[], Rows] | None]] | None = None
@@ -59,7 +60,7 @@ class Share(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """The number of rows on this rank; 0 is possible at the tail of an epoch."""
+        """The number of samples on this rank; 0 is possible at the tail of an epoch."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -67,11 +68,11 @@ class Share(ABC):
 
     @abstractmethod
     def _fetch(self, index: int) -> Rows:
-        """Return the rows of a micro-batch, before they are placed on the device."""
+        """Return the samples of a micro-batch, before they are placed on the device."""
 
     @abstractmethod
-    def names(self, rows: Sequence[int]) -> list[str]:
-        """Return how users know some rows of this share, counted from 0 over its micro-batches."""
+    def describe(self, rows: Sequence[int]) -> str:
+        """Describe some samples of this share, counted from 0 over its micro-batches, as users know them."""
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(len(self)):
@@ -106,7 +107,7 @@ class Share(ABC):
                 share._early = index, call_early(functools.partial(share._send, index))
 
     def _send(self, index: int) -> Callable[[], Rows] | None:
-        """Begin to copy a micro-batch; None if it does not exist: a rank may have no rows in the next step."""
+        """Begin to copy a micro-batch; None if it does not exist: a rank may have no samples in the next step."""
         if index >= len(self):
             return None
         return self._copier.send(self._fetch(index))
@@ -150,9 +151,9 @@ class RowShare(Share):
         return rows
 
     @override
-    def names(self, rows: Sequence[int]) -> list[str]:
+    def describe(self, rows: Sequence[int]) -> str:
         indices = np.concatenate(self._pieces)
-        return [str(indices[row]) for row in rows]
+        return _numbered([int(indices[row]) for row in rows])
 
 
 class StreamShare(Share):
@@ -187,8 +188,13 @@ class StreamShare(Share):
         return self._get()[0][index]
 
     @override
-    def names(self, rows: Sequence[int]) -> list[str]:
-        return [f"{row} of the rank's in this step" for row in rows]
+    def describe(self, rows: Sequence[int]) -> str:
+        return f"{_numbered(rows)} of this rank's part of the step"  # a stream numbers no samples
+
+
+def _numbered(samples: Sequence[int]) -> str:
+    word = "sample" if len(samples) == 1 else "samples"
+    return f"{word} {shortened(map(str, samples))}"
 
 
 def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, prefetches: bool = True) -> Iterator[Batch]:

@@ -32,7 +32,6 @@ def labels_of(inputs: Tree, targets: Tree | None) -> Tree | None:
 
 
 def _name_of_targets(parts: Mapping[Any, Any]) -> str | None:
-    """Return the first usual name of targets among the names of parts."""
     return next((name for name in TARGET_NAMES if name in parts), None)
 
 
@@ -49,7 +48,7 @@ def as_batch(given: Any) -> Rows:
     except ConfigError as error:
         hint = ""
         if "single number" in str(error):
-            hint = " (X must give batches; one that gives rows is an IterableDataset.)"
+            hint = " (X must give batches; one that gives samples is an IterableDataset.)"
         raise ConfigError(f"in a batch of the data, {error}{hint}{_WAYS}") from error
     return rows
 
@@ -108,7 +107,7 @@ def _parts_by_name(given: Any) -> Mapping[Any, Any] | None:
         return parts
     names: tuple[str, ...] = getattr(given, "_fields", ())
     if len(names) <= 3 and (len(names) < 2 or names[1] in TARGET_NAMES):
-        return None  # x, y and the weights of rows, in this order
+        return None  # x, y and the weights of samples, in this order
     if not {*TARGET_NAMES} & {*names}:
         return None
     return dict(zip(names, given, strict=True))
@@ -130,8 +129,8 @@ def _named(given: Any) -> tuple[Any, Any, Any] | None:
 
 
 def _numbered(given: Any) -> tuple[Any, ...]:
-    """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of rows."""
-    if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):
+    """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of samples."""
+    if not isinstance(given, (tuple, list)) or isinstance(given, PackedSequence):  # a tuple, but one value
         return (given,)
     parts = [*given[:2], *(part for part in given[2:] if not _is_string(part))]
     if not 1 <= len(parts) <= 3:
@@ -154,8 +153,8 @@ def check_weights(weights: Any) -> None:
     else:
         return
     raise ConfigError(
-        f"the third part of a batch is the weight of each row (sample_weight), and this one has {what}: give weights "
-        "as floats of shape (n,); if it is something else, such as ids or noise, nest it, as in "
+        f"the third part of a batch is the weight of each sample (sample_weight), and this one has {what}: give "
+        "weights as floats of shape (n,); if it is something else, such as ids or noise, nest it, as in "
         f"((x, noise), y).{_OWN}"
     )
 

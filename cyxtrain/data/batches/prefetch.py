@@ -17,8 +17,8 @@ from cyxtrain.data.batches.structure import OpaqueBatch, map_tree
 from cyxtrain.environment import accelerator
 
 _T = TypeVar("_T")
+# Batches that the host may be ahead of an accelerator: each holds memory there until it has been computed with.
 _MAX_IN_FLIGHT = 4
-"""Batches that the host may be ahead of an accelerator: each holds memory there until it has been computed with."""
 
 PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
 

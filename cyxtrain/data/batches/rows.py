@@ -49,7 +49,7 @@ class Rows(NamedTuple):
         return found
 
     def check_lengths(self) -> None:
-        """Raise ConfigError if parts have different numbers of rows."""
+        """Raise ConfigError if parts have different numbers of samples."""
         count = num_rows(self.inputs)
         named = self.named()
         for name, tensor in named:
@@ -57,10 +57,10 @@ class Rows(NamedTuple):
                 continue
             hint = ""
             if isinstance(self.inputs, list):
-                hint = " (A list of arrays is several inputs; give rows as DataLoader(rows).)"
+                hint = " (A list of arrays is several inputs; give samples as DataLoader(samples).)"
             raise ConfigError(
-                f"{named[0][0]} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
-                f"own.{hint}"
+                f"{named[0][0]} and {name} have different lengths: {count} and {len(tensor)} samples. Each sample "
+                f"needs its own.{hint}"
             )
 
 
@@ -78,6 +78,7 @@ def columns_of(values: Any) -> list[Any]:
     """Return the names of a table's columns, as of pandas and Polars; none for other data."""
     if isinstance(values, (Tensor, np.ndarray)) or not callable(getattr(values, "__array__", None)):
         return []
+    # PyArrow calls them `column_names`, pandas and Polars `columns`.
     return list(getattr(values, "column_names", getattr(values, "columns", ())))
 
 
@@ -85,7 +86,7 @@ def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
     """Return a user's arrays as rows; lengths are not checked. Raises ConfigError if they are not arrays."""
     own = _as_tree(inputs, "X")
     if own is None:
-        raise ConfigError("X has no rows: it is None, or all of its parts are.")
+        raise ConfigError("X has no samples: it is None, or all of its parts are.")
     return Rows(own, _as_tree(targets, "y"), _as_weights(weights))
 
 
@@ -114,7 +115,7 @@ def _check_names(values: Mapping[Any, Any], name: str) -> None:
     if unnamed:
         raise ConfigError(f"{name} is a dictionary whose keys must be strings, got {unnamed[0]!r}.")
     if not values:
-        raise ConfigError(f"{name} has no rows: it is an empty dictionary.")
+        raise ConfigError(f"{name} has no samples: it is an empty dictionary.")
 
 
 def _are_none(parts: Iterable[Any]) -> bool:
@@ -151,9 +152,9 @@ def _as_weights(weights: Any) -> Tensor | None:
     if not found.is_floating_point() and not found.is_complex():
         found = found.to(torch.float64)
     if found.dim() != 1 or found.is_complex():
-        raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
+        raise ConfigError(f"sample_weight must be one number per sample, shape (n,); it has shape {list(found.shape)}.")
     if bool((found < 0).any()):
-        raise ConfigError("sample_weight must not be negative: a row that does not count has weight 0.")
+        raise ConfigError("sample_weight must not be negative: a sample that does not count has weight 0.")
     return found
 
 
@@ -171,7 +172,7 @@ def _as_tensor(values: Any, name: str) -> Tensor:
         array = _as_array(values, name)
         tensor = _from_numpy(array)
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into rows: give {name}.to_dense().")
+        raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into samples: give {name}.to_dense().")
     if tensor.dim() == 0:
         raise ConfigError(f"{name} is a single number; it must be an array with a row per sample.")
     return tensor
@@ -221,10 +222,11 @@ def _first_bad(array: np.ndarray[Any, Any]) -> str:
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    if not array.dtype.isnative:
+    if not array.dtype.isnative:  # PyTorch has neither foreign byte orders nor extended precision
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.name in ("float96", "float128", "longdouble"):
         array = array.astype(np.float64)
+    # torch.from_numpy refuses strides that are negative or not whole items.
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = np.ascontiguousarray(array)
     with warnings.catch_warnings():
@@ -242,13 +244,14 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
             rows = to_device(rows, tensor.device)
         return tensor.index_select(0, rows)
     if pinned:
+        # Straight into pinned memory, without a second copy.
         out = torch.empty((rows.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device="cpu", pin_memory=True)
         return torch.index_select(tensor, 0, rows, out=out)
     return tensor.index_select(0, rows)
 
 
 def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
-    """Return a hash of up to that many rows, evenly spaced, the first and the last among them."""
+    """Return a hash of up to that many samples, evenly spaced, the first and the last among them."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     count = min(len(tensor), rows)
@@ -261,7 +264,7 @@ def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | Non
     """Return rows, with their weights multiplied by their classes' weights; the class `ignored` needs none."""
     targets = rows.targets
     if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
-        raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")
+        raise ConfigError("class_weight needs one class number per sample in y; for other targets, give sample_weight.")
     for value in weights.values():
         if not is_number(value) or not 0 <= value < math.inf:
             raise ConfigError(f"class_weight must hold numbers of at least 0, got {value!r}.")
@@ -274,7 +277,6 @@ def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | Non
 
 
 def _weights_of(classes: list[float], weights: Mapping[Any, Any], ignored: int | None) -> list[float]:
-    """Return the weight of each class; raise ConfigError if some have none."""
     known = dict(weights)
     if ignored is not None:
         known.setdefault(ignored, 0.0)

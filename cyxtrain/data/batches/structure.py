@@ -1,6 +1,6 @@
 """Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists; None stays None.
 
-Their structure as JSON values, from which a rank without rows makes a batch of the same structure.
+Their structure as JSON values, from which a rank without samples makes a batch of the same structure.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def tensors(tree: Tree | None) -> list[Tensor]:
 
 
 def num_rows(tree: Tree) -> int:
-    """Return how many rows each tensor of a tree has."""
+    """Return how many samples each tensor of a tree has."""
     while not isinstance(tree, Tensor):
         if isinstance(tree, OpaqueBatch):
             return tree.rows
@@ -186,7 +186,7 @@ def form_of(tree: Any) -> Any:
 
 
 def example_of(form: Any) -> Any:
-    """Return one row of zeros of that form."""
+    """Return one sample of zeros of that form."""
     if form is None:
         return None
     if "dtype" in form:

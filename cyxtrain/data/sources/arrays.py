@@ -47,18 +47,18 @@ class ArraySource(Source):
 
     is_whole = True
     drop_last = False
-    shuffle: bool | None = None  # whether each epoch has another order; None: config.shuffle
+    shuffle: bool | None = None  # whether each epoch has a different order; None: config.shuffle
 
     def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         self._first_row = 0  # in the arrays that the user gave
         self._lengths: Indices | None = None  # of rows, by which an epoch groups them
-        self._rows: Indices | None = None  # the rows that were chosen of them; None: all from the first one on
+        self._rows: Indices | None = None  # the samples that were chosen of them; None: all from the first one on
         self.is_numpy = not holds_tensors(inputs)
         self.column = column_code(targets)
         self._columns = dict(zip(NAMES, map(columns_of, (inputs, targets, weights)), strict=True))
         self.example = as_rows(inputs, targets, weights)
         if len(self) == 0:
-            raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
+            raise ConfigError("X has no samples: there is nothing to train on or to evaluate.")
         self.example.check_lengths()
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class ArraySource(Source):
 
     @override
     def describe(self) -> str:
-        return counted(len(self), "row")
+        return counted(len(self), "sample")
 
     def gather(self, indices: Indices, *, pinned: bool = False) -> Rows:
         """Return rows by number, in that order; with `pinned`, as `rows.gather`."""
@@ -103,7 +103,7 @@ class ArraySource(Source):
         return f", {SeededOrder(len(self), self.shuffle, 0).describe()}"
 
     def part(self, first: int, end: int) -> ArraySource:
-        """Return neighbouring rows as a source, a view."""
+        """Return neighbouring samples as a source, a view."""
         part = copy.copy(self)
         part._first_row += first
         if part._rows is not None:
@@ -114,7 +114,7 @@ class ArraySource(Source):
         return part
 
     def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> ArraySource:
-        """Return some rows, in their order, as a source: a copy."""
+        """Return some samples, in their order, as a source: a copy."""
         part = copy.copy(self)
         part._rows = np.flatnonzero(is_chosen)
         part.example = self.gather(part._rows)
@@ -182,7 +182,7 @@ class ArraySource(Source):
 
     @override
     def not_finite(self, part: int, parts: int) -> tuple[str, int, list[str]]:
-        """Return the first place in X, otherwise in y, such as "row 7 of X holds nan"; the number of rows; columns."""
+        """Return the first place in X or y, such as "sample 7 of X holds nan"; the number of samples; columns."""
         first = len(self) * part // parts
         end = len(self) * (part + 1) // parts
         place = ""
@@ -216,4 +216,4 @@ class ArraySource(Source):
         number = self._first_row + start + row
         if self._rows is not None:
             number = int(self._rows[start + row])
-        return f"row {number} of {name} holds {bad}"
+        return f"sample {number} of {name} holds {bad}"

@@ -51,13 +51,13 @@ class DatasetSource(Source):
                 self.batch_size = batches.batch_size
                 self.drop_last = batches.drop_last
         if len(self._order) == 0:
-            raise ConfigError(f"the {type(dataset).__name__} has no rows: there is nothing to train on or to evaluate.")
+            raise ConfigError(f"the {type(dataset).__name__} has no samples: nothing to train on or to evaluate.")
         self._to_train = RowLoader(dataset, loader, config.seed)
         self._to_evaluate = RowLoader(dataset, loader, config.seed)  # with its own workers
         self._try(config.batch_size)
 
     def _try(self, batch_size: int) -> None:
-        """Load the first rows twice: a dataset may draw random numbers that cannot be seeded."""
+        """Load the first samples twice: a dataset may draw random numbers that cannot be seeded."""
         order = self._order.to_evaluate()
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(order.indices))
         if order.ends is not None:
@@ -78,7 +78,7 @@ class DatasetSource(Source):
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
 
     def _local_loader(self) -> RowLoader:
-        """Return a loader for few rows; it starts workers only if a `worker_init_fn` prepares them."""
+        """Return a loader for few samples; it starts workers only if a `worker_init_fn` prepares them."""
         uses_workers = self._loader is not None and self._loader.worker_init_fn is not None
         return RowLoader(self._dataset, self._loader, self._seed, uses_workers=uses_workers)
 
@@ -107,7 +107,7 @@ class DatasetSource(Source):
         if self._order.in_batches:
             rows = len(self._order.to_evaluate().indices)
         kind = "a list" if isinstance(self._dataset, list) else type(self._dataset).__name__
-        return f"{counted(rows, 'row')} of {kind}"
+        return f"{counted(rows, 'sample')} of {kind}"
 
     @override
     def explain(self, world: World) -> str:
@@ -131,12 +131,12 @@ class DatasetSource(Source):
         order = self._order.to_evaluate()
         if self.no_rows is None or order.ends is not None:
             return super().first(rows)
-        # Opaque batches cannot be sliced: collate_fn makes one of fewer rows.
+        # Opaque batches cannot be sliced: collate_fn makes one of fewer samples.
         return self.fetch(order, range(min(rows, num_rows(self.example.inputs))), _EVALUATION)
 
     @override
     def facts(self, name: str) -> dict[str, Any]:
-        """Return the types of dataset and sampler, and types and hashes of the first rows."""
+        """Return the types of dataset and sampler, and types and hashes of the first samples."""
         facts: dict[str, Any] = {
             f"the {name} data set": f"{counted(len(self._order), 'row')} of {type(self._dataset).__name__}",
             f"the order of the {name} data": self._order.describe(),
@@ -155,7 +155,7 @@ class DatasetSource(Source):
     def group_by_length(self, asked: Any) -> None:
         if not isinstance(self._order, SeededOrder):
             raise ConfigError(
-                f"group_by_length orders the rows, and they come {self._order.describe()}: leave the sampler out."
+                f"group_by_length orders the samples, and they come {self._order.describe()}: leave the sampler out."
             )
         self._order.lengths = lengths_of(asked, len(self._order), self._dataset)
 
@@ -191,9 +191,9 @@ def _with_length(rows: Rows, requested: int) -> Rows:
     """Return rows; raise ConfigError unless as many as requested: gradients are divided by that number."""
     if num_rows(rows.inputs) != requested:
         raise ConfigError(
-            f"the DataLoader's collate_fn turned {counted(requested, 'row')} into {num_rows(rows.inputs)}, and each "
-            "rank must know how many rows the others have. To leave rows out, use a sampler that does; for batches of "
-            "any size, use an IterableDataset or a generator."
+            f"the DataLoader's collate_fn turned {counted(requested, 'sample')} into {num_rows(rows.inputs)}, and each "
+            "rank must know how many samples the others have. To leave some out, use a sampler that does; for batches "
+            "of any size, use an IterableDataset or a generator."
         )
     return rows
 
@@ -203,7 +203,7 @@ def _size(dataset: Any) -> int:
         return len(dataset)
     except TypeError as error:
         raise ConfigError(
-            f"{type(dataset).__name__} has no length, and rows are divided among the ranks by number: give it a "
+            f"{type(dataset).__name__} has no length, and samples are divided among the ranks by number: give it a "
             "__len__, or make it an IterableDataset."
         ) from error
 

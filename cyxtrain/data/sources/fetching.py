@@ -1,4 +1,4 @@
-"""Batches of a dataset's rows, loaded with the settings of a user's DataLoader; each row once in several workers."""
+"""Batches of a dataset, loaded with the settings of a user's DataLoader; each sample once in several workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into its collate
 
 
 class RowRequest(NamedTuple):
-    """Rows to be loaded as one batch: the epoch (below 0: an evaluation), and row numbers with seeds."""
+    """Rows to be loaded as one batch: the epoch (below 0: an evaluation), and sample numbers with seeds."""
 
     epoch: int
     rows: list[tuple[int, int]]
 
 
 class RowLoader:
-    """A DataLoader that loads requested rows with the settings of the user's, if there is one."""
+    """A DataLoader that loads requested samples with the settings of the user's, if there is one."""
 
     def __init__(
         self, dataset: Dataset[Any], loader: DataLoader[Any] | None, seed: int, *, uses_workers: bool = True
@@ -61,7 +61,7 @@ class RowLoader:
 
 
 class _Requests:
-    """A batch sampler that yields requests instead of row numbers."""
+    """A batch sampler that yields requests instead of sample numbers."""
 
     given: Iterable[RowRequest] = ()
 
@@ -88,7 +88,7 @@ class _SeededBatches(Dataset[Any]):
             set_epoch_of(self._dataset, request.epoch)
         items = self._items(request)
         indices = [index for index, _ in request.rows]
-        with _naming("putting together rows", indices):
+        with _naming("collating samples", indices):
             if self._collate is default_collate:  # it draws nothing
                 return default_collate(items)
             with generators_kept():
@@ -114,28 +114,28 @@ class _SeededBatches(Dataset[Any]):
     def _fetch(self, indices: list[int]) -> list[Any]:
         several = getattr(self._dataset, "__getitems__", None)  # as PyTorch looks for it
         if callable(several):
-            with _naming("rows", indices):
+            with _naming("loading samples", indices):
                 return list(several(indices))
         return [self._row(index) for index in indices]
 
     def _row(self, index: int) -> Any:
-        with _naming("row", index):
+        with _naming("loading sample", index):
             return self._dataset[index]
 
 
 @contextlib.contextmanager
 def _naming(what: str, rows: Any) -> Iterator[None]:
-    """Add the rows that it concerns to an error; Python 3.10 has no notes."""
+    """Add the samples that it concerns to an error; Python 3.10 has no notes."""
     try:
         yield
     except Exception as error:
         if sys.version_info >= (3, 11):
-            error.add_note(f"That was {what} {rows} of the data set.")
+            error.add_note(f"This happened while {what} {rows} of the dataset.")
         raise
 
 
 def needs_split(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's workers might all yield the same rows.
+    """Return whether a loader's workers might all yield the same samples.
 
     With a `worker_init_fn`, that function gives each worker its part: PyTorch's other way.
     """

@@ -78,7 +78,7 @@ def _check_alone(inputs: Any, targets: Any, weights: Any) -> None:
     """Raise ConfigError if targets or weights are given apart from data that include them."""
     name = type(inputs).__name__
     if callable(getattr(inputs, "toarray", None)):  # SciPy's sparse matrices, which NumPy takes for single objects
-        raise ConfigError(f"X is a {name}, which cannot be divided into rows: give X.toarray().")
+        raise ConfigError(f"X is a {name}, which cannot be divided into samples: give X.toarray().")
     for what, given in (("y", targets), ("sample_weight", weights)):
         if given is not None:
             raise ConfigError(
@@ -91,7 +91,7 @@ def _open_arrays(inputs: Any, targets: Any, weights: Any, *, is_divided: bool) -
     """Return arrays as rows; `is_divided`: the fit has sharded_data=True."""
     if targets is None and _are_pairs(inputs):
         raise ConfigError(
-            "X is a list of (x, y) pairs, one per row: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
+            "X is a list of (x, y) pairs, one per sample: give DataLoader(pairs, batch_size=64, shuffle=True) as X, "
             "or X and y separately: X, y = map(numpy.stack, zip(*pairs))."
         )
     if is_divided:
@@ -115,7 +115,7 @@ def _refuse_several(inputs: Any) -> None:
 
 
 def _are_pairs(inputs: Any) -> bool:
-    """Return whether a list holds an array and a number for each row."""
+    """Return whether a list holds an array and a number for each sample."""
     if not isinstance(inputs, list) or not inputs:
         return False
     first = inputs[0]
@@ -143,6 +143,7 @@ def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
 
 def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, number: int, world: World) -> Source:
     has_numbers = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    # What a subclass with an __iter__ of its own yields is up to it.
     own_way = type(loader).__iter__ is not DataLoader.__iter__
     if not has_numbers or own_way or config.sharded_data:
         return _stream_of(copy.copy(loader), type(loader).__name__, config, number, world)
@@ -169,7 +170,7 @@ def _stream_of(
     note = ""
     if needs_split(loader):
         vars(loader)["dataset"] = SplitOverWorkers(dataset)  # the copy's: PyTorch refuses to set it
-        note = f", each row by one of {loader.num_workers} workers"
+        note = f", each sample by one of {loader.num_workers} workers"
     batches: Any = loader.batch_sampler
     parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
     return StreamSource(

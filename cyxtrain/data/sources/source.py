@@ -31,13 +31,13 @@ class Source(ABC):
     Each rank makes its own; then the ranks exchange their `summary` and `reconcile`.
     """
 
-    example: Rows  # all rows if they are in memory, otherwise the first ones
+    example: Rows  # all samples if they are in memory, otherwise the first ones
     is_whole = False  # whether `example` is all of them
-    is_shared = True  # whether the ranks have the same rows, and divide them
+    is_shared = True  # whether the ranks have the same samples, and divide them
     is_numpy = False  # whether predictions for them are NumPy arrays
     batch_size: int | None = None  # rows at once per rank, if the data decide it
     reads_once = False  # whether the rows can be read only once
-    left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as texts
+    left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as strings
     no_rows: ConfigError | None = None  # why its batches are opaque; None: their tensors have a row per sample
     column = column_code(None)  # code that makes a column of y, for errors
     target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples
@@ -69,13 +69,13 @@ class Source(ABC):
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
         """Adapt to the summaries of all ranks; the example then looks like the batches that will come.
 
-        `sharded` is whether each rank has its own rows; None: unknown. Raises ConfigError if the data differ.
+        `sharded` is whether each rank has its own samples; None: unknown. Raises ConfigError if the data differ.
         """
         if self._weigh is not None and self.example.weights is None:
             self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs), device="cpu"))
 
     def first(self, rows: int) -> Rows:
-        """Return copies of up to this many rows to try a model on; the same on all ranks with the same data."""
+        """Return copies of up to this many samples to try a model on; the same on all ranks with the same data."""
         if self.no_rows:
             return self.example.mapped(Tensor.clone)
         return self.example.mapped(lambda tensor: tensor[:rows].clone())
@@ -93,7 +93,7 @@ class Source(ABC):
         return "", 0, []
 
     def weighted_by_class(self: _Source, weights: Mapping[Any, Any], ignored: int | None) -> _Source:
-        """Return the same rows, weighted as by Keras's class_weight, except the class `ignored`."""
+        """Return the same samples, weighted as by Keras's class_weight, except the class `ignored`."""
         source = copy.copy(self)
         source._weigh = lambda rows: weighted_by_class(rows, weights, ignored)
         return source
@@ -101,8 +101,8 @@ class Source(ABC):
     def group_by_length(self, asked: Any) -> None:
         """Train on rows of similar length in each step; `asked`: True, lengths, or a function of a sample."""
         raise ConfigError(
-            "group_by_length orders rows by number, and X gives batches one after the other: give a Dataset or arrays, "
-            "or let X make such batches."
+            "group_by_length orders samples by number, and X gives batches one after the other: give a Dataset or "
+            "arrays, or let X make such batches."
         )
 
     def shortened(self: _Source, batches: int, batch_size: int) -> _Source:

@@ -2,7 +2,7 @@
 
 If all ranks read the same batches, each batch belongs to one of them; if each rank has its own, it uses all of them.
 How many there are is unknown beforehand: in each step the ranks add up their rows, and a rank that has run out takes
-part without any, until none has rows.
+part without any, until none has samples.
 
 What the data draw from the generators of torch, NumPy and Python depends on seed and pass alone, and nothing else draws
 from them meanwhile: the same batches come again when a fit resumes, and are skipped.
@@ -169,6 +169,7 @@ class StreamSource(Source):
             if sharded is None and rank == 0:
                 self._warn_of_own_batches()
             self._seed_as(rank)
+        # A rank without a batch makes an empty one of the same form.
         self.example = self._first or Rows(*map(example_of, first["form"]))
         self.batch_size = self.batch_size or max(summary["rows"] for summary in summaries)
         self.is_numpy = any(summary["numpy"] for summary in summaries)
@@ -194,7 +195,7 @@ class StreamSource(Source):
     def _warn_of_own_batches(self) -> None:
         warn(
             f"the first batch of the {self._what} differs between ranks, so each rank trains on all of its own. "
-            "Set sharded_data=True if that is right; if all ranks have the same rows, give them in the same order, "
+            "Set sharded_data=True if that is right; if all ranks have the same samples, give them in the same order, "
             "drawn from the generators of torch, NumPy or Python."
         )
 
@@ -278,7 +279,7 @@ class StreamFeed(Feed):
         self.effective_batch_size = self.rows_at_once * self._batches_per_step
         self._pass: Pass | None = None
         self._next = (0, 0)  # the pass, and how many of its batches were read
-        self._is_empty = True  # whether the pass has given no rows so far
+        self._is_empty = True  # whether the pass has given no samples so far
         self._seconds = 0.0
 
     def _check_settings(self, config: DistributedTrainingConfig, *, ends_early: bool) -> None:
@@ -291,11 +292,11 @@ class StreamFeed(Feed):
         if config.effective_batch_size is not None:
             raise ConfigError(
                 "effective_batch_size is set, and X gives batches one after the other: leave it out. For an "
-                "IterableDataset, batch_size sets the rows of a batch per rank."
+                "IterableDataset, batch_size sets the samples of a batch per rank."
             )
         if config.drop_last:
             raise ConfigError(
-                "drop_last is set, and the number of rows of X is unknown: let X leave out its last batch, as "
+                "drop_last is set, and the number of samples of X is unknown: let X leave out its last batch, as "
                 "DataLoader(dataset, batch_size=64, drop_last=True) does."
             )
 
@@ -356,7 +357,7 @@ class StreamFeed(Feed):
                 return
 
     def _has_rows(self, share: StreamShare) -> bool:
-        """Read the batches of a step; return whether any rank has rows for it. All ranks call it."""
+        """Read the batches of a step; return whether any rank has samples for it. All ranks call it."""
         read = share.batches_read
         began = time.perf_counter()
         total = torch.tensor([share.rows + min(read, 0)], dtype=torch.int64, device="cpu")
@@ -370,7 +371,7 @@ class StreamFeed(Feed):
         return share.global_rows > 0
 
     def _restarts(self, epoch: int, steps: int) -> bool:
-        """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""
+        """End the pass; return whether the epoch, after `steps` steps, continues with the next one."""
         was_empty = self._is_empty
         self._is_empty = True
         self._pass = None

@@ -19,33 +19,33 @@ _Chosen = npt.NDArray[np.bool_]
 def validation_rows(num_rows: int, fraction: float) -> int:
     """Return the first row of the validation part: the last `fraction` of the rows, before shuffling.
 
-    The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 rows is one row, although
+    The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 samples is one, although
     in binary 10 * (1 - 0.9) is less than one. Raises ConfigError if either part would be empty.
     """
     first = math.floor(num_rows * (1 - Fraction(str(float(fraction)))))
     if not 0 < first < num_rows:
         raise ConfigError(
-            f"validation_split={fraction} of {num_rows} rows leaves {first} for training and {num_rows - first} for "
-            "validation; both need at least one. Give more rows or another fraction."
+            f"validation_split={fraction} of {num_rows} samples leaves {first} for training and {num_rows - first} for "
+            "validation; both need at least one. Give more samples or another fraction."
         )
     return first
 
 
 def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
-    """Return whether each row validates: `count` rows, with the same share of each class, up to rounding."""
+    """Return whether each sample validates: `count` samples, with the same share of each class, up to rounding."""
     classes = _class_numbers(targets)
     names, numbers, sizes = np.unique(classes, return_inverse=True, return_counts=True)
     single = [str(name) for name in names[sizes < 2]]
     if single:
         raise ConfigError(
-            f"validation_stratify=True needs two rows of each class, and these have one: {shortened(single)}. Leave "
+            f"validation_stratify=True needs two samples of each class, and these have one: {shortened(single)}. Leave "
             "the classes out, or validation_stratify."
         )
     # The largest remainders are rounded up, so that `count` rows are held out in all.
     held_out, remainders = np.divmod(sizes * count, len(classes))
     left = count - int(held_out.sum())
     held_out[np.argsort(-remainders, kind="stable")[:left]] += 1
-    held_out = np.minimum(held_out, sizes - 1)  # one row of each class stays to train on
+    held_out = np.minimum(held_out, sizes - 1)  # one sample of each class stays to train on
     order = global_order(len(classes), True, seed, 0)
     drawn = order[np.argsort(numbers.reshape(-1)[order], kind="stable")]  # by class, in the seed's order
     first_of_class = np.cumsum(sizes) - sizes
@@ -56,7 +56,7 @@ def stratified_rows(targets: Any, count: int, seed: int) -> _Chosen:
 
 
 def _class_numbers(targets: Any) -> np.ndarray[Any, Any]:
-    """Return the class of each row; raise ConfigError if targets are not classes."""
+    """Return the class of each sample; raise ConfigError if targets are not classes."""
     what = type(targets).__name__
     if isinstance(targets, Tensor):
         what = f"{targets.dtype} of shape {list(targets.shape)}"
@@ -66,19 +66,19 @@ def _class_numbers(targets: Any) -> np.ndarray[Any, Any]:
                 return classes
     raise ConfigError(
         f"validation_stratify=True holds out the same share of each class, and y is {what}: give one class number "
-        "per row, or leave validation_stratify out."
+        "per sample, or leave validation_stratify out."
     )
 
 
 def grouped_rows(groups: Any, num_rows: int, count: int, seed: int) -> _Chosen:
-    """Return whether each row validates: whole groups, of at most `count` rows, or the smallest group."""
+    """Return whether each sample validates: whole groups, of at most `count` samples, or the smallest group."""
     if isinstance(groups, Tensor):
         groups = groups.cpu()
     found = np.asarray(groups)
     if found.shape != (num_rows,):
         raise ConfigError(
-            f"validation_groups has the shape {list(found.shape)}, and X has {counted(num_rows, 'row')}: give one "
-            "entry for each row."
+            f"validation_groups has the shape {list(found.shape)}, and X has {counted(num_rows, 'sample')}: give one "
+            "entry for each sample."
         )
     known: dict[Any, int] = {}
     numbers = np.array([known.setdefault(each, len(known)) for each in found.tolist()])

@@ -130,7 +130,6 @@ def _average(world: World, tensors: Sequence[Tensor], share: Tensor | float) -> 
 
 
 def _flat_in_double(parts: list[Tensor]) -> Tensor:
-    """Return all elements as one vector of float64."""
     are_alike = all(part.dtype is parts[0].dtype for part in parts)
     if are_alike:
         # One conversion of all takes less time than one for each.

@@ -55,7 +55,7 @@ def _differing(named: Sequence[tuple[str, Tensor]], by_rank: Sequence[Sequence[i
 
 
 def _outliers(values: Sequence[int]) -> list[int]:
-    """Return the ranks whose value is not that of the majority; all of them if there is none."""
+    """Return the ranks whose value differs from the majority's; without a majority, all of them."""
     common, count = Counter(values).most_common(1)[0]
     has_majority = count > len(values) / 2
     return [rank for rank, value in enumerate(values) if value != common or not has_majority]

@@ -13,7 +13,7 @@ MESSAGES = 0
 """The sequence number of a wait for a message instead of a collective."""
 NOBODY = -1
 _ANSWER_SECONDS = 3.0
-"""How long a rank may take to answer what it is doing."""
+"""Seconds that a rank may take to report its current activity."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Wait:
     since: float
     warn_seconds: float
     asked: float | None = None
-    """When the peer was asked what it is doing; None: not since the last warning."""
+    """When the peer was asked for its current activity; None: not since the last warning."""
 
 
 class WaitGraph:
@@ -65,7 +65,7 @@ class WaitGraph:
         return peer  # they wait in a circle
 
     def question(self, now: float) -> int | None:
-        """Return a rank to ask now what it is doing, or None; only ranks that wait for it directly ask."""
+        """Return a rank to ask now for its current activity, or None; only ranks that wait for it directly ask."""
         for wait in self._own.values():
             is_due = wait.asked is None and now - wait.since >= wait.warn_seconds
             if is_due and self.find_straggler(wait.sequence, wait.peer) == wait.peer:

@@ -70,10 +70,10 @@ def dial_once(
     family, target = address
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setblocking(False)
+        sock.setblocking(False)  # a blocking connect can take minutes, without `poll`
         _raise_code(sock.connect_ex(target), allowed=(errno.EINPROGRESS, errno.EWOULDBLOCK))
         _wait([], [sock], deadline, poll)
-        _raise_code(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        _raise_code(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))  # writable: it has connected or failed
         authenticate(sock, replace(hello, to_place=place_of(target)), key, deadline, poll)
     except BaseException:
         sock.close()
@@ -118,7 +118,7 @@ def _receive(
         except BlockingIOError:
             continue
         except ConnectionResetError:
-            part = b""
+            part = b""  # a close with unread data arrives as a reset
         if not part:
             raise ClosedError(proven)
         received += part

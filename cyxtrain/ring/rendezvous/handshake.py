@@ -209,7 +209,7 @@ def _transcript(hello: bytes, nonce: str) -> bytes:
 
 
 def _proof(key: bytes, side: str, transcript: bytes, refused: str = "") -> str:
-    reason = hashlib.sha256(refused.encode("utf-8", "surrogatepass")).digest()
+    reason = hashlib.sha256(refused.encode("utf-8", "surrogatepass")).digest()  # JSON may hold lone surrogates
     return hmac.digest(key, b"cyxtrain " + side.encode() + transcript + reason, "sha256").hex()
 
 

@@ -181,7 +181,7 @@ def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
             ahead,
             spans[(rank - 1 - step) % world_size],
             behind,
-            spans[(rank - 2 - step) % world_size],
+            spans[(rank - 2 - step) % world_size],  # its own is the last one received
             OnReceive.COMBINE,
         )
         for step in range(world_size - 1)

@@ -102,7 +102,7 @@ def _share_memory(ranks: Ranks, row_bytes: int, timeout: timedelta | None) -> mm
     with contextlib.ExitStack() as stack:
         descriptor = -1
         if ranks.rank == 0:
-            with contextlib.suppress(OSError, AttributeError):
+            with contextlib.suppress(OSError, AttributeError):  # not Linux, or too little memory
                 descriptor = os.memfd_create("cyxtrain")
                 stack.callback(os.close, descriptor)
                 os.ftruncate(descriptor, size)
@@ -114,7 +114,7 @@ def _share_memory(ranks: Ranks, row_bytes: int, timeout: timedelta | None) -> mm
                 stack.callback(os.close, shared)
             # Ranks may have asked for different sizes.
             if file_bytes.item() == size:
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(OSError, ValueError):  # it cannot be mapped here: then all ranks send
                     memory = _map(shared, ranks.rank * row_bytes, row_bytes, size)
         everywhere = torch.tensor([int(memory is not None)], device="cpu")
         ranks.all_reduce(everywhere, Reduction.MIN, timeout)

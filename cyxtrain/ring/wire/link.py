@@ -212,7 +212,7 @@ class Link:
 
     def peek(self, size: int) -> bytes:
         """Return at most `size` bytes that have arrived, without taking them; empty after the end."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # nothing has arrived, or the connection is broken
             return self._sock.recv(size, socket.MSG_PEEK)
         return b""
 

@@ -30,7 +30,7 @@ from cyxtrain.ring.wire.transfers import ExpectedFrame
 
 MAX_KEPT = 64
 """Operations kept of each kind."""
-_PADDING = -HEADER_BYTES % 16
+_PADDING = -HEADER_BYTES % 16  # before a frame, so that its payload is aligned
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
 

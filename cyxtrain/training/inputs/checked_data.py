@@ -61,9 +61,9 @@ class TrainerArguments(NamedTuple):
 
 
 class EmptyBatch:
-    """A forward of a model and its loss on a batch without rows, whose gradients are zeros.
+    """A forward of a model and its loss on a batch without samples, whose gradients are zeros.
 
-    With SyncBatchNorm and uneven micro-batches a rank that has run out of rows runs it: each forward and backward of
+    With SyncBatchNorm and uneven micro-batches a rank that has run out of samples runs it: each forward and backward of
     such a layer is a collective, which all ranks must make equally often. It computes in full precision: with autocast
     SyncBatchNorm sends float32 for 16-bit rows, but an empty batch in its own type.
     """
@@ -97,7 +97,7 @@ class EmptyBatch:
             yield
 
     def problem(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
-        """Return why a model cannot compute on no rows, or ""; `layers` would wait for other ranks."""
+        """Return why a model cannot compute on no samples, or ""; `layers` would wait for other ranks."""
         dtypes: set[torch.dtype] = set()
         with snapshot([model, *self._loss.functions], self._device, copies=True), torch.enable_grad():
             put_into_training(model, *self._loss.modules)
@@ -113,7 +113,7 @@ class EmptyBatch:
             if not all(bool(torch.isfinite(each).all()) for each in (*gradients, *buffers)):
                 return "its gradients or buffers are then not finite."
         if dtypes & {torch.float16, torch.bfloat16}:
-            return "PyTorch's SyncBatchNorm sends other types for no rows than for rows of 16 bits."
+            return "PyTorch's SyncBatchNorm sends other types without samples than with samples of 16 bits."
         return ""
 
 
@@ -215,7 +215,6 @@ def check_data(
 
 
 def _tried(kind: str, dry_run: DryRun, source: Source, trains_on: Rows | None, *, counts_flops: bool) -> Tried:
-    """Return the results of a dry run of the step `kind`."""
     if trains_on is not None:
         return dry_run.train(source, trains_on, counts_flops=counts_flops)
     return dry_run.predict(source) if kind == PREDICT else dry_run.evaluate(source)

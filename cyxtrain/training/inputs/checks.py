@@ -22,8 +22,8 @@ from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.trained import params_without_optimizer
 
+# What these losses apply to the scores themselves.
 _APPLIED = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}
-"""What these losses apply to the scores themselves."""
 _PROBABILITIES = "end the model with Sigmoid(), or take loss_fn='bce_with_logits'"
 _MOVES = {
     *("Alias", "Cat", "Clamp", "Clone", "Expand", "Index", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
@@ -167,14 +167,14 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
     if targets.is_floating_point() and not shape:
         dtype = str(targets.dtype).removeprefix("torch.")
         missing = int(targets.isnan().sum())
-        nan = f", with NaN in {counted(missing, 'row')}, which must be filled or dropped" if missing else ""
+        nan = f", with NaN in {counted(missing, 'sample')}, which must be filled or dropped" if missing else ""
         raise ConfigError(
             f"{name} wants class indices of an integer dtype, and y has dtype {dtype}{nan}: give y.long(), or "
             "numpy.asarray(y).astype('int64')."
         )
     if shape == [1] and not targets.is_floating_point():
         raise ConfigError(
-            f"{name} wants one class number per row, and y has shape (n, 1): give numpy.asarray(y).reshape(-1)."
+            f"{name} wants one class number per sample, and y has shape (n, 1): give numpy.asarray(y).reshape(-1)."
         )
 
 
@@ -196,7 +196,7 @@ def warn_of_activation(output: Any, targets: Any, loss: Loss, model: nn.Module) 
         problem = f"scores of a linear layer, and {name} takes probabilities: {_PROBABILITIES}"
     else:
         return
-    warn_together(f"the outputs for all {len(output):,} rows that were tried are {problem}.")
+    warn_together(f"the outputs for all {len(output):,} samples that were tried are {problem}.")
 
 
 def _last_operation(output: Tensor, scores: Tensor, model: nn.Module) -> str:
@@ -256,8 +256,8 @@ def _check_class_numbers(targets: Tensor, output: Tensor, ignored: int) -> None:
         value = int(numbers[wrong][0])
         binary = " For two classes, one output takes loss_fn='bce_with_logits' and y as floats." if classes == 1 else ""
         raise ConfigError(
-            f"y holds class {value} (row {row}), and the model has outputs for classes 0 to {classes - 1}. Number the "
-            f"classes from 0, or give the model's last layer more outputs.{binary}"
+            f"y holds class {value} (sample {row}), and the model has outputs for classes 0 to {classes - 1}. Number "
+            f"the classes from 0, or give the model's last layer more outputs.{binary}"
         )
 
 

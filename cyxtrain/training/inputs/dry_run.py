@@ -1,6 +1,6 @@
-"""The dry run: a trial of a model, its loss and its metrics on a few rows, before they are used.
+"""The dry run: a trial of a model, its loss and its metrics on a few samples, before they are used.
 
-Training is tried on one micro-batch, in training mode, with gradients; evaluation and prediction on two rows, in
+Training is tried on one micro-batch, in training mode, with gradients; evaluation and prediction on two samples, in
 evaluation mode. No rank waits for another, and afterwards everything is as it was.
 """
 
@@ -40,12 +40,12 @@ from cyxtrain.training.model.out_of_memory import is_full, memory_explained
 from cyxtrain.training.model.snapshot import inputs_seen, put_into_training, snapshot
 from cyxtrain.world.world import World
 
+# Samples to try an evaluation or a prediction on.
 _ROWS = 2
-"""Rows to try an evaluation or a prediction on."""
+# Part of PyTorch's error for batch norm that is trained on a single value per channel.
 _ONE_VALUE = "more than 1 value per channel"
-"""Part of PyTorch's error for batch norm that is trained on a single value per channel."""
+# Part of PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called.
 _REENTRANT = "Checkpointing is not compatible"
-"""Part of PyTorch's error if gradient checkpointing has use_reentrant=True and torch.autograd.grad is called."""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class Tried:
 
 
 class DryRun:
-    """A trial of a model, its loss and its metrics on some rows; `is_of_fit`: restore parameters, too."""
+    """A trial of a model, its loss and its metrics on some samples; `is_of_fit`: restore parameters, too."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class DryRun:
 
         `counts_flops`: count operations on a CPU, too; on an accelerator they are always counted.
 
-        Cost: one micro-batch, and a copy of what is trained. A custom loss is also computed for a few single rows; a
+        Cost: one micro-batch, and a copy of what is trained. A custom loss is also computed for a few single samples; a
         model that computes its own loss gets them one by one.
         """
         batch = self._placed(rows)
@@ -110,7 +110,7 @@ class DryRun:
         if batch.rows < COMPARED_ROWS:
             few = self._placed(source.first(COMPARED_ROWS))
         if batch.rows == 1 and self._batch_norms():
-            batch = few  # batch norm cannot train on one row; `with_batch_norm_checked` refuses it, with the counts
+            batch = few  # batch norm cannot train on one sample; `with_batch_norm_checked` refuses it, with the counts
         check = None if self._loss.is_known else WeightCheck(self._model, self._loss, self._call, few)
         with memory_explained(self._world), self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
@@ -164,7 +164,7 @@ class DryRun:
             return output, loss, self._backward(loss.value)
 
     def problem_of_weights(self, rows: Rows) -> str:
-        """Find out on a few rows what the loss is a mean over; return a warning if that is unknown, or ""."""
+        """Find out on a few samples what the loss is a mean over; return a warning if that is unknown, or ""."""
         check = WeightCheck(self._model, self._loss, self._call, self._placed(rows))
         with self._without_trace():
             return self._problem(check)
@@ -175,7 +175,7 @@ class DryRun:
             return check.problem()
 
     def evaluate(self, source: Source) -> Tried:
-        """Try an evaluation of a source's first rows."""
+        """Try an evaluation of a source's first samples."""
         batch = self._placed(source.first(_ROWS))
         few = self._placed(source.first(COMPARED_ROWS)) if self._loss.function is None else None
         with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
@@ -192,7 +192,7 @@ class DryRun:
             return Tried(metrics=metrics)
 
     def predict(self, source: Source) -> Tried:
-        """Try a prediction for a source's first rows."""
+        """Try a prediction for a source's first samples."""
         batch = self._placed(source.first(_ROWS))
         if self._loss.function is None and self._loss.used is None:
             self._refuse_required_targets(batch)
@@ -216,12 +216,14 @@ class DryRun:
         """Return the names of parts whose rows are in the second of three or more dimensions."""
         lengths: dict[str, int] = {}  # of the first dimension
         for name, shape in _tensor_shapes(output).items():
+            # (1, 1, ...) fits both layouts, and the first one needs no change.
             if len(shape) > 2 and shape[1] == rows and shape[:2] != (1, 1):
                 lengths[name] = shape[0]
         if not lengths:
             return frozenset()
+        # The dimension of the rows is the one that shrinks with their number.
         of_one_row: dict[str, torch.Size] = {}
-        with contextlib.suppress(Exception):  # a model may not take a single row
+        with contextlib.suppress(Exception):  # a model may not take a single sample
             of_one_row = _tensor_shapes(self._output(self._placed(source.first(1)), predicting=True))
         return frozenset(name for name, length in lengths.items() if of_one_row.get(name, ())[:2] == (length, 1))
 
@@ -282,7 +284,7 @@ class DryRun:
             raise ConfigError(
                 "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
                 "operations, without detach(), item() or argmax(). If the first batch has nothing to compare, such "
-                "as no pair of rows, return output.sum() * 0."
+                "as no pair of samples, return output.sum() * 0."
             )
         trained = trained_by(self._model, self._loss)
         _warn_of_others(value, trained)
@@ -348,7 +350,7 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
         remedy = remedy_for_devices(error) or _remedy_for_dtype(error, inputs)
         if _ONE_VALUE in str(error):
             remedy = (
-                f". Give each of {counted(world.size, 'rank')} at least two rows at once: set a larger batch_size; "
+                f". Give each of {counted(world.size, 'rank')} at least two samples at once: set a larger batch_size; "
                 "or use nn.GroupNorm instead."
             )
         raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
@@ -357,7 +359,7 @@ def _described_error(world: World, what: str, inputs: Tree | None = None) -> Ite
 def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
     """Return the remedy for whole numbers in a layer of floats, or floats in an embedding, or ""."""
     message = str(error)
-    if "scalar types: Long, Int" in message:
+    if "scalar types: Long, Int" in message:  # PyTorch's words for an embedding that gets floats
         return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
     differ = "same dtype" in message or "should be the same" in message
     if not differ or not re.search(r"(?i)\b(long|int|short)", message):
@@ -381,6 +383,7 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
             continue
         seen.add(node)
         queue += [following for following, _ in node.next_functions]
+        # AccumulateGrad nodes, the leaves of the graph, have their parameter in it.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             others[id(leaf)] = list(leaf.shape)
@@ -393,7 +396,6 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
 
 
 def _values_of_channel(tensor: Tensor) -> int:
-    """Return how many values each channel of a batch norm's input has."""
     channels = tensor.shape[1:2].numel()
     return tensor.numel() // (channels or 1)
 

@@ -25,8 +25,8 @@ from cyxtrain.training.state import TrainingState
 
 _SAMPLED_ELEMENTS = 64
 _PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
+# Entries of a parameter group that are not compared as options; learning rates are compared by initial value.
 _NO_OPTIONS = {"params", "lr", "initial_lr"}
-"""Entries of a parameter group that are not compared as options; learning rates are compared by initial value."""
 
 
 class Policy(Enum):
@@ -124,7 +124,7 @@ def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.M
 
 
 def trained_facts(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return what callbacks may change: a hash of which parameters are trained, and the sizes of groups."""
+    """Return what callbacks may change: a hash of the names of trained parameters, and the sizes of groups."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
     return {

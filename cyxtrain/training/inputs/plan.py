@@ -49,7 +49,7 @@ class FitPlan:
 
     Attributes:
         world: The ranks that train.
-        validation: Sets of rows to validate with, by name; "" for a set without a name.
+        validation: Sets of samples to validate with, by name; "" for a set without a name.
         compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
         initial_epoch: Epochs that count as completed; None: the trainer's.
         ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.
@@ -89,6 +89,7 @@ class FitPlan:
         return replace(
             self,
             ends_on_nan=any(facts["_ends_on_nan"] for facts in facts_by_rank),
+            # All ranks must read the verdict of a step at the same time.
             defers_verdicts=all(facts["_is_on_accelerator"] for facts in facts_by_rank),
             attempt=max(facts["_attempt"] for facts in facts_by_rank),
             devices=explain_device(self.world, self.data.placement.device, facts_by_rank),
@@ -343,7 +344,7 @@ def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: n
 
 
 def _facts_of_sources(opened: Sources, world: World) -> dict[str, Any]:
-    """Return what must be the same of each source, and which numbers of this rank's part are not finite."""
+    """Return the facts of each source that ranks compare, and where this rank's part is not finite."""
     facts: dict[str, Any] = {}
     not_finite: dict[str, Any] = {}
     for name, source in by_name(opened).items():
@@ -464,10 +465,10 @@ def _warn_of_not_finite(name: str, parts: Sequence[tuple[str, int, list[str]]]) 
         where = f"{name.replace('validation', 'validation data')}: {where}"
         consequence = "val_loss may become NaN, and then no epoch is the best one."
     if count > 1:
-        where += f", the first of {count:,} such rows"
+        where += f", the first of {count:,} such samples"
     if columns:
         where += f" (column {shortened(columns)})"
-    warn_together(f"{where}. {consequence} Fill or drop such rows first.")
+    warn_together(f"{where}. {consequence} Fill or drop such samples first.")
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
@@ -501,7 +502,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
 
 
 def _world_of_fit(world: World, config: DistributedTrainingConfig) -> World:
-    """Return this process's world, or one as large as that of a notebook's workers."""
+    """Return this process's world, or one as large as the notebook's workers make."""
     asked = config.num_processes
     if asked is None or world.size > 1 or process_env.is_launched():
         return world

@@ -1,4 +1,4 @@
-"""Micro-batches of a single row, or none: refused before the first step if batch norm trains."""
+"""Micro-batches of a single sample, or none: refused before the first step if batch norm trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 
 
 def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
-    """Return the plan, once each rank's rows are known; refuse rows that batch norm cannot train on."""
+    """Return the plan, once each rank's samples are known; refuse samples that batch norm cannot train on."""
     _check_single_rows(model, plan)
     without_rows = _empty_batch(model, plan)
     data = replace(plan.data, without_rows=without_rows, num_micro_batches=plan.feed.micro_batches)
@@ -22,10 +22,10 @@ def with_batch_norm_checked(model: nn.Module, plan: FitPlan) -> FitPlan:
 
 
 def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
-    """Refuse a model with batch norm if a micro-batch, often one of the last step, is a single row.
+    """Refuse a model with batch norm if a micro-batch, often one of the last step, is a single sample.
 
     The dry run finds whether that matters: images have many values per channel. The answer depends only on the numbers
-    of rows, ranks and micro-batches, so it is the same on all ranks. SyncBatchNorm computes on the rows of all ranks.
+    of samples, ranks and micro-batches, so it is the same on all ranks. SyncBatchNorm computes over all ranks.
     """
     feed = plan.feed
     ranks = plan.world.size
@@ -36,18 +36,18 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     single = feed.single_row(together=together)
     if single is None:
         return
-    rows = counted(single.global_rows, "row")
+    rows = counted(single.global_rows, "sample")
     what = f"a step has {rows}"
     remedy = "Set a larger batch_size"
     if single.global_rows == 0:
-        what = "the DataLoader's batch_sampler makes a batch of a single row"
+        what = "the DataLoader's batch_sampler makes a batch of a single sample"
         remedy = "Let it leave that out"
     elif single.is_tail:
         full = f"full ones have {feed.effective_batch_size:,}"
         what = f"the last step of an epoch has {rows} of {plan.data.source.describe()} ({full})"
         remedy = "Set drop_last=True, or another batch_size"
-    where = f"{counted(ranks, 'rank')} with micro-batches of up to {counted(feed.rows_at_once, 'row')}"
-    one = "all ranks together have a single row in one" if together else "one is a single row"
+    where = f"{counted(ranks, 'rank')} with micro-batches of up to {counted(feed.rows_at_once, 'sample')}"
+    one = "all ranks together have a single sample in one" if together else "one is a single sample"
     raise ConfigError(
         f"{what}, so on {where} {one}: batch norm cannot be trained on one value per channel. {remedy}; "
         "or use nn.GroupNorm instead."
@@ -55,7 +55,7 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
 
 
 def _empty_batch(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
-    """Return what a rank that runs out of rows computes, or None; refuse a model that cannot."""
+    """Return what a rank that runs out of samples computes, or None; refuse a model that cannot."""
     layers = _layers_together(model, converts=plan.config.sync_batchnorm)
     if not layers or plan.world.size == 1:
         return None
@@ -63,15 +63,15 @@ def _empty_batch(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
     if uneven is None:
         return None
     data = plan.data
-    problem = "a train_step that calls optimize does not run on no rows."
+    problem = "a train_step that calls optimize does not run without samples."
     if data.source.no_rows is not None:
-        problem = "batches of any form cannot be cut to no rows."
+        problem = "batches of any form cannot be cut to no samples."
     elif not data.call.optimizes:
         batch = EmptyBatch(data.source, data.placement, data.call, data.loss)
         problem = batch.problem(model, layers)
         if not problem:
             return batch
-        problem = f"the model cannot compute on no rows: {problem}"
+        problem = f"the model cannot compute without samples: {problem}"
     what = _describe_uneven(uneven, data.source.describe())
     raise ConfigError(f"SyncBatchNorm needs all ranks in each forward, {what}, and {problem}")
 
@@ -80,7 +80,7 @@ def _describe_uneven(step: UnevenStep, data: str) -> str:
     """Describe a step in which ranks have different numbers of micro-batches, with a remedy."""
     if not step.counts:
         return "ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
-    rows = counted(step.global_rows, "row")
+    rows = counted(step.global_rows, "sample")
     which = f"a step has {rows}"
     remedy = "set another batch_size or accumulation_steps"
     if step.is_tail:

@@ -20,7 +20,7 @@ from cyxtrain.world.agreement import agree_on
 from cyxtrain.world.world import World
 
 Sources = tuple[Source, dict[str, Source]]
-"""Rows to train on, and sets of rows to validate with, by name."""
+"""Samples to train on, and sets of samples to validate with, by name."""
 
 _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
@@ -45,7 +45,7 @@ def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoc
 
 
 def open_rows(world: World, data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig) -> Source:
-    """Return the rows of an evaluation or a prediction; `config`: of the latest fit."""
+    """Return the samples of an evaluation or a prediction; `config`: of the latest fit."""
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # it was about the fit's data
 
@@ -95,7 +95,7 @@ def _reconcile(sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], ran
 
 
 def _open_sources(world: World, arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
-    """Return this rank's data of a fit; some of its rows validate, if validation_split is set."""
+    """Return this rank's data of a fit; some of its samples validate, if validation_split is set."""
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
     source = open_source(*given, config, epoch, world, trains=True)
@@ -134,7 +134,7 @@ def _open_validation(world: World, arguments: FitArguments) -> dict[str, Source]
 
 
 def _split(source: ArraySource, arguments: FitArguments) -> tuple[ArraySource, ArraySource]:
-    """Return the rows to train on and those held out: by class, by group, or the last ones."""
+    """Return the samples to train on and those held out: by class, by group, or the last ones."""
     config = arguments.config
     first = validation_rows(len(source), config.validation_split)
     count = len(source) - first
@@ -156,7 +156,6 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
 
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
-    """Return the validation data, limited to `validation_steps` batches."""
     size = config.validation_batch_size
     actual = validation.batch_size
     if size is not None and actual not in (None, size):

@@ -1,4 +1,4 @@
-"""Check on a few rows whether a loss is a mean: ranks are weighted by rows if it is."""
+"""Check on a few samples whether a loss is a mean: ranks are weighted by samples if it is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COUNT_TOLERANCE = 1e-5
 
 
 class WeightCheck:
-    """A comparison of the loss of a few rows with the losses of single rows, in evaluation mode."""
+    """A comparison of the loss of a few samples with the losses of single samples, in evaluation mode."""
 
     def __init__(self, model: nn.Module, loss: Loss, call: ModelCall, batch: Batch) -> None:
         self._model = model
@@ -35,7 +35,7 @@ class WeightCheck:
         self._call = call
         self._together = batch
         self._single: list[Batch] = []
-        if not isinstance(batch.inputs, OpaqueBatch):  # its rows cannot be tried alone
+        if not isinstance(batch.inputs, OpaqueBatch):  # its samples cannot be tried alone
             self._together = _picked(batch)
             self._single = [_part(self._together, slice(row, row + 1)) for row in range(self._together.rows)]
         is_full = call.precision.is_full and all(each.dtype.itemsize > 2 for each in model.parameters())
@@ -44,7 +44,7 @@ class WeightCheck:
     def problem(self) -> str:
         """Return a warning that the loss is weighted wrongly; "" if it is right or cannot be compared."""
         for find in (self.find_items, self._find_weights):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # a model may not take single samples
                 found = find()
                 if found:
                     return found
@@ -63,7 +63,7 @@ class WeightCheck:
         try:
             totals = [total, *(self._value(each, 1) for each in self._single)]
             means = [self._value(each, None) for each in (self._together, *self._single)]
-        except Exception:  # forward requires the argument, or never takes a single row
+        except Exception:  # forward requires the argument, or never takes a single sample
             self._loss.use_num_items(usual_rule(self._together))
             return ""
         return self._use_rule([_ratio(total, mean) for total, mean in zip(totals, means, strict=True)])
@@ -74,7 +74,7 @@ class WeightCheck:
         kind = "which is not a whole number"
         if all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts):
             found = find_rule([self._together, *self._single], [round(count) for count in counts])
-            kind = "which is not the number of labels or rows"
+            kind = "which is not the number of labels or samples"
         rule = found or usual_rule(self._together)
         self._loss.use_num_items(rule)
         if found is not None or self._tolerance > _TOLERANCE:
@@ -98,7 +98,7 @@ class WeightCheck:
         return float(self._loss(output, batch).value)
 
     def _find_weights(self) -> str:
-        """Compare the losses of all rows with those of single rows; return a warning, or ""."""
+        """Compare the losses of all samples with those of single samples; return a warning, or ""."""
         kinds = self._loss.weightings or {"": self._loss.weighting}
         if not self._may_compare_rows():
             return ""
@@ -120,7 +120,7 @@ class WeightCheck:
         return self._loss.gives_pairs or self._loss.is_assumed_mean
 
     def _losses(self) -> list[dict[str, BatchLoss]]:
-        """Return the losses of all rows and of each, by name; by one forward if the output has rows."""
+        """Return the losses of all samples and of each, by name; by one forward if the output has samples."""
         batches = [self._together, *self._single]
         output = self._call.without_graph(self._model, self._together)
         rows = self._together.rows
@@ -133,7 +133,7 @@ class WeightCheck:
         return [_by_name(self._loss(own, batch)) for own, batch in pairs]
 
     def _compare_pairs(self, name: str, together: BatchLoss, single: Sequence[BatchLoss]) -> str:
-        """Warn of (mean, weight) instead of (sum, weight): weights of rows add up, losses do not."""
+        """Warn of (mean, weight) instead of (sum, weight): weights of samples add up, losses do not."""
         total, weight = _pair(together)
         pairs = [(one, count) for one, count in map(_pair, single) if count]
         added = math.fsum(one for one, _ in pairs)
@@ -145,14 +145,14 @@ class WeightCheck:
         if not min(abs(total - mean) for mean in means) <= size < abs(total - added):
             return ""
         return (
-            f"{_described(name)} of {len(single)} rows is ({total:.6g}, {weight:g}), and the sum of their losses "
+            f"{_described(name)} of {len(single)} samples is ({total:.6g}, {weight:g}), and the sum of their losses "
             f"one by one is {added:.6g}: it is (mean, weight) where fit expects (sum, weight), so fit divides "
             "it by its weight once more: the loss in the history and the steps are too small. Return the sum: "
             "(loss * n, n) for a mean over n, or (loss.sum(), n)."
         )
 
     def _compare_means(self, name: str, together: BatchLoss, single: Sequence[BatchLoss]) -> str:
-        """Warn of a loss that is not the mean of the losses of its rows, unless it depends on chance."""
+        """Warn of a loss that is not the mean of the losses of its samples, unless it depends on chance."""
         value = float(together.mean)
         values = [float(loss.mean) for loss in single]
         finite = [each for each in values if math.isfinite(each)]
@@ -167,9 +167,9 @@ class WeightCheck:
         again = self._loss(self._call.without_graph(self._model, self._together), self._together)
         if abs(value - float(_by_name(again)[name].mean)) > size:
             return ""
-        kind = "not a mean over rows"
+        kind = "not a mean over samples"
         if abs(value - mean * rows) <= size * rows:
-            kind = "the sum over rows"
+            kind = "the sum over samples"
         remedy = "from loss_fn"
         if self._loss.function is None:
             remedy = 'in place of the loss (or as {"loss": (sum, weight)})'
@@ -177,10 +177,10 @@ class WeightCheck:
                 remedy += f", let forward divide the sum by an argument {ARGUMENT}"
                 remedy += ", or give a loss_fn that does it from the outputs"
         return (
-            f"{_described(name)} of {rows} rows is {value:.6g}, and the mean of their losses one by one is "
-            f"{mean:.6g}: it is {kind}, such as one over tokens. It is weighted by rows, so the result depends on "
+            f"{_described(name)} of {rows} samples is {value:.6g}, and the mean of their losses one by one is "
+            f"{mean:.6g}: it is {kind}, such as one over tokens. It is weighted by samples, so the result depends on "
             "the number of ranks and on accumulation_steps, and evaluate depends on its batch size. Return (sum, "
-            f"weight) {remedy}; for a loss that compares rows with each other, see cx.all_gather_with_grad."
+            f"weight) {remedy}; for a loss that compares samples with each other, see cx.all_gather_with_grad."
         )
 
 
@@ -204,7 +204,7 @@ def _described(name: str) -> str:
 
 
 def _picked(batch: Batch) -> Batch:
-    """Return a few rows with different counts of what may be padding: the most frequent value of a table."""
+    """Return a few samples with different counts of what may be padding: the most frequent value of a table."""
     tables = [each for each in (*tensors(batch.targets), *tensors(batch.inputs)) if each.dim() > 1 and each.numel()]
     if batch.rows <= COMPARED_ROWS or not tables:
         return _part(batch, slice(0, COMPARED_ROWS))

@@ -25,8 +25,8 @@ from cyxtrain.training.model.snapshot import BuffersKept
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 _Batch = TypeVar("_Batch")
+# Modes in which a model's kernels are launched together, as a CUDA graph.
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes in which a model's kernels are launched together, as a CUDA graph."""
 
 
 def check_compiler(mode: bool | str, device: torch.device) -> None:
@@ -36,7 +36,7 @@ def check_compiler(mode: bool | str, device: torch.device) -> None:
     """
     try:
         torch.compile(lambda tensor: tensor + 1)(torch.ones(2, device=device))
-    except Exception as error:
+    except Exception as error:  # whatever a missing compiler or its driver raises
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"compile={mode!r}: torch.compile does not work here: {type(error).__name__}: {reason}. It needs "
@@ -146,7 +146,6 @@ def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list
 
 
 def _layers_named(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the layers of a model that have one of the classes or names."""
     layers = dict(model.named_modules())
     classes = tuple(each for each in wanted if isinstance(each, type))
     names = [each for each in wanted if isinstance(each, str)]

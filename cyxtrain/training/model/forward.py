@@ -192,6 +192,7 @@ def _takes_names(parameters: Sequence[inspect.Parameter], inputs: dict[Any, Any]
     names = {p.name for p in named}
     if inputs.keys() <= names:
         return True
+    # Targets come with the inputs, or after them.
     required = {p.name for p in named if p.default is p.empty} - {*TARGET_NAMES}
     return required <= inputs.keys() and not names.isdisjoint(inputs)
 

@@ -11,10 +11,10 @@ from cyxtrain.environment import accelerator
 from cyxtrain.errors import CyxtrainError
 from cyxtrain.world.world import World
 
+# Part of PyTorch's message, in a plain RuntimeError.
 _OF_THE_CPU = "can't allocate memory"
-"""Part of PyTorch's message, in a plain RuntimeError."""
+# Parts of messages of drivers, cuBLAS, cuDNN, cuSPARSE and NCCL, which allocate memory themselves; in lower case.
 _OF_LIBRARIES = ("out of memory", "_alloc_failed", "_allocation_failed", "failed to cuda")
-"""Parts of messages of drivers, cuBLAS, cuDNN, cuSPARSE and NCCL, which allocate memory themselves; in lower case."""
 _IN_PIECES = "PYTORCH_ALLOC_CONF=expandable_segments:True helps where free memory is in pieces."
 _LESS = "Give each rank less to hold at once: a smaller batch_size"
 _IN_TRAINING = (

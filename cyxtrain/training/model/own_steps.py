@@ -1,7 +1,7 @@
 """Steps of the user's own: `train_step`, `test_step` and `predict_step` in place of the built-in ones.
 
 A step takes a batch and returns its loss, like a model without a loss_fn, with all that such a model may do: return
-(sum, weight) and scalars for the history, accumulate, and train on ranks without rows.
+(sum, weight) and scalars for the history, accumulate, and train on ranks without samples.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from cyxtrain.training.model.forward import ModelCall
 StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
 
+# By trainer, the names that its steps have returned; kept here, as a dry run restores the trainer's attributes.
 _RETURNED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""By trainer, the names that its steps have returned; kept here, as a dry run restores the trainer's attributes."""
 TRAIN = "train_step"
 TEST = "test_step"
 PREDICT = "predict_step"
@@ -48,7 +48,7 @@ class BuiltInStep:
     """The built-in step: the model's forward, and the loss_fn if there is one.
 
     Attributes:
-        weight: The divisor of the latest loss, if it is not the number of rows.
+        weight: The divisor of the latest loss, if it is not the number of samples.
         update: Called by a step's `optimize`; None in an evaluation, which updates nothing.
         losses: The losses of the running step's calls of `optimize`.
         pair: The (sum, weight) of the latest call of `optimize`, or None.
@@ -189,10 +189,10 @@ class TrainerSteps:
                 dictionaries; any other form that a DataLoader over a Dataset gives. On the device.
 
         Returns:
-            A dictionary with "loss" (the mean over this rank's rows, or (sum, weight)), "output" (of the model, which
-            metrics compare with y) and numbers for the history, such as "accuracy": a number, True or False, a tensor
-            of no dimensions, (sum, weight), or None if this batch has none. A step of your own may return the loss
-            alone.
+            A dictionary with "loss" (the mean over this rank's samples, or (sum, weight)), "output" (of the model,
+            which metrics compare with y) and numbers for the history, such as "accuracy": a number, True or False, a
+            tensor of no dimensions, (sum, weight), or None if this batch has none. A step of your own may return the
+            loss alone.
         """
         return self._built_in(TRAIN)(batch)
 
@@ -203,9 +203,9 @@ class TrainerSteps:
         the optimizer steps, and they are cleared. All ranks make the same calls. In an evaluation, nothing is updated.
 
         Args:
-            loss: The mean over this rank's rows, (sum, weight), or a function that returns one of them, for optimizers
-                that evaluate the loss several times: it is called with gradients cleared, and the optimizer sees loss
-                and gradients over all ranks.
+            loss: The mean over this rank's samples, (sum, weight), or a function that returns one of them, for an
+                optimizer that evaluates the loss several times: it is called with gradients cleared, and the optimizer
+                sees loss and gradients over all ranks.
             optimizer: A name of `optimizers`; None: the only one.
             retain_graph: Keep the graph for another loss that shares it.
 
@@ -263,6 +263,7 @@ def step_for(kind: str, steps: OwnSteps, model: nn.Module, loss: Loss) -> OwnSte
     loss. Raises ConfigError if the model has no forward and there is no step, or if the step takes no batch.
     """
     found = steps.get(kind)
+    # PyTorch's default `forward` is a function that raises.
     has_forward = getattr(model.forward, "__func__", None) is not nn.Module.forward
     if found is None and kind == TEST and not (has_forward and loss.function is not None):
         found = steps.get(TRAIN)
@@ -343,7 +344,7 @@ class StepCall(ModelCall):
             if not _has_loss(result):
                 raise ConfigError(
                     f"{own.name} returned {_described(result)}, and no loss: return a tensor with one number, the mean "
-                    'over this rank\'s rows; (sum, weight); or a dictionary with such a "loss".'
+                    'over this rank\'s samples; (sum, weight); or a dictionary with such a "loss".'
                 )
             if isinstance(result, Mapping):
                 self._warn_of_left_out(result)
@@ -392,6 +393,7 @@ class StepCall(ModelCall):
     def _gradients(self) -> list[int]:
         """Return the identity and the version of each gradient, one of which a backward changes."""
         found = [parameter.grad for parameter in self._own.trainer.model.parameters()]
+        # A backward that adds to a gradient in place changes its version and not its identity.
         return [*map(id, found), *torch_compat.versions_of([each for each in found if each is not None])]
 
     def _tried(self, given: Any) -> Any:
@@ -442,12 +444,11 @@ def _weighted(result: Any, weight: Tensor | float) -> Any:
 
 
 def _called(loss: Any) -> Any:
-    """Return the loss that a function of `optimize` returns; any other loss as it is."""
     return loss() if callable(loss) else loss
 
 
 def checked_loss(loss: Any) -> tuple[Tensor, Any]:
-    """Return (value, None) of a mean over rows, or (sum, weight)."""
+    """Return (value, None) of a mean over samples, or (sum, weight)."""
     value = loss
     weight = None
     if type(loss) is tuple and len(loss) == 2:
@@ -455,7 +456,7 @@ def checked_loss(loss: Any) -> tuple[Tensor, Any]:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ConfigError(
             f"optimize was called with {_described(loss)}: give a tensor with one number, the mean over this rank's "
-            "rows; (sum, weight); or a function that returns one of them."
+            "samples; (sum, weight); or a function that returns one of them."
         )
     return value.reshape(()), weight
 
@@ -472,10 +473,10 @@ def what_needs_all_rows(calls: int, loss: Any) -> str:
 
 
 def accumulation_excludes(what: str) -> str:
-    """Return the error for a step with several micro-batches; `what` needs all rows at once."""
+    """Return the error for a step with several micro-batches; `what` needs all samples at once."""
     return (
-        f"a step has several micro-batches, and the train_step has {what}, which needs all rows of its step at once: "
-        "set accumulation_steps=1, with a smaller batch_size if memory is short."
+        f"a step has several micro-batches, and the train_step has {what}, which needs all samples of its step at "
+        "once: set accumulation_steps=1, with a smaller batch_size if memory is short."
     )
 
 
@@ -516,7 +517,7 @@ def _described(result: Any) -> str:
 
 
 def _as_returned(loss: BatchLoss) -> Any:
-    """Return a number for the history: a mean over this rank's rows, or (sum, weight)."""
+    """Return a number for the history: a mean over this rank's samples, or (sum, weight)."""
     counts_rows = not isinstance(loss.weight, Tensor) and not isinstance(loss.sum_factor, Tensor)
     if counts_rows and loss.sum_factor == loss.weight:
         return loss.value

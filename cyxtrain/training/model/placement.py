@@ -163,7 +163,7 @@ def explain_device(world: World, device: torch.device, facts_by_rank: Sequence[d
         name, other_node, _ = facts["_device"]
         if other_node == node:
             used.add(name)
-    in_order = sorted(used, key=lambda name: torch.device(name).index or 0)
+    in_order = sorted(used, key=lambda name: torch.device(name).index or 0)  # as text, cuda:10 precedes cuda:2
     which = in_order[0]
     if len(used) > 1:
         which += f" to {in_order[-1]}"
@@ -179,4 +179,5 @@ def put_channels_last(model: nn.Module) -> None:
         )
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() in (4, 5):
+            # Not a new parameter: the optimizer keeps the present one.
             tensor.data = as_channels_last(tensor.data)

@@ -66,14 +66,14 @@ def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> It
     lists and dictionaries among these; buffers, `.grad`, `requires_grad`, and the generators of torch, NumPy and
     Python; with `copies` also trained parameters and other tensors among the attributes. Values are compared: code that
     writes to `.data` changes no version counter. Within, no parameter has a `.grad`, and no rank waits for another:
-    `all_gather_with_grad` returns this rank's rows. Yields the calls of `all_gather_with_grad`.
+    `all_gather_with_grad` returns this rank's samples. Yields the calls of `all_gather_with_grad`.
 
     Cost: a copy of the buffers, on their device; with `copies` also a copy of what is trained, on the CPU.
 
     Args:
         owners: Modules, functions, methods and other objects; their attributes are looked at one level deep.
         device: The device whose generator is kept, besides the CPU's.
-        copies: Whether parameters are copied, which would slow down each prediction for a few rows.
+        copies: Whether parameters are copied, which would slow down each prediction for a few samples.
     """
     kept = _Kept(owners, copies=copies)
     with generators_kept(device, kept.generators), gathering_alone() as gathers:
@@ -196,7 +196,6 @@ def _copied(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tup
 
 
 def _frozen(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of parameters that nothing changes."""
     found: set[int] = set()
     for module in modules:
         if getattr(module, "max_norm", None) is not None:
@@ -291,7 +290,7 @@ class StepBuffers:
         self._copies = [BuffersKept(ddp.module) for _ in range(depth)]
 
     def keep(self) -> Callable[[], None]:
-        """Copy the buffers; return what restores them, and the number of rows that they have counted."""
+        """Copy the buffers; return what restores them, and the number of samples that they have counted."""
         kept = self._copies.pop(0)  # the oldest copy is overwritten
         self._copies.append(kept)
         rows = self._ddp.buffer_rows

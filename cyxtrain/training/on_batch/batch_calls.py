@@ -137,6 +137,7 @@ def _step(
     device = data.placement.device
     state.set(callbacks=Callbacks(), stop_training=False)
     with generators_kept(device):
+        # By the step: each batch draws other numbers, and a resumed program the same ones.
         seed_generators(config.seed, 0, state.position.step, world.rank, device)
         put_into_training(state.model, *data.loss.modules)
         shares = source.feed(config, world).shares(Place(0, 0, 0), data.placement, 1)

@@ -141,22 +141,21 @@ def check_parts(output: Any, rows: int, owner: str = "predict") -> None:
 
 
 def _shape_error(owner: str, rows: int, output: Any, name: str, part: Any) -> ConfigError:
-    """Return the error for a part of an output that does not have a row per input row."""
+    """Return the error for a part of an output that does not have a row per sample."""
     what = type(part).__name__
     if isinstance(part, Tensor):
         what = f"a tensor of shape {list(part.shape)}"
     if part is not output:
         what += f" as {name}"
     return ConfigError(
-        f"{owner} needs a model that returns a tensor with one output row per input row, or several in a dictionary, a "
-        f"dataclass, a tuple or a list; for {rows} rows it returned {what}.{_shape_remedy(rows, output, name, part)}"
+        f"{owner} needs a model that returns a tensor with a row per sample, or several in a dictionary, a "
+        f"dataclass, a tuple or a list; for {rows} samples it returned {what}.{_shape_remedy(rows, output, name, part)}"
     )
 
 
 def _shape_remedy(rows: int, output: Any, name: str, part: Any) -> str:
-    """Return what to do about such a part."""
     if isinstance(output, (tuple, list)) and len(output) == rows and not isinstance(output[0], Tensor):
-        return " Let a predict_step pad the entries of such a list, one per row, and return how long each was."
+        return " Let a predict_step pad the entries of such a list, one per sample, and return how long each was."
     if isinstance(part, Tensor) and part.dim() > 1 and part.shape[1] == rows:
         return (
             " Its rows are in the second dimension, as in the states of an LSTM: return it with the rows first "
@@ -170,8 +169,7 @@ def _shape_remedy(rows: int, output: Any, name: str, part: Any) -> str:
 
 
 def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Return what all rows have in common, even if they are padded to different lengths."""
-    return {name: kind_of(part) for name, part in parts.items()}
+    return {name: kind_of(part) for name, part in parts.items()}  # even if they are padded to different lengths
 
 
 def gathered_rows(
@@ -241,6 +239,7 @@ def _gathered(
     by_rank = values.split(counts)
     if flat:
         torch.cat(flat, out=by_rank[world.rank])
+    # Ranks have different numbers of values, and an all_gather takes equal ones.
     for rank, part in enumerate(by_rank):
         if len(part) and not only_first:
             world.broadcast(part, rank)

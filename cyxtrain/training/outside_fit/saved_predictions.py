@@ -328,6 +328,7 @@ class ShardFolder:
             shapes = [[sum(map(len, run)), *shape] for shape, run in runs]
             record["kinds"].append(kind_of(tensors[0]))
             record["shapes"].append(shapes)
+            # Rows of several shapes follow each other as flat numbers; the record has the shapes.
             if len(shapes) > 1:
                 tensors = [tensor.reshape(-1) for tensor in tensors]
             joined = torch.cat(tensors)
@@ -384,7 +385,7 @@ def _group_size(rows: CheckedData, output: Any) -> int:
         rows_dimension = int(name in rows.tried.rows_second)
         row_bytes += part.nbytes // max(1, part.shape[rows_dimension])
     batches = rows.source.num_batches(rows.batch_size)
-    most = _STREAM_BATCHES
+    most = _STREAM_BATCHES  # the length of a stream is unknown before it ends
     if batches is not None:
         most = -(-batches // _FEWEST_SHARDS)
     return max(1, min(most, SHARD_BYTES // max(1, row_bytes * rows.batch_size)))

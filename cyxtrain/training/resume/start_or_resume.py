@@ -55,16 +55,21 @@ def find_checkpoint(plan: FitPlan, state: TrainingState, program: str) -> Checkp
     if resume == AUTO:
         return read_on_all(plan.world, lambda: _newest_of_call(folder, state, call, program))
     if plan.attempt:
-        if resume is not None:  # then this is the call of fit that made the checkpoint
-            named = look_into(Path(resume)).position
-            call = (named.get("fits"), named.get("first_epoch"))
-        launched, _ = process_env.launched_run()  # on rank 0, which reads
-        found = read_on_all(plan.world, lambda: _newest_of_call(folder, state, call, program, launched))
+        found = read_on_all(plan.world, lambda: _newest_of_launch(plan, state, call, program))
         if found is not None:
             return found
     if resume is None:
         return None
     return read_file_on_all(plan.world, resume)
+
+
+def _newest_of_launch(plan: FitPlan, state: TrainingState, call: tuple[Any, Any], program: str) -> tuple[bytes, str]:
+    """Return (bytes, path) as `_newest_of_call`, among the checkpoints since the launcher first started the ranks."""
+    if plan.resume is not None:  # then this is the call of fit that made the checkpoint
+        named = look_into(Path(plan.resume)).position
+        call = (named.get("fits"), named.get("first_epoch"))
+    launched, _ = process_env.launched_run()
+    return _newest_of_call(_folder_of(plan.config), state, call, program, launched)
 
 
 def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:

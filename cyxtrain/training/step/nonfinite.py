@@ -278,7 +278,7 @@ class FiniteGuard:
             kept = "The update was not taken: its parameters are as before."
         remedy = _LOOK if self._is_fit else _LOOK_IN_LOOP
         if has_bad_data:
-            remedy = "Fix or drop those rows of the data"
+            remedy = "Fix or drop those samples"
         if self._is_fit and not self._skips:
             remedy += ', or skip such steps with on_nonfinite="skip"'
         return f"{in_a_row}{kept} {remedy}.{self._range()}"
@@ -357,10 +357,7 @@ def _describe_rows(share: Share) -> list[str]:
                 if not _is_finite(values):
                     found.setdefault(name, []).extend(before + row for row in _rows_at_fault(batch, values))
         before += batch.rows
-    return [
-        f"{name} holds NaN or infinities ({'row' if len(rows) == 1 else 'rows'} {shortened(share.names(rows))})"
-        for name, rows in found.items()
-    ]
+    return [f"{name} holds NaN or infinities ({share.describe(rows)})" for name, rows in found.items()]
 
 
 def _rows_at_fault(batch: Batch, values: Tensor) -> Iterable[int]:

@@ -153,8 +153,8 @@ def test_a_held_out_part_keeps_the_lengths_of_the_others():
 @pytest.mark.parametrize(
     ("data", "asked", "message"),
     [
-        ("arrays", True, "X is arrays: give the length of each row"),
-        ("loader", LENGTHS[1:], r"group_by_length has the shape \[119\] and the type int64, and X has 120 rows"),
+        ("arrays", True, "X is arrays: give the length of each sample"),
+        ("loader", LENGTHS[1:], r"group_by_length has the shape \[119\] and the type int64, and X has 120 samples"),
         ("loader", ["long"] * COUNT, "group_by_length has the shape"),
         ("stream", True, "X gives batches one after the other"),
         ("sampler", True, "leave the sampler out"),

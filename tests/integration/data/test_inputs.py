@@ -309,16 +309,16 @@ def sparse_eye() -> Any:
         ),
         ((LEFT, RIGHT), TARGETS[:5], {}, r"X\[0\] and y have different lengths: 12 and 5"),
         ({1: LEFT}, TARGETS, {}, "keys must be strings, got 1"),
-        ({}, TARGETS, {}, "X has no rows"),
+        ({}, TARGETS, {}, "X has no samples"),
         ({"left": LEFT, "right": "text"}, TARGETS, {}, r"X\['right'\]"),
         ((LEFT, RIGHT), {"a": TARGETS}, {}, "CrossEntropyLoss compares one output with one y, and y has 1 parts"),
         ((LEFT, RIGHT), TARGETS, {"sample_weight": np.ones(5)}, "X.0. and sample_weight have different lengths"),
-        ((LEFT, RIGHT), TARGETS, {"sample_weight": np.ones((12, 1))}, "one number per row, shape"),
+        ((LEFT, RIGHT), TARGETS, {"sample_weight": np.ones((12, 1))}, "one number per sample, shape"),
         ((LEFT, RIGHT), TARGETS, {"sample_weight": -np.ones(12)}, "must not be negative"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0}}, "for class 1, 2, which y holds; it has one for class 0"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0, 1: "x", 2: 1.0}}, "numbers of at least 0, got 'x'"),
         ((LEFT, RIGHT), TARGETS, {"class_weight": [1.0, 2.0]}, r"must be a dictionary, as dict"),
-        ((LEFT, RIGHT), LEFT, {"class_weight": {0: 1.0}}, "class_weight needs one class number per row"),
+        ((LEFT, RIGHT), LEFT, {"class_weight": {0: 1.0}}, "class_weight needs one class number per sample"),
         (torch.eye(12).to_sparse(), TARGETS, {}, r"X is a sparse tensor, .*: give X.to_dense\(\)"),
         (LazyParameter(sparse_eye), TARGETS, {}, r"X is a csr_\w+, .*: give X.toarray\(\)"),
         ((LEFT, RIGHT), TARGETS, {"validation_data": ((LEFT, RIGHT),)}, "or .X_val, y_val, sample_weight."),
@@ -332,7 +332,7 @@ def test_what_cannot_be_rows_is_refused(inputs, targets, more, words):
 def test_weights_need_a_loss_of_each_row():
     weights = np.ones(12)
     with one_process():
-        with pytest.raises(cx.ConfigError, match=r"loss_fn must return one per row, shape \(6,\) .* shape \[\]"):
+        with pytest.raises(cx.ConfigError, match=r"loss_fn must return one per sample, shape \(6,\) .* shape \[\]"):
             trained(
                 TwoInputs, (LEFT, RIGHT), TARGETS, lambda *pair: functional.cross_entropy(*pair), sample_weight=weights
             )
@@ -345,8 +345,8 @@ def test_rows_of_a_part_that_are_not_finite_are_named():
     left[7, 0] = float("nan")
     with (
         one_process(),
-        pytest.warns(UserWarning, match=r"row 7 of X\['left'\] holds nan"),
-        pytest.raises(cx.NonFiniteError, match=r"X\['left'\] holds NaN or infinities \(row 7\)"),
+        pytest.warns(UserWarning, match=r"sample 7 of X\['left'\] holds nan"),
+        pytest.raises(cx.NonFiniteError, match=r"X\['left'\] holds NaN or infinities \(sample 7\)"),
     ):
         trained(TwoInputs, {"left": left, "right": RIGHT}, TARGETS)
 
@@ -400,6 +400,6 @@ def test_floats_that_become_others_are_said(capsys):
     left, right, targets = parts()
     with one_process():
         trained(TwoInputs, (left.double(), right), targets, verbose=True)
-        assert f"data {ROWS} rows, float64 becomes the model's float32 " in " ".join(capsys.readouterr().out.split())
+        assert f"data {ROWS} samples, float64 becomes the model's float32 " in " ".join(capsys.readouterr().out.split())
         trained(TwoInputs, (left, right), targets, verbose=True)
         assert "becomes" not in capsys.readouterr().out

@@ -453,18 +453,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "two batch sizes": (DataLoader(Plain(), 4), {"batch_size": 8}, "batch_size=8, and X makes batches of"),
     "a split": (DataLoader(Plain(), 4), {"validation_split": 0.5}, "validation_split divides arrays"),
     "four parts": (DataLoader(Four(), 4), {}, r"one has 4 parts"),
-    "no rows": (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), {}, "X has no rows"),
-    "nothing": (DataLoader(Plain(0), 4), {}, "the Plain has no rows"),
-    "halves of rows": (DataLoader(Plain(), 4, sampler=[0.5, 1]), {}, "the DataLoader's list must give row numbers"),
-    "an empty batch": (DataLoader(Plain(), batch_sampler=[[0, 1], []]), {}, "list gave a batch without rows"),
+    "no rows": (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), {}, "X has no samples"),
+    "nothing": (DataLoader(Plain(0), 4), {}, "the Plain has no samples"),
+    "halves of rows": (DataLoader(Plain(), 4, sampler=[0.5, 1]), {}, "the DataLoader's list must give sample numbers"),
+    "an empty batch": (DataLoader(Plain(), batch_sampler=[[0, 1], []]), {}, "list gave an empty batch"),
     "fewer than said": (
         DataLoader(Plain(), 4, sampler=Miscounted([0, 1])),
         {},
         rf"length {ROWS}, but gave 2\.",
     ),
     "no count": (DataLoader(Plain(), 4, sampler=map(int, "123")), {}, "the DataLoader's map has no length"),
-    "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "the DataLoader's collate_fn turned 2 rows into 1"),
-    "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 rows"),
+    "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "collate_fn turned 2 samples into 1"),
+    "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 samples"),
     "sizes twice": (
         DataLoader(Plain(), batch_sampler=Longer(4)),
         {"effective_batch_size": 8},
@@ -690,7 +690,7 @@ def test_an_error_says_which_row_it_came_with():
     with one_process(), pytest.raises(KeyError) as caught:
         trained(Broken())
     if hasattr(caught.value, "__notes__"):
-        assert caught.value.__notes__ == ["That was row 30 of the data set."]
+        assert caught.value.__notes__ == ["This happened while loading sample 30 of the dataset."]
 
 
 class Stopping(cx.callbacks.Callback):

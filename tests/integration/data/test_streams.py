@@ -239,7 +239,7 @@ def test_a_data_set_that_does_not_know_its_workers_is_split_over_them(world_size
 def test_the_header_says_that_rows_are_split_over_workers(capsys):
     with one_process():
         trained(DataLoader(Unaware(), 5, num_workers=2), epochs=1, verbose=True)
-    assert "batches of DataLoader, each row by one of 2 workers" in capsys.readouterr().out
+    assert "batches of DataLoader, each sample by one of 2 workers" in capsys.readouterr().out
 
 
 SHARDED = {

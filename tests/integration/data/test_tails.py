@@ -124,8 +124,8 @@ def test_batches_of_a_single_row_and_steps_of_them_are_refused_too():
     in_one = DataLoader(TensorDataset(*make_rows(9)), batch_sampler=[[0, 1, 2], [3], [4, 5]])  # type: ignore[arg-type]
     thirds = {"effective_batch_size": 3, "accumulation_steps": 2}
     for data, settings, words in (
-        ((in_one,), {}, "makes a batch of a single row"),
-        ((DataLoader(Streamed(), batch_size=1),), {}, "Give each of 1 rank at least two rows at once"),
+        ((in_one,), {}, "makes a batch of a single sample"),
+        ((DataLoader(Streamed(), batch_size=1),), {}, "Give each of 1 rank at least two samples at once"),
         (make_rows(6), thirds, "a step has 3 rows, so on 1 rank with micro-batches of up to 2 rows one is a single"),
     ):
         trainer = cx.DistributedTrainer(normed("batch")[0], "cross_entropy", "sgd")
@@ -155,7 +155,7 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_on_any_number_of_ranks()
 def test_drop_last_that_leaves_nothing_or_cannot_be_known_is_refused():
     trainer = cx.DistributedTrainer(make_model(), "cross_entropy")
     with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
-        with pytest.raises(cx.ConfigError, match="drop_last leaves nothing: 5 rows, and a step has 8"):
+        with pytest.raises(cx.ConfigError, match="drop_last leaves nothing: 5 samples, and a step has 8"):
             trainer.fit(*make_rows(5), batch_size=8, drop_last=True)
-        with pytest.raises(cx.ConfigError, match="the number of rows of X is unknown"):
+        with pytest.raises(cx.ConfigError, match="the number of samples of X is unknown"):
             trainer.fit(lambda: iter([make_rows(5)]), drop_last=True)

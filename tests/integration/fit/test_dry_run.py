@@ -283,7 +283,7 @@ def test_what_fails_only_in_training_is_refused_before_the_first_step_on_every_r
         assert "no gradient of the loss, tried on shape [20, 4]: ValueError: no way back" in broken.replace(
             "[10, ", "[20, "
         )
-        assert "a step has 2 rows, so on 2 ranks with micro-batches of up to 1 row one is a single row" in alone
+        assert "a step has 2 samples, so on 2 ranks with micro-batches of up to 1 sample one is a single" in alone
 
 
 class Derivative(nn.Module):

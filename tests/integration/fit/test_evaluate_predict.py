@@ -197,11 +197,11 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda output: {"scores": output, "text": "yes"}, "for 4 rows it returned str"),
+        (lambda output: {"scores": output, "text": "yes"}, "for 4 samples it returned str"),
         (lambda output: (output, output.mean()), r"shape \[\]"),
         (lambda output: (), "tuple"),
         (lambda output: output.sum(), r"shape \[\]"),
-        (lambda output: output[:1], r"for 4 rows it returned a tensor of shape \[1, 3\]"),
+        (lambda output: output[:1], r"for 4 samples it returned a tensor of shape \[1, 3\]"),
         (lambda output: output if len(output) == 3 else output.double(), "rows of one kind"),
     ],
 )
@@ -252,7 +252,7 @@ def test_the_loss_that_a_model_computes_is_no_output(world_size):
         assert names == ["scores"]
         np.testing.assert_allclose(scores, expected, rtol=1e-6)
     only_loss = Returns(lambda output: {"loss": output.square().mean()})
-    with one_process(), pytest.raises(cx.ConfigError, match="for 5 rows it returned dict"):
+    with one_process(), pytest.raises(cx.ConfigError, match="for 5 samples it returned dict"):
         trainer_of(only_loss, None).predict(make_rows(5)[0])
 
 
@@ -295,15 +295,15 @@ def fail_on_one_rank() -> list[str]:
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank():
     first, second = run_world(2, fail_on_one_rank)
-    assert first[0].startswith("ConfigError: y holds class 7 (row 5), and the model has outputs for classes 0 to 2.")
+    assert first[0].startswith("ConfigError: y holds class 7 (sample 5), and the model has outputs for classes 0 to 2.")
     assert second[0] == first[0]
-    assert first[1].startswith("ConfigError: X and y have different lengths: 6 and 5 rows")
+    assert first[1].startswith("ConfigError: X and y have different lengths: 6 and 5 samples")
     assert second[1].startswith("ConfigError: rank 0 refuses to start: X and y have different lengths")
     for text in (first, second):
         assert text[2].startswith("ConfigError: rank 1 differs from rank 0 in the given X: hash of its values")
         assert text[3].startswith("ConfigError: rank 1 differs from rank 0 in the batch size: 2 on rank 1, 1 on rank 0")
         assert text[4].startswith("ConfigError: y is missing")
-        assert "the loss would compare every row with every other" in text[5]
+        assert "the loss would compare every sample with every other" in text[5]
         assert text[6].startswith("ConfigError: rank 1 differs from rank 0 in the model's 0.weight: hash of its values")
 
 

@@ -284,5 +284,5 @@ def test_parts_of_the_data_that_are_none_reach_the_model_as_none(world_size):
         assert all(len(each) == 2 + 60 for each in found)
         assert found[0] == found[1]
         assert found[3][0] == found[6][0] == found[5][0]
-    with one_process(), pytest.raises(cx.ConfigError, match="X has no rows: it is None, or all of its parts are"):
+    with one_process(), pytest.raises(cx.ConfigError, match="X has no samples: it is None, or all of its parts are"):
         trainer_of(Masked()).predict({"inputs": None, "mask": None})

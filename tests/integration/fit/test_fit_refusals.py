@@ -24,7 +24,7 @@ INPUTS, TARGETS = make_rows(12)
 NUMBERS = INPUTS[:, :1]
 ONE_EPOCH = cx.DistributedTrainingConfig(epochs=1)
 LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(INPUTS, TARGETS), batch_size=4)
-TABLE = "the loss would compare every row with every other"
+TABLE = "the loss would compare every sample with every other"
 
 
 def trainer_of(model: nn.Module | None = None, loss_fn: Any = "cross_entropy", make: Any = adam, **more: Any) -> Any:
@@ -121,8 +121,8 @@ def measured(metric: Any) -> Any:
 # What a rank is given -> what the error says. Each trainer is new; the rows are right where nothing else is given.
 Way = Callable[[], Any]
 WRONG: dict[str, tuple[Way, str]] = {
-    "X and y of different length": (lambda: trainer_of().fit(INPUTS, TARGETS[:5]), "12 and 5 rows"),
-    "no samples": (lambda: trainer_of().fit(INPUTS[:0], TARGETS[:0]), "X has no rows"),
+    "X and y of different length": (lambda: trainer_of().fit(INPUTS, TARGETS[:5]), "12 and 5 samples"),
+    "no samples": (lambda: trainer_of().fit(INPUTS[:0], TARGETS[:0]), "X has no samples"),
     "no y": (lambda: trainer_of().fit(INPUTS), "y is missing"),
     "nothing": (lambda: trainer_of().fit(), "it got 0 arrays"),
     "three arrays": (lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS), "it got 3 arrays"),
@@ -267,7 +267,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     "classes in a column": (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"numpy\.asarray\(y\)\.reshape\(-1\)"),
     "a class that the model does not know": (
         lambda: trainer_of().fit(INPUTS, torch.where(torch.arange(12) == 9, 7, TARGETS)),
-        r"y holds class 7 \(row 9\)",
+        r"y holds class 7 \(sample 9\)",
     ),
     "numbers against a column": (lambda: regression(nn.Flatten(0)).fit(INPUTS, NUMBERS), TABLE),
     "a column against numbers": (lambda: regression().fit(INPUTS, NUMBERS[:, 0]), TABLE),
@@ -323,7 +323,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     ),
     "rows as pairs": (
         lambda: trainer_of().fit([*zip(INPUTS, TARGETS, strict=True)]),
-        r"X is a list of \(x, y\) pairs, one per row: give DataLoader\(pairs",
+        r"X is a list of \(x, y\) pairs, one per sample: give DataLoader\(pairs",
     ),
     "a callback without super().__init__()": (
         lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=Unfinished()),
@@ -341,10 +341,10 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: LogsAsLightning(make_model()).fit(INPUTS, TARGETS),
         "log has no argument 'on_epoch'. The history has one number per epoch",
     ),
-    "a metric of text": (lambda: measured(lambda *_: "good"), r"mine must return .*; for 12 rows it returned str good"),
-    "a metric of nothing": (lambda: measured(lambda *_: None), "for 12 rows it returned NoneType None"),
-    "a metric of a dictionary": (lambda: measured(lambda *_: {"a": 1}), "for 12 rows it returned dict {'a': 1}"),
-    "a metric of three": (lambda: measured(lambda *_: (1, 2, 3)), r"for 12 rows it returned tuple \(1, 2, 3\)"),
+    "a metric of text": (lambda: measured(lambda *_: "good"), r"mine must .*; for 12 samples it returned str good"),
+    "a metric of nothing": (lambda: measured(lambda *_: None), "for 12 samples it returned NoneType None"),
+    "a metric of a dictionary": (lambda: measured(lambda *_: {"a": 1}), "for 12 samples it returned dict {'a': 1}"),
+    "a metric of three": (lambda: measured(lambda *_: (1, 2, 3)), r"for 12 samples it returned tuple \(1, 2, 3\)"),
     "a metric of text and weight": (lambda: measured(lambda *_: ("a", 2)), r"it returned tuple \('a', 2\)"),
     "a metric of (target, output)": (
         lambda: measured(lambda target, output: output.argmax(1) == target),
@@ -566,14 +566,14 @@ def warnings_of_fit(row: int) -> list[str]:
 def test_nan_in_y_is_a_warning_too():
     numbers = NUMBERS.clone()
     numbers[7] = float("nan")
-    with one_process(), pytest.warns(UserWarning, match="row 7 of y holds nan"):
+    with one_process(), pytest.warns(UserWarning, match="sample 7 of y holds nan"):
         regression().fit(INPUTS, numbers, epochs=1, verbose=False, on_nonfinite="skip")
 
 
 @pytest.mark.parametrize("row", [0, by_night(11)])
 def test_nan_in_x_is_a_warning_where_the_caller_stands(row):
     first, second = run_world(2, warnings_of_fit, row)  # whichever rank has looked through it
-    assert first[0].startswith(f"UserWarning in {__file__}: row {row} of X holds nan.")
+    assert first[0].startswith(f"UserWarning in {__file__}: sample {row} of X holds nan.")
     assert second == []
 
 
@@ -591,8 +591,8 @@ def fit_where_warnings_are_errors() -> str:
 
 def test_where_a_warning_is_an_error_on_one_rank_the_others_hear_of_it():
     first, second = run_world(2, fit_where_warnings_are_errors)
-    assert first.startswith("UserWarning: row 3 of X holds nan")
-    assert second.startswith("DistributedTrainingError: rank 0 has failed: UserWarning: row 3 of X holds nan")
+    assert first.startswith("UserWarning: sample 3 of X holds nan")
+    assert second.startswith("DistributedTrainingError: rank 0 has failed: UserWarning: sample 3 of X holds nan")
 
 
 def test_an_infinity_is_a_warning_and_large_numbers_are_none():
@@ -602,23 +602,23 @@ def test_an_infinity_is_a_warning_and_large_numbers_are_none():
     inputs[3, 1], inputs[9] = float("-inf"), float("nan")
     source = ArraySource(inputs, TARGETS)
     assert [source.not_finite(part, 3) for part in range(3)] == [
-        ("row 3 of X holds -inf", 1, []),
+        ("sample 3 of X holds -inf", 1, []),
         ("", 0, []),
-        ("row 9 of X holds nan", 1, []),
+        ("sample 9 of X holds nan", 1, []),
     ]
     inputs[10, :] = float("nan")
     numbers = NUMBERS.clone()
     numbers[9:] = float("inf")  # two of them in rows that X has spoilt
-    assert ArraySource(inputs, numbers).not_finite(0, 1) == ("row 3 of X holds -inf", 4, [])
-    assert ArraySource(inputs).part(8, 12).not_finite(0, 1) == ("row 9 of X holds nan", 2, [])
-    with one_process(), pytest.warns(UserWarning, match="row 3 of X holds -inf, the first of 3 such rows."):
+    assert ArraySource(inputs, numbers).not_finite(0, 1) == ("sample 3 of X holds -inf", 4, [])
+    assert ArraySource(inputs).part(8, 12).not_finite(0, 1) == ("sample 9 of X holds nan", 2, [])
+    with one_process(), pytest.warns(UserWarning, match="sample 3 of X holds -inf, the first of 3 such samples."):
         trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False, on_nonfinite="skip")
 
 
 def test_nan_in_validation_data_is_a_warning_before_anything_starts():
     inputs = INPUTS.clone()
     inputs[4, 1] = float("nan")
-    with one_process(), pytest.warns(UserWarning, match="validation data: row 4 of X holds nan. val_loss may become"):
+    with one_process(), pytest.warns(UserWarning, match="validation data: sample 4 of X holds nan. val_loss may"):
         trainer_of().fit(INPUTS, TARGETS, inputs, TARGETS, epochs=1, verbose=False)
 
 
@@ -829,7 +829,7 @@ SIGMOIDS: dict[str, nn.Module] = {
 def test_sigmoid_before_a_loss_that_applies_one_is_warned_of(name):
     targets = BINARY.repeat(1, 2) if "heads" in name else BINARY
     words = (
-        f"all 12 rows that were tried are probabilities, and {ITSELF['bce_with_logits']} itself: leave the Sigmoid out"
+        f"all 12 samples that were tried are probabilities, and {ITSELF['bce_with_logits']} itself: leave the Sigmoid"
     )
     found = warnings_before_training(SIGMOIDS[name], "bce_with_logits", targets)
     assert [words in each for each in found] == [True]
@@ -945,7 +945,7 @@ def test_columns_of_a_table_that_hold_no_numbers_are_named_in_every_call():
             INPUTS, WORD_TABLE["city"]
         ): r"^y holds object values \(Oslo\).*numpy\.unique\(y, return_inv",
         lambda: trainer.fit(Table({"a": [1] * 12, "b": [True] * 12}), TARGETS): r"different kinds: give X\.astype",
-        lambda: trainer.fit(INPUTS, Series("age", [1.0, NAN] * 6)): "float64, with NaN in 6 rows, which must be filled",
+        lambda: trainer.fit(INPUTS, Series("age", [1.0, NAN] * 6)): "float64, with NaN in 6 samples, which must be",
     }.items():
         with one_process(), pytest.raises(cx.ConfigError, match=words):
             call()
@@ -966,8 +966,9 @@ def warnings_of_nan_table() -> list[str]:
 
 def test_columns_of_a_table_that_hold_nan_are_named_whichever_rank_finds_them():
     first, second = run_world(2, warnings_of_nan_table)
-    assert first[0].startswith("row 1 of X holds nan, the first of 6 such rows (column 'area', 'age'). on_nonfinite")
-    assert first[1].startswith("validation data: row 1 of X holds nan, the first of 6 such rows (column 'area', 'age')")
+    where = "sample 1 of X holds nan, the first of 6 such samples (column 'area', 'age')"
+    assert first[0].startswith(f"{where}. on_nonfinite")
+    assert first[1].startswith(f"validation data: {where}")
     assert second == []
 
 

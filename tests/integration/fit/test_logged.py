@@ -510,5 +510,5 @@ def test_hooks_of_gradients_count_and_a_look_at_batch_norm_does_not():
     with one_process():
         model.last[1].bias.register_hook(lambda _: model.trainer.log("hooks", 1, reduce="sum"))
         assert counted(model, effective_batch_size=10)["hooks"] == [4]
-        with pytest.raises(cx.ConfigError, match="the last step of an epoch has 1 row"):
+        with pytest.raises(cx.ConfigError, match="the last step of an epoch has 1 sample"):
             counted(model, effective_batch_size=9)

@@ -383,7 +383,7 @@ def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
         ("classes", ["top_9"], "'top_9' needs at least 9 classes, and the model has 3"),
         ("numbers", ["f1"], "'f1' is for classes"),
         ("logits", ["top_2"], "'top_2' is for classes"),
-        ("classes", {"bad": lambda output, target: torch.ones(7)}, "bad must return a number per row, or their mean"),
+        ("classes", {"bad": lambda output, target: torch.ones(7)}, "bad must return a number per sample, or their"),
         ("classes", {"odd": lambda output, target: 1 / 0}, "the metric odd cannot take .* division by zero"),
         ("classes", LazyParameter(lambda: [torchmetrics.MeanSquaredError()]), "metric mean_squared_error cannot take"),
         (
@@ -401,7 +401,7 @@ def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
             LazyParameter(lambda: [torchmetrics.text.BLEUScore()]),
             r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet",
         ),
-        ("labels", ["cohen_kappa"], "'cohen_kappa' is for one class per row, and the targets are several labels"),
+        ("labels", ["cohen_kappa"], "'cohen_kappa' is for one class per sample, and the targets are several labels"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_anything_starts(kind, metrics, words):

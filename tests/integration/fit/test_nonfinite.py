@@ -176,12 +176,12 @@ def test_a_bad_batch_is_told_from_a_bad_model():
         inputs[BATCH + 3, 1] = math.nan
         found = fit(inputs)
         assert found["error"][0].startswith(
-            f"epoch 1, step 2 (2 in all): on rank 0, X holds NaN or infinities (row {BATCH + 3}), the loss is nan"
+            f"epoch 1, step 2 (2 in all): on rank 0, X holds NaN or infinities (sample {BATCH + 3}), the loss is nan"
         )
-        assert "Fix or drop those rows of the data, or skip such steps" in found["error"][0]
+        assert "Fix or drop those samples, or skip such steps" in found["error"][0]
         assert "Lower the learning rate" not in found["error"][0]
         # In the order of an epoch the rows lie elsewhere; they are named as the user knows them.
-        assert f"X holds NaN or infinities (row {BATCH + 3}), the loss" in fit(inputs, shuffle=True)["error"][0]
+        assert f"X holds NaN or infinities (sample {BATCH + 3}), the loss" in fit(inputs, shuffle=True)["error"][0]
         model = make_model()
         with torch.no_grad():
             model[2].bias[1] = math.inf

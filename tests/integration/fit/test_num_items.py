@@ -1,4 +1,4 @@
-"""Claims about models that divide their loss by `num_items_in_batch`, and losses that are not a mean over rows."""
+"""Claims about models that divide their loss by `num_items_in_batch`, and losses that are not a mean over samples."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...], str]] = 
         make_model,
         lambda output, y: functional.cross_entropy(output, y, torch.tensor([1.0, 2.0, 9.0])),
         make_rows(20),
-        "not a mean over rows",
+        "not a mean over samples",
     ),
     "pairs": (make_model, pairs, make_rows(20), "cx.all_gather_with_grad"),
     "a model that ignores the number": (Deaf, None, HUGGING, "let forward divide the sum by an argument num_items"),

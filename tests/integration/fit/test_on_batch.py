@@ -241,7 +241,7 @@ def test_what_cannot_work_is_refused_by_name():
             trainer.fit(inputs, targets, epochs=1, verbose=False, callbacks=[Calling()])
         with pytest.raises(cx.ConfigError, match="the schedule of this trainer ends with a fit"):
             trainer_of(make_model("float64"), scheduler="cosine").train_on_batch(inputs, targets)
-        with pytest.raises(cx.NonFiniteError), pytest.warns(UserWarning, match="row 0 of X holds"):
+        with pytest.raises(cx.NonFiniteError), pytest.warns(UserWarning, match="sample 0 of X holds"):
             trainer.train_on_batch(inputs * torch.inf, targets)
         assert all(parameter.grad is None for parameter in trainer.model.parameters())
         trainer.train_on_batch(inputs, targets)

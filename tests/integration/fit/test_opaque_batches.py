@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "four parts": (lambda: fit_on(OTHERS), "has 4 parts.*train_step"),
     "class weights": (
         lambda: cx.DistributedTrainer(nn.Linear(2, 2), train_step=step).fit(OTHERS, class_weight={0: 1.0}),
-        "class_weight needs one class number per row",
+        "class_weight needs one class number per sample",
     ),
     "the built-in step in one's own": (
         lambda: fit_on(OTHERS, train_step=lambda trainer, batch: type(trainer).train_step(trainer, batch)),
@@ -344,7 +344,7 @@ def test_nan_in_a_batch_of_any_form_is_named_with_the_rows_of_the_batch():
 
     trainer = cx.DistributedTrainer(nn.Linear(3, 2), train_step=train_step)
     data = DataLoader(rows, 4, collate_fn=lambda samples: [[row for row, _ in samples], ["text"]])
-    with pytest.raises(cx.NonFiniteError, match=r"holds NaN or infinities \(rows 4, 5, 6, 7\)"):
+    with pytest.raises(cx.NonFiniteError, match=r"holds NaN or infinities \(samples 4, 5, 6, 7\)"):
         trainer.fit(data, epochs=1, verbose=False)
 
 

@@ -688,7 +688,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "has no optimizer for the schedule 'dd'. Did you mean 'd'?": lambda: make_gan(schedulers={"dd": "cosine"}),
         "has no optimizer 'dd'. Did you mean 'd'?": gan(gan_step, clip_norm={"dd": 1.0}),
         "the trainer has no optimizer 'x'": gan(lambda t, b: alone_on(t, "x")),
-        "the train_step has several calls of optimize, which needs all rows": gan(gan_step, accumulation_steps=2),
+        "the train_step has several calls of optimize, which needs all samples": gan(gan_step, accumulation_steps=2),
         "does not depend on the parameters of the optimizer 'g' (Adam)": gan(lambda t, b: alone_on(t, "g")),
         "optimize needs the name of one of the optimizers: g, d": gan(lambda t, b: t.optimize(b[0].sum())),
         ", 4]: give a tensor with one number": gan(lambda t, b: t.optimize(t.model["g"](b[0]), "g")),

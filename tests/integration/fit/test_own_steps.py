@@ -573,7 +573,7 @@ def test_steps_that_cannot_work_are_refused_by_name(step, words):
 def test_a_weight_that_is_negative_or_not_a_number_is_refused(weight):
     with (
         one_process(),
-        pytest.raises(cx.ConfigError, match=r"its weight is .*: a weight is a count, of rows or tokens"),
+        pytest.raises(cx.ConfigError, match=r"its weight is .*: a weight is a count, of samples or tokens"),
     ):
         cx.DistributedTrainer(make_model("float64"), lambda output, _: (output.sum(), weight)).fit(*data(), **SETTINGS)
 

@@ -358,8 +358,8 @@ def test_states_with_rows_first_stay_so_also_if_there_are_as_many_layers():
 
 def test_rows_in_the_second_dimension_of_something_flat_are_refused_with_the_way_to_return_them():
     words = (
-        r"for 4 rows it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it with "
-        r"the rows first \(state\.transpose\(0, 1\)\), or return only what you need"
+        r"for 4 samples it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it "
+        r"with the rows first \(state\.transpose\(0, 1\)\), or return only what you need"
     )
     with one_process(), pytest.raises(cx.ConfigError, match=words):
         trainer_of(Returns(lambda loss, logits: logits.T)).predict(make_rows(4)[0])

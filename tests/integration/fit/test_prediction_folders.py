@@ -334,6 +334,6 @@ class Wrong(nn.Module):
 )
 def test_output_without_rows_is_refused_before_a_folder_is_made(output, what, tmp_path):
     trainer = cx.DistributedTrainer(Wrong(output), "mse", "sgd")
-    with one_process(), pytest.raises(cx.ConfigError, match=f"rows it returned {what}"):
+    with one_process(), pytest.raises(cx.ConfigError, match=f"samples it returned {what}"):
         trainer.predict(torch.zeros(4, 3), output_dir=tmp_path / "predictions")
     assert not (tmp_path / "predictions").exists()

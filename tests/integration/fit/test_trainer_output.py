@@ -65,7 +65,7 @@ def test_the_header_has_a_line_for_each_fact(shown):
     assert facts["backend"] == "cpu (cyxtrain's ring, unix)"
     assert facts["batch"] == "4 per rank, 8 effective"
     assert facts["steps"] == "3 steps per epoch, epochs 1 to 2"
-    assert facts["data"] == "20 rows, and 6 rows for validation"
+    assert facts["data"] == "20 samples, and 6 samples for validation"
     assert facts["device"] == "cpu, 1 thread per rank"
     assert facts["model"] == "Sequential, 67 parameters"
     assert "\nbatch      1 or 2 per rank, 3 effective\n" in shown[0]["uneven"][0]
@@ -160,7 +160,7 @@ def test_the_header_names_one_epoch_and_a_list(capsys):
         trainer_of().fit(torch.utils.data.DataLoader([*zip(*ROWS, strict=True)], batch_size=4), epochs=1)
     shown = capsys.readouterr().out
     assert "5 steps per epoch, epoch 1\n" in shown
-    assert "data       20 rows of a list, in their own order\n" in shown
+    assert "data       20 samples of a list, in their own order\n" in shown
 
 
 @contextlib.contextmanager

@@ -93,5 +93,5 @@ def test_language_models_and_classifiers_learn_what_one_big_batch_teaches(world_
 def test_a_model_that_ignores_the_number_is_a_warning():
     (found,) = everywhere(1, fit_all, 1)
     (words,) = found["bert masked"]["warnings"]
-    assert "not a mean over rows" in words
+    assert "not a mean over samples" in words
     assert "give a loss_fn that does it from the outputs" in words

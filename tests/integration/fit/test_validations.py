@@ -338,7 +338,7 @@ def test_lines_are_printed(capsys):
     assert sum("val_near" in line for line in lines) == 4  # after steps 4, 8 and 10; in the other fit after the epoch
     assert not any("val_loss" in line for line in lines)  # it is the same number
     assert sum("batch 5/10" in line or "batch 10/10" in line for line in lines) == 2
-    assert any("9 rows near, 7 rows far for validation" in line for line in lines)
+    assert any("9 samples near, 7 samples far for validation" in line for line in lines)
 
 
 def test_the_old_name_for_logging_warns(capsys):
@@ -398,6 +398,7 @@ def test_a_mapping_of_arrays_is_one_set_with_named_inputs():
         ({"validation_data": {"near": VALID, "far": FAR[0]}}, "'far' with no y: give each set its y"),
         ({"validation_data": {}}, "validation_data has no set"),
         ({"validation_data": {1: VALID}}, "validation_data has 1: give each set its y and a name"),
+        ({"validation_data": {"": VALID, "far": FAR}}, "validation_data has '', 'far': give each set its y and a name"),
         ({"validation_data": {"near": (1, 2, 3, 4)}}, r"validation_data\['near'\] must be \(X_val, y_val\)"),
         ({"validation_data": {"a": VALID, "far": (FAR[0][:, :2], FAR[1])}}, "validation data 'far': "),
         ({"validation_data": {"a": VALID}, "keep_best": "val_b_loss"}, "keep_best='val_b_loss': no such metric"),
@@ -482,9 +483,9 @@ def test_rows_are_held_out_by_class_and_by_group_on_any_number_of_ranks():
 @pytest.mark.parametrize(
     ("labels", "settings", "message"),
     [
-        (LABELS[:-9], {"validation_stratify": True}, "needs two rows of each class, and these have one: 1"),
+        (LABELS[:-9], {"validation_stratify": True}, "needs two samples of each class, and these have one: 1"),
         (np.ones((40, 2), dtype=np.float32), {"validation_stratify": True}, r"y is torch.float32 of shape \[40, 2\]"),
-        (LABELS, {"validation_groups": GROUPS[1:]}, r"validation_groups has the shape \[39\], and X has 40 rows"),
+        (LABELS, {"validation_groups": GROUPS[1:]}, r"validation_groups has the shape \[39\], and X has 40 samples"),
         (LABELS, {"validation_groups": [0] * 40}, "validation_groups has 1 group"),
         (LABELS, {"validation_groups": GROUPS, "validation_stratify": True}, "Samples are held out in one way"),
     ],

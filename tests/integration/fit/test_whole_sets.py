@@ -341,7 +341,7 @@ def test_what_preprocess_returns_is_gathered_instead_of_the_output():
         assert (outputs.shape, outputs.dtype) == ((ROWS,), np.int64)
         without_rows = cx.metrics.WholeSet(noting, preprocess=lambda output, target: output.mean())
         trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics={"bleu": without_rows})
-        words = r"bleu needs outputs with one row per input row; .*shape \[\].*preprocess"
+        words = r"bleu needs outputs with one row per sample; .*shape \[\].*preprocess"
         with pytest.raises(cx.ConfigError, match=words):
             trainer.evaluate(*make_rows(ROWS))
 

@@ -112,7 +112,7 @@ GOLDEN = {
     "no y": "y is missing: the loss compares the model's output with it. Only a model that computes its own loss "
     "(loss_fn=None) does without.",
     "keyword": "fit has no argument 'epoch'. Did you mean 'epochs'?",
-    "class": "y holds class 2 (row 1), and the model has outputs for classes 0 to 1. Number the classes from 0, or "
+    "class": "y holds class 2 (sample 1), and the model has outputs for classes 0 to 1. Number the classes from 0, or "
     "give the model's last layer more outputs.",
     "forward": "the model cannot take X, tried on shape [{rows}, 4]: RuntimeError: mat1 and mat2 shapes cannot be "
     "multiplied (1x{numbers} and 4x2)",

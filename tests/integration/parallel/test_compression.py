@@ -398,9 +398,9 @@ def test_the_header_and_the_refusal_of_a_gradient_too_large_say_how_gradients_tr
     assert "gradients" not in plain[0][0]
     assert not plain[0][1]
     [(alone, _)] = everywhere(1, say, "fp16", 1.0)
-    assert "gradients stay here: compression='fp16' has nothing to do alone" in alone
+    assert "gradients not sent: compression='fp16' has no effect on a single rank" in alone
     [(whole, _), _] = run_world(2, say, "bf16", 1.0, "bfloat16")
-    assert "gradients sent as they are, bfloat16: compression='bf16' has nothing to do" in whole
+    assert "gradients sent as bfloat16: compression='bf16' has no effect on these types" in whole
     [(said, _), _] = run_world(2, say, "powersgd", 1.0)
     assert "gradients sent as matrices of rank 1; what they leave out joins the next step" in said
 

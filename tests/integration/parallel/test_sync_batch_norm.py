@@ -153,7 +153,7 @@ def test_two_optimizers_train_through_the_statistics_of_all_ranks():
             assert parameters == pytest.approx(expected, rel=1e-9, abs=1e-12)
             assert [*losses] == [pytest.approx(each, rel=1e-9) for each in numbers]
         assert "are 1, 0 micro-batches by rank (set drop_last=True, or another batch_size)" in refused
-        assert "a train_step that calls optimize does not run on no rows." in refused
+        assert "a train_step that calls optimize does not run without samples." in refused
 
 
 def by_hand(rows: int, effective: int, at_once: int, ranks: int) -> Any:
@@ -259,11 +259,11 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_counts_and_remedy():
         {"rows": 27, "effective_batch_size": 12, "norm": "plain", "sync_batchnorm": True, "fails": True},
     ]
     for without_rows, single, converted in values(run_ranks(2, refusal, given)):
-        assert "has 3 rows" in without_rows
+        assert "has 3 samples" in without_rows
         assert "1, 0 micro-batches by rank" in without_rows
         assert "drop_last=True" in without_rows
-        assert "has 1 row" in single
-        assert "all ranks together have a single row" in single
+        assert "has 1 sample" in single
+        assert "all ranks together have a single sample" in single
         assert converted == without_rows
 
 

@@ -11,6 +11,7 @@ import signal
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.data.sharding import ranks_with_rows
+from cyxtrain.training.resume import start_or_resume
 
 pytestmark = [pytest.mark.usefixtures("rank_server")]
 
@@ -502,6 +504,19 @@ def test_a_fit_that_goes_on_from_a_path_goes_on_from_its_own_checkpoints_when_al
         monkeypatch.setattr("cyxtrain.training.trainer._numbers", itertools.count(1))
         again = train_quietly(str(tmp_path / "named"), from_second)
         assert again == {**whole, "seen": whole["seen"][2 * ROWS :]}
+
+
+def looked_into_after_a_restart(folder: str) -> list[str]:
+    train_anew(0, folder, {"epochs": 1, "checkpoint_every_n_epochs": 1})
+    restarted = mock.patch.dict(os.environ, {"CYXTRAIN_RUN": "a launch", "CYXTRAIN_ATTEMPT": "1"})
+    with restarted, mock.patch.object(start_or_resume, "look_into", wraps=start_or_resume.look_into) as look_into:
+        train_anew(0, folder, {"resume": f"{folder}/epoch-0001.ckpt"})
+    return [str(call.args[0]) for call in look_into.call_args_list]
+
+
+def test_after_a_restart_rank_0_alone_looks_into_the_named_checkpoint(tmp_path):
+    looked = run_new_world(2, looked_into_after_a_restart, str(tmp_path))
+    assert looked == [[str(tmp_path / "epoch-0001.ckpt")], []]
 
 
 def test_a_refused_resume_leaves_the_trainer_as_it_was(tmp_path):

@@ -118,7 +118,7 @@ def test_an_accelerator_is_busy_while_the_next_rows_are_fetched(looked):
     assert looked["whole"][0][1:] == looked["whole"][1][1:]
     assert looked["broken"][0][0].count("end") == looked["broken"][1][0].count("end") == WRONG // 8
     assert looked["broken"][0][1:] == looked["broken"][1][1:]
-    assert f"That was row {WRONG} of the data set." in looked["broken"][1][2]
+    assert f"This happened while loading sample {WRONG} of the dataset." in looked["broken"][1][2]
     # A fit that stops early trains the same steps, and takes no more of what is given once.
     assert looked["stopped"][0][0].count("end") == looked["stopped"][1][0].count("end") < steps
     assert looked["left"][0] == looked["left"][1] > 0

@@ -205,7 +205,7 @@ def test_the_validation_part_is_the_last_fraction(num_rows, fraction, first):
 def test_a_split_has_two_parts_or_is_refused(num_rows, percent):
     first = num_rows * (100 - percent) // 100
     if first == 0:
-        with pytest.raises(ConfigError, match=f"of {num_rows} rows leaves 0 for training and {num_rows} for"):
+        with pytest.raises(ConfigError, match=f"of {num_rows} samples leaves 0 for training and {num_rows} for"):
             validation_rows(num_rows, percent / 100)
     else:
         assert validation_rows(num_rows, percent / 100) == first < num_rows

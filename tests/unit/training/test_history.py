@@ -5,6 +5,7 @@ import io
 import json
 import math
 
+import numpy as np
 import pytest
 
 from cyxtrain.errors import ConfigError
@@ -137,6 +138,28 @@ def test_an_empty_history_can_be_shown_and_written():
 
 def test_a_history_made_by_hand_counts_its_epochs_from_1():
     assert [line.split(",")[0] for line in TrainingHistory([0.5, 0.25]).to_csv().splitlines()] == ["epoch", "1", "2"]
+
+
+def test_csv_of_a_history_made_by_hand_has_its_metrics_and_its_validations():
+    made = TrainingHistory(val_losses=[0.25], metrics={"f1": [0.5, 0.75]})
+    made.validations = [{"step": 3, "epoch": 1, "val_loss": np.float32(0.5)}, {"step": 6, "epoch": 1, "val_loss": 0.25}]
+    assert made.to_csv().splitlines() == [
+        "epoch,step,train_loss,train_accuracy,val_loss,val_accuracy,train_f1",
+        "1,3,,,0.5,,",
+        "1,6,,,0.25,,0.5",
+        "2,,,,,,0.75",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("validation", "missing"),
+    [({"epoch": 1, "val_loss": 0.5}, "no 'step'"), ({"val_loss": 0.5}, "no 'step' and no 'epoch'")],
+)
+def test_a_validation_made_by_hand_without_its_place_is_refused(validation, missing):
+    made = TrainingHistory([0.5], steps=[6], validations=[{"step": 3, "epoch": 1}, validation])
+    for call in (made.to_csv, made.plot):
+        with pytest.raises(ConfigError, match=rf"TrainingHistory.validations\\[1\\] has {missing}: give each"):
+            call()
 
 
 @pytest.mark.parametrize(
