@@ -654,6 +654,103 @@ def test_a_request_of_one_rank_reaches_the_others_with_an_update():
     assert run_world(2, stopped_gan) == [3, 3]
 
 
+class StopEarly(cx.callbacks.Callback):
+    """Asks to end the fit after its first step, on rank 1 alone."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.get_rank() == 1 and self.trainer.step == 1:
+            self.trainer.stop_training = True
+
+
+def in_turns(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+    """A step that updates "d", "g", "d" ... in turns."""
+    name = "dg"[trainer.step % 2]
+    return trainer.optimize(trainer.model["d"](trainer.model["g"](batch[0])).mean(), name)
+
+
+def stopped_in_a_frozen_step() -> int:
+    trainer = make_gan(in_turns)
+    trainer.model["g"].requires_grad_(False)
+    trainer.fit(make_data(), epochs=5, callbacks=[StopEarly()], **SETTINGS)
+    return trainer.step
+
+
+def test_a_request_waits_where_a_step_averages_no_gradient():
+    """Step 2 updates frozen parameters: nothing is sent, so no rank may act on its own request."""
+    assert run_world(2, stopped_in_a_frozen_step) == [3, 3]
+
+
+MARK = 1000.0
+
+
+def is_marked(x: Tensor) -> bool:
+    return bool((x[:, 0] == MARK).any())
+
+
+def error_of(step: Callable[..., Any], marked: list[int], accumulation_steps: int = 1) -> str:
+    """Returns the error of a fit of 8 rows per step, whose rows `marked` are so; "" if there is none."""
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), make_model()).double()
+    trainer = cx.DistributedTrainer(model, None, adam(model), train_step=step)
+    x, y = make_rows(24)
+    x = x.double()
+    x[marked, 0] = MARK
+    try:
+        settings: dict[str, Any] = {"shuffle": False, "effective_batch_size": 8, "verbose": False}
+        trainer.fit(x, y, epochs=1, accumulation_steps=accumulation_steps, **settings)
+    except cx.CyxtrainError as error:
+        return str(error)
+    return ""
+
+
+def returned_or_optimized(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+    """A step that returns its loss, NaN where a row is marked, and updates by itself in step 1."""
+    x, y = batch
+    loss = cross_entropy(trainer.model(x.clamp(max=1)), y)
+    if trainer.step == 0:
+        return trainer.optimize(loss)
+    return loss * torch.nan if is_marked(x) else loss
+
+
+def test_a_returned_loss_of_nan_is_that_of_its_rank_also_after_an_update():
+    for error in run_world(2, error_of, returned_or_optimized, [13]):  # of step 2, on rank 1
+        assert "step 2 (2 in all): on rank 1, the loss is nan" in error
+        assert "on rank 0" not in error
+
+
+def constant_where_marked(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+    x, y = batch
+    loss = cross_entropy(trainer.model(x.clamp(max=1)), y)
+    return trainer.optimize(torch.zeros(()).double() if is_marked(x) else loss)
+
+
+def test_buffers_are_shared_once_in_a_step_also_if_a_micro_batch_has_a_constant_loss():
+    assert run_world(2, error_of, constant_where_marked, [9], 2) == ["", ""]
+
+
+def constant_nan_where_marked(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+    x, y = batch
+    loss = cross_entropy(trainer.model(x.clamp(max=1)), y)
+    return trainer.optimize(torch.tensor(torch.nan).double() if is_marked(x) else loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_with_a_constant_loss_of_nan_is_not_taken(world_size):
+    for error in everywhere(world_size, error_of, constant_nan_where_marked, [13]):
+        assert f"step 2 (2 in all), optimizer: on rank {world_size - 1}, the loss is nan" in error
+
+
+def optimized_where_marked(trainer: cx.DistributedTrainer, batch: Any) -> Tensor:
+    x, y = batch
+    loss = cross_entropy(trainer.model(x.clamp(max=1)), y)
+    return trainer.optimize(loss) if trainer.step == 0 or is_marked(x) else loss
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_in_a_micro_batch_and_not_in_the_last_one_is_refused(world_size):
+    for error in everywhere(world_size, error_of, optimized_where_marked, [8, 9], 2):
+        assert "called self.optimize in a micro-batch of step 2, and not in the last one" in error
+
+
 def alone_on(trainer: cx.DistributedTrainer, name: str) -> None:
     trainer.optimize(trainer.model["d"](make_data()).mean(), name)
 
