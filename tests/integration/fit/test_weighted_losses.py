@@ -468,3 +468,31 @@ def bias_by_default_dtype() -> list[list[float]]:
 def test_labels_are_counted_alike_whatever_pytorchs_default_type_is(world_size: int) -> None:
     for first, *others in everywhere(world_size, bias_by_default_dtype):
         assert others == [first] * 3
+
+
+def pair_of_marked(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    counts = targets > 0
+    return (outputs.float() * 5 * counts).sum(), counts.sum()
+
+
+def overflowing(as_view: bool) -> str:
+    """Returns the error of a fit in float16, whose second step has one sample that counts, of a large gradient."""
+    model = nn.Linear(1, 1, bias=False).half()
+    x, y = torch.ones(16, 1).half(), torch.ones(16, 1).half()
+    x[9], y[8:], y[9] = 30000, 0, 1
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    settings = cx.DDPConfig(gradient_as_bucket_view=as_view)
+    trainer = cx.DistributedTrainer(model, pair_of_marked, optimizer, ddp_config=settings)
+    try:
+        trainer.fit(x, y, epochs=1, effective_batch_size=8, accumulation_steps=2, shuffle=False, verbose=False)
+    except cx.NonFiniteError as error:
+        assert model.weight.isfinite().all()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_gradients_that_the_division_by_the_weight_makes_infinite_are_not_taken(as_view):
+    """Before it they are 18,750, and 8 times as much after it: beyond 65,504."""
+    for error in run_world(2, overflowing, as_view):
+        assert "step 2 (2 in all): the gradients of weight are not finite in the average over ranks" in error
