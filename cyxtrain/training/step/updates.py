@@ -4,15 +4,13 @@ Each optimizer's parameters are wrapped as a separate module: their gradients ha
 averaged while `backward(inputs=...)` runs. The wrapper of the whole model runs the step as its forward, which shares
 the buffers; it averages the gradients of a loss that the step returns instead.
 
-A rank without rows does not run the step. If there is one, the first rank broadcasts what the step does, in that step
-only: each update, each evaluation of its loss, and the end. The ranks without rows join with zeros.
+A rank without rows does not run the step: it joins the updates of the others with zeros (`update_calls.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,13 +18,12 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.environment import torch_compat
-from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, on_all_ranks, shortened, warn_together
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, NonFiniteError, shortened, warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.weighting import cleared
 from cyxtrain.optim.clipping import fill_gradients, make_clip, multiply_gradients
@@ -49,14 +46,9 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.loss_division import sum_over_ranks
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.step.transaction import StepTransaction
-from cyxtrain.world.world import World
+from cyxtrain.training.step.update_calls import CODE_BITS, UpdateCalls, called
 
 _Result = TypeVar("_Result")
-_CODE_BITS = 8
-"""Signals by which ranks compare their calls of `optimize`: one for the first of a step, others for the optimizer."""
-_END, _UPDATE, _EVALUATE = range(3)
-"""What the first rank of a step broadcasts: the end; (an update, its optimizer's number, whether it has a closure);
-(an evaluation, whether its loss is (sum, weight))."""
 
 
 class Updates:
@@ -88,6 +80,7 @@ class Updates:
         assert isinstance(setup.call, StepCall)
         self._call = setup.call
         self._names = [*state.rates]
+        self._calls = UpdateCalls(ddp.world, state, self._names)
         self.parts: dict[str, _OptimizedPart] = {}
         self.has_updated = False
         self._idle = set(self._names)
@@ -109,25 +102,24 @@ class Updates:
         self.has_updated = False
         self._rows = 0
         self._is_last = True
-        self._calls = 0
         self._verdicts: defaultdict[str, list[Verdict]] = defaultdict(list)
         self.norms: list[Mapping[str, Tensor]] = []
         self._skipped = self._state.position.skipped
-        self._leader = _leader(self._world, share, asks=self._call.optimizes)
+        self._calls.begin(share, asks=self._call.optimizes)
 
     def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
         """Return the result of a forward that may make updates; `is_last`: of this rank in the step."""
         running = self._call.running
         self._rows = rows
         self._is_last = is_last
-        self._calls = 0
+        self._calls.number = 0
         running.update = self._update
         try:
             result = forward()
         finally:
             running.update = None
         if is_last:
-            self._broadcast(_END)
+            self._calls.tell_end()
             self._check_averaged()
         return result
 
@@ -136,20 +128,16 @@ class Updates:
         if self._accumulating:
             name = next(iter(self._accumulating))
             raise ConfigError(
-                f"train_step {_called(name)} in a micro-batch of step {self._state.position.step + 1}, and not in the "
+                f"train_step {called(name)} in a micro-batch of step {self._state.position.step + 1}, and not in the "
                 f"last one, in which the gradients of all {self._setup.num_micro_batches} are averaged: call it in "
                 "every micro-batch, or set accumulation_steps=1."
             )
 
     def follow(self) -> None:
         """Take part in the updates of a step without a row on this rank."""
-        while True:
-            kind, optimizer, has_closure = self._broadcast(_END)
-            if kind == _END:
-                return
+        for name, has_closure in self._calls.followed():
             self.has_updated = True
-            self._calls += 1
-            self._step(self._part(self._names[optimizer]), None, retain_graph=False, has_closure=bool(has_closure))
+            self._step(self._part(name), None, retain_graph=False, has_closure=has_closure)
 
     def finish(self) -> Verdict:
         """End a step that has made updates: update the loss scale, and step the schedules."""
@@ -191,54 +179,13 @@ class Updates:
 
     def close(self, error: BaseException | None) -> None:
         """Remove the hooks from the parameters; explain an error if ranks call `optimize` differently."""
-        calls: dict[int, str] = {}
+        explained: CollectiveMismatchError | None = None
         if isinstance(error, CollectiveMismatchError):
-            calls = self._calls_in(str(error))
+            explained = self._calls.explain(error, {name: part.ddp.collectives for name, part in self.parts.items()})
         for part in self.parts.values():
             part.ddp.close()
-        if calls:
-            raise _differing(calls) from error
-
-    def _running_call(self, name: str) -> str:
-        """Describe the running call of `optimize`."""
-        return f"{_called(name)} as call {self._calls} of step {self._state.position.step + 1}"
-
-    def _calls_in(self, error: str) -> dict[int, str]:
-        """Describe what ranks did that an error of the ring names; empty if none called `optimize`."""
-        names = {}
-        for part in self.parts.values():
-            names.update(dict.fromkeys(part.ddp.collectives, part.name))
-        found: dict[int, str] = {}
-        for rank, call in re.findall(r"rank (\d+) is in (\w+ #\d+(?: \(.*?\))?)", error):
-            name = next((names[each] for each in names if each in call), None)
-            if name is None:
-                found[int(rank)] = f"was in {call}"
-            elif int(rank) == self._world.rank:
-                found[int(rank)] = self._running_call(name)
-            else:
-                # How many calls another rank has made is unknown here.
-                found[int(rank)] = _called(name)
-        if any(_CALLED in each for each in found.values()):
-            return found
-        return {}
-
-    def _broadcast(self, *message: int) -> list[int]:
-        """Return what the leading rank does; without one, in a step in which all ranks have rows, the message."""
-        padded = [*message, 0, 0][:3]
-        if self._leader is None:
-            return padded
-        found: list[int] = self._world.broadcast(torch.tensor(padded, device="cpu"), self._leader).tolist()
-        if self._share.rows and found[: len(message)] != [*message]:
-            raise _differing({self._leader: self._explain(found), self._world.rank: self._explain(message)})
-        return found
-
-    def _explain(self, message: Sequence[int]) -> str:
-        """Describe what a rank does, by the message that it broadcasts."""
-        if message[0] == _UPDATE:
-            return self._running_call(self._names[message[1]])
-        if message[0] == _END:
-            return "called it no more"
-        return "had a loss of another form, a mean or (sum, weight)"
+        if explained is not None:
+            raise explained from error
 
     def _part(self, name: str) -> _OptimizedPart:
         """Return the part that an optimizer has, as it is now. All ranks call it."""
@@ -251,15 +198,15 @@ class Updates:
     def _update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
         """Update the parameters of an optimizer; return the loss, detached."""
         has_closure = callable(loss)
-        self._calls += 1
+        self._calls.number += 1
         self.has_updated = True
-        needs_all_rows = what_needs_all_rows(self._calls, loss)
+        needs_all_rows = what_needs_all_rows(self._calls.number, loss)
         if needs_all_rows and self._setup.num_micro_batches > 1:
             raise ConfigError(accumulation_excludes(needs_all_rows))
         if has_closure and self._state.loss_scale is not None:
             raise ConfigError("self.optimize takes no closure with precision='fp16': use precision='bf16'.")
         if self._is_last:
-            self._broadcast(_UPDATE, self._names.index(name), int(has_closure))
+            self._calls.tell_update(name, has_closure=has_closure)
             return self._step(self._part(name), loss, retain_graph=retain_graph, has_closure=has_closure)
         part = self._part(name)
         with self._call.precision.suspended(), part.ddp.no_sync():
@@ -322,34 +269,39 @@ class Updates:
 
         `loss` is None if this rank has no rows. `averages`: return it over all ranks, as (sum, weight) always is.
         """
-        ddp = part.ddp
         value: Tensor | None = None
         weight = None
         if loss is not None:
             value, weight = _trained_loss(loss)
         self._own_loss = None if value is None else value.detach()
-        has_weight = self._is_last and self._all_have_weight(weight)
+        has_weight = self._is_last and self._calls.agree_on_weight(weight is not None)
         sync = self._sync_of(part)
-        ddp.share_buffers_once()
+        part.ddp.share_buffers_once()
         shown, factor = self._shown_and_factor(weight, has_weight=has_weight, averages=averages)
-        trained = part.module.trained
         # An optimizer whose parameters are all frozen takes no part.
-        if not trained:
-            return shown
-        if value is not None:
-            scaled = times(value, factor)
-            sync.watch(scaled.to(self._device))
-            if scaled.requires_grad:
-                if self._multiplier != 1:
-                    scaled = scaled * self._multiplier
-                scaled.backward(inputs=trained, retain_graph=retain_graph)
-        if self._is_last:
-            if not sync.is_sent:
-                ddp.average_accumulated()
-            self._take_signals(part, sync.received)
-            if self._multiplier != 1:
-                multiply_gradients(trained, 1.0 / self._multiplier)
+        if part.module.trained:
+            if value is not None:
+                self._accumulate(part, times(value, factor), sync, retain_graph=retain_graph)
+            if self._is_last:
+                self._average(part, sync)
         return shown
+
+    def _accumulate(self, part: _OptimizedPart, loss: Tensor, sync: Synchronization, *, retain_graph: bool) -> None:
+        """Add up the gradients of a loss; the last ones of a step are averaged while they are computed."""
+        sync.watch(loss.to(self._device))
+        if loss.requires_grad:
+            if self._multiplier != 1:
+                loss = loss * self._multiplier
+            loss.backward(inputs=part.module.trained, retain_graph=retain_graph)
+
+    def _average(self, part: _OptimizedPart, sync: Synchronization) -> None:
+        """Average what has accumulated, unless backward has done so; take what ranks have sent with it."""
+        if not sync.is_sent:
+            part.ddp.average_accumulated()
+        self._calls.check_alike(part.name, sync.received[NUM_SIGNALS:])
+        self.received = [*map(max, self.received or self._signals, sync.received)]
+        if self._multiplier != 1:
+            multiply_gradients(part.module.trained, 1.0 / self._multiplier)
 
     def _sync_of(self, part: _OptimizedPart) -> Synchronization:
         """Return what the gradients of an update are sent with: one for all micro-batches of a step."""
@@ -357,30 +309,10 @@ class Updates:
         if sync is None:
             sync = part.ddp.begin_sync(self._multiplier)
         # Ranks compare their calls with the gradients themselves, without another message.
-        sync.signals = [*self._signals, *self._call_signals(part)]
+        sync.signals = [*self._signals, *self._calls.signals_of(part.name)]
         if not self._is_last:
             self._accumulating[part.name] = sync
         return sync
-
-    def _all_have_weight(self, weight: Any) -> bool:
-        """Return whether the loss is (sum, weight): a rank without rows learns it from the others."""
-        return bool(self._broadcast(_EVALUATE, int(weight is not None))[1])
-
-    def _call_signals(self, part: _OptimizedPart) -> list[float]:
-        """Return the call of `optimize` as bits: their averages are 0 or 1 if all ranks make the same call."""
-        code = self._names.index(part.name)
-        if self._calls == 1:
-            code += 2 ** (_CODE_BITS - 1)
-        return [float(code >> bit & 1) for bit in range(_CODE_BITS)]
-
-    def _take_signals(self, part: _OptimizedPart, signals: Sequence[float]) -> None:
-        """Keep the requests of all ranks; raise on all of them if they have made different calls."""
-        self.received = [*map(max, self.received or self._signals, signals)]
-        num_ranks = self._world.size
-        ranks_with_bit = [each * num_ranks for each in signals[NUM_SIGNALS:]]
-        if any(0.1 < ranks < num_ranks - 0.1 for ranks in ranks_with_bit):
-            calls = self._world.gather(self._running_call(part.name))
-            raise on_all_ranks(_differing(dict(enumerate(calls))))
 
     def _shown_and_factor(self, weight: Any, *, has_weight: bool, averages: bool) -> tuple[Tensor, Number]:
         """Return the loss to show, and its factor before backward; N cancels the averaging over N ranks."""
@@ -411,7 +343,7 @@ class Updates:
         part.module.zero_grad()
         if not part.ddp.losses_are_finite():
             return own_losses
-        examined_call = self._calls
+        examined_call = self._calls.number
         calls = 0
         losses: list[Tensor] = []
         trained = part.module.trained
@@ -482,7 +414,7 @@ class _OptimizerParameters(nn.Module):
 class _Wrapper(DistributedDataParallel):
     """Averages the gradients of an update, and compares the calls of the ranks."""
 
-    num_signals = NUM_SIGNALS + _CODE_BITS
+    num_signals = NUM_SIGNALS + CODE_BITS
 
 
 class _OptimizedPart:
@@ -518,40 +450,3 @@ def _check_averaged(ddp: DistributedDataParallel, optimizer: torch.optim.Optimiz
 
 class _ReachedError(Exception):
     """Ends a step that runs again, at the call of `optimize` that is examined."""
-
-
-_CALLED = "called self.optimize"
-
-
-def _called(name: str) -> str:
-    return _CALLED if name == ONLY else f"{_CALLED}(optimizer={name!r})"
-
-
-def _differing(calls: Mapping[int, str]) -> CollectiveMismatchError:
-    """Return the error for ranks that call `optimize` differently; `calls` describes each rank's call."""
-    by_rank = sorted(calls.items())
-    first, what = by_rank[0]
-    rank, other = next((each for each in by_rank if each[1] != what), by_rank[0])
-    return CollectiveMismatchError(
-        f"train_step does not call self.optimize alike on all ranks: rank {rank} {other}, and rank {first} {what}. All "
-        "ranks must make the same calls in the same order: decide by what they share, such as self.step, not by a "
-        "rank's own batch, loss or random numbers.",
-        rank=rank,
-        during="train_step",
-    )
-
-
-def _leader(world: World, share: Share, *, asks: bool) -> int | None:
-    """Return the first rank with rows if some rank has none; otherwise None. All ranks call it.
-
-    Where each rank has its own data, the ranks ask each other, if the step makes updates at all.
-    """
-    if share.count_ranks is not None:
-        return 0 if share.count_ranks() < world.size else None
-    if not asks:
-        return None
-    rank = world.rank if share.rows else world.size
-    found = torch.tensor([rank, int(share.rows > 0)], device="cpu")
-    world.reduce(found, dist.ReduceOp.MIN)
-    first_with_rows, all_have_rows = found.tolist()
-    return None if all_have_rows else first_with_rows
