@@ -72,6 +72,11 @@ class Reducer:
         self.next_sync = Synchronization()  # what the next backward sends with its gradients
         self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
         self.unsynced = False  # whether there are gradients that were not averaged
+        self._first = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
+        self._comm_hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
+        self._device_waits: accelerator.Stopwatch | None = None
+        self._handles: list[Any] = []  # of the hooks on parameters
+        self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of the same parameters, made later
         self._add_hooks([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
@@ -80,11 +85,6 @@ class Reducer:
         return self._trained[0].device if self._trained else torch.device("cpu")
 
     def _add_hooks(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        self._first = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
-        self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
-        self._device_waits: accelerator.Stopwatch | None = None
-        self._handles: list[Any] = []
-        self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
         for other in _open_reducers:
             if not other._names.keys().isdisjoint(self._names):
                 other._newer.add(self)
@@ -105,8 +105,8 @@ class Reducer:
         self.flags.take_over(earlier.flags)
         self.seconds = earlier.seconds
         self._device_waits = earlier._device_waits
-        if earlier._hook is not None:
-            self.exchange_by_hook(*earlier._hook)
+        if earlier._comm_hook is not None:
+            self.exchange_by_hook(*earlier._comm_hook)
         for name in self.low_rank.keys() & earlier.low_rank.keys():
             now = self.low_rank[name]
             before = earlier.low_rank[name]
@@ -170,11 +170,11 @@ class Reducer:
 
     def exchange_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let a comm hook average gradients from now on; raise ConfigError if there is one, or compression."""
-        if self._hook is not None:
+        if self._comm_hook is not None:
             raise ConfigError("a comm hook is registered already; a module has one.")
         if self._is_compressing:
             raise ConfigError("DDPConfig.compression and a comm hook exclude each other: leave one out.")
-        self._hook = (state, hook)
+        self._comm_hook = (state, hook)
         for bucket in self._buckets:
             bucket.exchange_by_hook(state, hook)
 
@@ -204,7 +204,8 @@ class Reducer:
         self = reference()
         if self is None:
             return
-        if self.held or self._newer:  # of two wrappers of one module, the newer one averages
+        # Of two wrappers of one module, the newer one averages.
+        if self.held or self._newer:
             self.unsynced = True
             return
         if self._backward is None or self._backward() is None:
@@ -260,7 +261,7 @@ class Reducer:
         try:
             self._launch(rest=True)
             self._check_versions()
-            flags, unused = self._receive()
+            received, unused = self._receive()
             runtime.check_default_group()
         except RuntimeError as error:
             cause = runtime.cause_of(error)
@@ -272,7 +273,7 @@ class Reducer:
             self._versions = None
             self.next_sync = Synchronization()
         self.unsynced = False
-        self.flags.end_synchronization(flags, unused, refuses_unused=check)
+        self.flags.end_synchronization(received, unused, refuses_unused=check)
 
     def _receive(self) -> tuple[Sequence[Sequence[float] | None], list[nn.Parameter]]:
         """Wait for all, and give out the averages.
@@ -290,15 +291,16 @@ class Reducer:
         is_finite = True
         if self.low_rank:  # only PowerSGD needs to know, to keep or drop what it has left out
             is_finite = all_finite([each for bucket in self._buckets for each in bucket.exchange.received])
-        flags = self.flags.receive()
-        factor = self._buckets[-1].factor_of(self.next_sync.weight, flags[-1])
-        for bucket, own in zip(self._buckets, flags, strict=True):
+        received = self.flags.receive()
+        # The last bucket carries what is sent once: signals, weight and loss.
+        factor = self._buckets[-1].factor_of(self.next_sync.weight, received[-1])
+        for bucket, own in zip(self._buckets, received, strict=True):
             bucket.finish(own, is_finite=is_finite, factor=factor)
         began = time.perf_counter()
         unused = self._sparse.average(self._world, absent=self._absent, factor=factor)
         self.seconds += time.perf_counter() - began
         self.next_sync.complete(factor, self.flags.received)
-        return flags, unused
+        return received, unused
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
         """Return what measures how long an accelerator waits for its backend; with the ring, the host waits."""
