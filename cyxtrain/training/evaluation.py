@@ -126,8 +126,7 @@ def evaluate_rows(
     loss = rows.loss
     logged.reserved |= {*loss.shown, *rows.metrics.names}
     batches = rows.source.num_batches(rows.batch_size)
-    # A row per batch: the sums then do not depend on which ranks evaluate which batches.
-    totals = MetricSums(batches or 1, loss, rows.metrics)
+    totals = MetricSums(batches or 1, loss, rows.metrics)  # a row per batch: it does not matter which rank adds it
     run = BatchRun(world, model, rows, "test", callbacks, display)
     whole_sets = [(each, Outputs(each.structure, owner=f"the metric {each.name}")) for each in rows.metrics.whole_sets]
 

@@ -301,8 +301,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         history: TrainingHistory | None = delegated(self, "fit", (X, y, *more), keywords)
         if history is not None:
             return history
-        # Otherwise a SIGTERM to all processes would kill the workers of DataLoaders, and these take their rank along.
-        with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
+        with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):  # a killed worker ends its rank
             plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
@@ -337,8 +336,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         plan, facts_by_rank = agree_on(world, lambda: self._plan(world, parsed, sources))
         plan = plan.merged_with(facts_by_rank)
         with ending_group_on_error(world):
-            # A warning may be an error (`python -W error`), on this rank alone: the others must not wait for it.
-            warn_of_data(facts_by_rank)
+            warn_of_data(facts_by_rank)  # with `python -W error` on one rank, the others must not wait for it
         return plan
 
     def _begin(self, call: str) -> World:
@@ -369,8 +367,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
                     rates.note_rates()
                 plan.display.close()
                 ddp.close()
-                # Between two fits, nobody needs the memory of the gradients.
-                self._state.trained.zero_grad()
+                self._state.trained.zero_grad()  # between two fits, nobody needs their memory
 
     def evaluate(
         self,

@@ -89,7 +89,7 @@ def fit_normed(rows: int, kind: str, settings: dict[str, Any], loader: bool) -> 
     return f"{trainer.step} steps"
 
 
-SINGLE = "the last step of an epoch has 1 row of 129 rows"
+SINGLE = "the last step of an epoch has 1 sample of 129 samples"
 CASES = {
     (130, "batch", False): "3 steps",  # two ranks would have a row each
     (129, "batch", False): SINGLE,
@@ -126,7 +126,11 @@ def test_batches_of_a_single_row_and_steps_of_them_are_refused_too():
     for data, settings, words in (
         ((in_one,), {}, "makes a batch of a single sample"),
         ((DataLoader(Streamed(), batch_size=1),), {}, "Give each of 1 rank at least two samples at once"),
-        (make_rows(6), thirds, "a step has 3 rows, so on 1 rank with micro-batches of up to 2 rows one is a single"),
+        (
+            make_rows(6),
+            thirds,
+            "a step has 3 samples, so on 1 rank with micro-batches of up to 2 samples one is a single sample",
+        ),
     ):
         trainer = cx.DistributedTrainer(normed("batch")[0], "cross_entropy", "sgd")
         with cx.init(cx.DistributedConfig(rank=0, world_size=1)), pytest.raises(cx.ConfigError, match=words):

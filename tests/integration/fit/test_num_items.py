@@ -249,7 +249,12 @@ HUGGING = ({"input_ids": WORDS_AND_LABELS[0]}, {"labels": WORDS_AND_LABELS[1]})
 DIVIDED = "it is (mean, weight) where fit expects (sum, weight)"
 UNEQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...], str]] = {
     "a lambda": (tagger, over_words, make_texts(0), "Return (sum, weight) from loss_fn"),
-    "a sum": (make_model, lambda o, y: functional.cross_entropy(o, y, reduction="sum"), make_rows(20), "sum over rows"),
+    "a sum": (
+        make_model,
+        lambda o, y: functional.cross_entropy(o, y, reduction="sum"),
+        make_rows(20),
+        "sum over samples",
+    ),
     "class weights": (
         make_model,
         lambda output, y: functional.cross_entropy(output, y, torch.tensor([1.0, 2.0, 9.0])),
@@ -264,7 +269,7 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...], str]] = 
         Named,
         {"a": lambda o, y: (functional.cross_entropy(o, y), len(o))},
         (make_rows(20)[0], {"a": make_rows(20)[1]}),
-        "'a_loss', a loss, of 8 rows is (",
+        "'a_loss', a loss, of 8 samples is (",
     ),
     "a mean in the model's pair": (Halved, None, HUGGING, DIVIDED),
     "a part of the loss": (Auxiliary, None, HUGGING, "which is not a whole number"),

@@ -249,8 +249,8 @@ def wrong_name(outputs: Any, targets: Any) -> float:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (wrong_name, "the metric bleu failed when it was tried on a few rows: AttributeError: .*argmaxx"),
-        (lambda: 3, "the metric bleu failed when it was tried on a few rows: TypeError"),
+        (wrong_name, "the metric bleu failed when it was tried on a few samples: AttributeError: .*argmaxx"),
+        (lambda: 3, "the metric bleu failed when it was tried on a few samples: TypeError"),
         (lambda outputs, targets: outputs, "the metric bleu must return a number, or numbers by name"),
         (lambda outputs, targets: {"loss": 3}, "'loss' and names that begin with 'val_' are taken"),
         (lambda outputs, targets: {"a": "b"}, "must return a number, or numbers by name .* it returned {'a': 'b'}"),

@@ -158,7 +158,7 @@ def test_csv_of_a_history_made_by_hand_has_its_metrics_and_its_validations():
 def test_a_validation_made_by_hand_without_its_place_is_refused(validation, missing):
     made = TrainingHistory([0.5], steps=[6], validations=[{"step": 3, "epoch": 1}, validation])
     for call in (made.to_csv, made.plot):
-        with pytest.raises(ConfigError, match=rf"TrainingHistory.validations\\[1\\] has {missing}: give each"):
+        with pytest.raises(ConfigError, match=rf"TrainingHistory.validations\[1\] has {missing}: give each"):
             call()
 
 
