@@ -137,22 +137,18 @@ def _resume(
 ) -> tuple[FitPlan, Checkpoint, HeaderLines]:
     saved, name = found
     source = f"checkpoint {name}"
+    changed = differing_settings(saved.config, plan.config)
+    _check_same_fit(saved, name, plan, run, changed[Policy.EQUAL])
+    with restoring_from(source):
+        plan = _with_length_of(saved, source, plan)
     checkpoint = _reopened(saved, source, plan)
-    changed = differing_settings(checkpoint.config, plan.config)
-    _check_same_fit(checkpoint, name, plan, run, changed[Policy.EQUAL])
     program = restorable(state)
-    plan = replace(plan, config=as_in_checkpoint(plan.config, checkpoint.config))
     is_new_run = _is_new_run(plan, checkpoint, run)
     state.resume_from(plan.world, checkpoint, source, plan.config, run, is_new_run=is_new_run)
     with restoring_from(source):
         plan.feed.check_world(checkpoint.world_size, place_of(state.position))
-        plan.feed.resume_from(state.position.effective_batch_size)
         plan.feed.load_state_dict(checkpoint.others.get("data", {}))
         plan = with_batch_norm_checked(state.model, plan)
-    if plan.initial_epoch is not None:  # then `epochs` is the number of the last one, not how many there are
-        left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
-        state.set(config=replace(state.config, epochs=max(left, 0)))
-        plan = replace(plan, config=state.config)
     header_lines = describe_restored(program, restorable(state), changed[Policy.CHECKPOINT].values())
     header_lines += _describe_run(plan, name, checkpoint.run, state.run)
     if header_lines and not plan.config.verbose:
@@ -229,8 +225,22 @@ def _describe_run(plan: FitPlan, name: str, before: Mapping[str, Any], now: Mapp
     return [("run", f"{name} is of {name_of(before)}, a program with other settings; {name_of(now)} continues it")]
 
 
+def _with_length_of(checkpoint: CheckpointState, source: str, plan: FitPlan) -> FitPlan:
+    """Return the plan with the steps and epochs that a fit has if it continues a checkpoint."""
+    position = Position.from_json(checkpoint.position, source)
+    plan.feed.resume_from(position.effective_batch_size)
+    config = as_in_checkpoint(plan.config, checkpoint.config)
+    if plan.initial_epoch is not None:  # then `epochs` is the number of the last one, not how many there are
+        left = plan.initial_epoch + config.epochs - position.first_epoch
+        config = replace(config, epochs=max(left, 0))
+    return replace(plan, config=config)
+
+
 def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
-    """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer."""
+    """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer.
+
+    `plan` must have the checkpoint's steps: another number of ranks would have others.
+    """
     before = checkpoint.others.get("before_end")
     if not before:
         return checkpoint
