@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes
+from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
-from cyxtrain.data.rng import generators_as_json, set_generators
+from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, counted, shortened, warn, warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
@@ -162,34 +162,6 @@ class CheckpointManager:
             # Only a rank that may write a checkpoint needs it.
             compression = {}
         self._state.set(compression=compression)
-
-    def restore_rank(self, checkpoint: CheckpointState, source: str, totals: MetricSums) -> None:
-        """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch."""
-        rank = self._world.rank
-        ranks = checkpoint.ranks
-        try:
-            tables = [each["sums"] for each in ranks]
-            if not any(tables):
-                # Made between two epochs: the next one begins with its own generators.
-                return
-            # With fewer ranks than before, a rank takes over several; with more, some take none.
-            taken_over = ranks[rank :: self._world.size]
-            totals.metrics.merge([each.get("metrics", {}) for each in taken_over])
-            states = [{**each.get("logged", {})} for each in taken_over]
-            columns = [*zip(*(table[0] for table in tables), strict=True)]
-            row = [0.0] * len(columns)
-            if len(ranks) == self._world.size:
-                set_generators(ranks[rank]["generators"], self._plan.data.placement.device)
-                row = tables[rank][0]
-            elif rank == 0:
-                # Added up once: which rank has counted what changes only the last bits of the result.
-                row = [*map(math.fsum, columns)]
-            totals.restore(row, ranks[0].get("names"), states)
-            self._logged.restore(states)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}."
-            ) from error
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""

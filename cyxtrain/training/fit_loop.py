@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState
-from cyxtrain.checkpoint.format.optimizer_state import drop_groups
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.rng import generators_kept, seed_generators
@@ -34,7 +32,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.snapshot import put_into_training
-from cyxtrain.training.resume.start_or_resume import Checkpoint
+from cyxtrain.training.resume.resumption import Resumption
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.session import Session
 from cyxtrain.training.step.training_step import TrainingStep
@@ -62,7 +60,7 @@ class FitLoop:
         state: TrainingState,
         plan: FitPlan,
         ddp: DistributedDataParallel,
-        checkpoint: Checkpoint | None,
+        resumption: Resumption | None,
         logged: LoggedNumbers,
     ) -> None:
         self._state = state
@@ -70,7 +68,7 @@ class FitLoop:
         self._world = plan.world
         self._ddp = ddp
         # None as soon as all of it is restored.
-        self._checkpoint = checkpoint
+        self._resumption = resumption
         self._device = plan.data.placement.device
         self._logged = logged
         logged.reserved |= {name.removeprefix("val_") for name in plan.measured}
@@ -234,28 +232,12 @@ class FitLoop:
     def _begin(self) -> None:
         """Call `on_train_begin`; if the fit resumes, load the checkpoint."""
         self._callbacks.call("set_params", self._plan.params(self._last_epoch))
-        if self._checkpoint is not None:
-            for rates in self._state.rates.values():
-                # A callback may add the other groups when training begins.
-                drop_groups(rates.optimizer, rates.built_groups)
+        if self._resumption is not None:
+            self._resumption.drop_added_groups(self._state)
         self._together(self._callbacks.call, "on_train_begin", {})
-        if self._checkpoint is not None:
-            self._restore(*self._checkpoint)
+        if self._resumption is not None:
+            self._resumption.restore(self._state, self._plan, self._ddp, self._logged)
         self._manager.check()
-
-    def _restore(self, checkpoint: CheckpointState, source: str) -> None:
-        """Load a checkpoint again: `on_train_begin` may have altered what the checkpoint already includes."""
-        # The checkpoint has what on_train_begin logged.
-        self._logged.reset()
-        self._state.load_values(checkpoint, source)
-        self._state.load_trained(checkpoint)
-        for rates in self._state.rates.values():
-            rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
-        self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
-        self._ddp.load_compression_state(self._state.compression)
-        # A callback may have requested to end the fit before the ranks have agreed on it.
-        requested = any(each.get("stop") is True for each in checkpoint.ranks)
-        self._state.set(stop_training=self._state.stop_training or requested)
 
     def _begin_epoch(self) -> TrainingStep:
         plan = self._plan
@@ -274,9 +256,9 @@ class FitLoop:
         self._epoch_started_at = time.perf_counter()
         step = self._session.begin_epoch()
         seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
-        if self._checkpoint is not None:
-            self._manager.restore_rank(*self._checkpoint, step.totals)
-            self._checkpoint = None
+        if self._resumption is not None:
+            self._resumption.restore_epoch(plan, step.totals, self._logged)
+            self._resumption = None
             if position.samples and self._validates_within_epochs and plan.validates_at(position):
                 # Unless the checkpoint has it.
                 self._validate_within_epoch()

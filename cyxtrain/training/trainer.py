@@ -51,7 +51,8 @@ from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
-from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
+from cyxtrain.training.resume.resumption import Resumption
+from cyxtrain.training.resume.start_or_resume import start_or_resume
 from cyxtrain.training.state import TrainingState, output_names
 from cyxtrain.training.stopping import exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
@@ -303,25 +304,27 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             return history
         # Otherwise a SIGTERM to all processes would kill the workers of DataLoaders, and these take their rank along.
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
-            plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
+            plan, ddp, resumption, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
                 plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-                self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
+                self._fit = FitLoop(self._state, plan, ddp, resumption, logged)
+                # Otherwise the checkpoint would stay in memory after the fit loop lets go of it.
+                del resumption
                 exit_for(self._fit.fit())
         return self._state.history
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
-        """Check `fit`'s arguments on all ranks; return plan, wrapped model, checkpoint and header lines."""
+    ) -> tuple[FitPlan, DistributedDataParallel, Resumption | None, list[tuple[str, str]]]:
+        """Check `fit`'s arguments on all ranks; return plan, wrapped model, resumption and header lines."""
         world = self._begin("fit")
         plan = self._agreed_plan(world, arguments, keywords)
         with ending_group_on_error(world), self._logging():
             numerics = numerics_of(self.model, plan, self.ddp_config)
-            plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
+            plan, resumption, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            return plan, self._wrapped(plan), checkpoint, header_lines
+            return plan, self._wrapped(plan), resumption, header_lines
 
     def _wrapped(self, plan: FitPlan) -> DistributedDataParallel:
         """Return the model, or a user's own step, so that backward averages gradients."""

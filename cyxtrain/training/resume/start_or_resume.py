@@ -29,8 +29,9 @@ from cyxtrain.training.inputs.facts import (
     differing_settings,
     restorable,
 )
-from cyxtrain.training.inputs.plan import FitPlan, place_of
+from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
+from cyxtrain.training.resume.resumption import Resumption
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world.world import World
 
@@ -80,8 +81,8 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 def start_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[FitPlan, Checkpoint | None, HeaderLines]:
-    """Go to where a fit begins or continues; return the plan, the checkpoint and header lines."""
+) -> tuple[FitPlan, Resumption | None, HeaderLines]:
+    """Go to where a fit begins or continues; return the plan, the resumption and header lines."""
     try:
         digests = plan.digests()
         program = plan.world.gather(_program_of(state, plan.config, digests))[0]
@@ -134,7 +135,7 @@ def _begin(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple
 
 def _resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any], run: Mapping[str, Any], found: Checkpoint
-) -> tuple[FitPlan, Checkpoint, HeaderLines]:
+) -> tuple[FitPlan, Resumption, HeaderLines]:
     saved, name = found
     source = f"checkpoint {name}"
     changed = differing_settings(saved.config, plan.config)
@@ -144,10 +145,9 @@ def _resume(
     checkpoint = _reopened(saved, source, plan)
     program = restorable(state)
     is_new_run = _is_new_run(plan, checkpoint, run)
-    state.resume_from(plan.world, checkpoint, source, plan.config, run, is_new_run=is_new_run)
+    resumption = Resumption(checkpoint, source)
+    resumption.load(state, plan, run, is_new_run=is_new_run)
     with restoring_from(source):
-        plan.feed.check_world(checkpoint.world_size, place_of(state.position))
-        plan.feed.load_state_dict(checkpoint.others.get("data", {}))
         plan = with_batch_norm_checked(state.model, plan)
     header_lines = describe_restored(program, restorable(state), changed[Policy.CHECKPOINT].values())
     header_lines += _describe_run(plan, name, checkpoint.run, state.run)
@@ -166,7 +166,7 @@ def _resume(
         settings = "; ".join(changed[Policy.PROGRAM].values())
         warn_together(f"the fit resumed from {name} continues with other settings: {settings}.")
     where = _where(name, state, plan, checkpoint.world_size)
-    return plan, (checkpoint, source), [("resume", where), *header_lines]
+    return plan, resumption, [("resume", where), *header_lines]
 
 
 def _check_same_fit(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import random
 import shutil
 import signal
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +23,7 @@ from markers import by_night, nightly_where
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.data.sharding import ranks_with_rows
@@ -138,6 +140,60 @@ def test_a_fit_resumed_after_the_last_step_of_an_epoch_continues_in_the_middle_o
         paths = steps_in(tmp_path)
         assert [read_checkpoint(path).position["step"] for path in paths] == [4, 8, 12]
         assert [fitted(path) for path in paths] == [whole] * 3
+
+
+class Disturbs(cx.callbacks.Callback):
+    """Changes in place, when training begins, what a checkpoint has."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        for parameter, state in self.trainer.optimizer.state.items():
+            parameter.data.fill_(7)
+            for value in state.values():
+                value.fill_(7)
+        for buffer in self.model.buffers():
+            buffer.fill_(7)
+
+
+def test_what_a_callback_changes_in_place_when_training_begins_is_restored(tmp_path):
+    with one_process():
+        whole = train_anew(1, str(tmp_path), {"checkpoint_every_n_steps": 4})
+        path = tmp_path / "step-00000004.ckpt"
+        resumed = train_anew(2, str(tmp_path), {"resume": path, "callbacks": Disturbs()})
+    assert without(resumed, "seen") == without(whole, "seen")
+
+
+class Looks(cx.callbacks.Callback):
+    """Counts the checkpoints in memory after each step."""
+
+    def __init__(self, ignored: list[CheckpointState]) -> None:
+        self.ignored = ignored
+        self.found: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": torch.zeros(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = weakref.ref(state["average"])
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        left = [each for each in checkpoints_in_memory() if not any(each is other for other in self.ignored)]
+        self.found.append(len(left))
+
+
+def checkpoints_in_memory() -> list[CheckpointState]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is CheckpointState]
+
+
+def test_a_resumed_fit_lets_go_of_its_checkpoint(tmp_path):
+    with one_process():
+        looks = Looks(checkpoints_in_memory())
+        settings = {"epochs": 1, "checkpoint_every_n_steps": 9, "callbacks": looks}
+        train_anew(1, str(tmp_path), settings)
+        looks.found.clear()
+        train_anew(2, str(tmp_path), {**settings, "resume": tmp_path / "step-00000009.ckpt"})
+    assert looks.found == [0, 0]
+    assert looks.loaded() is None
 
 
 HOOKS = ("on_train_batch_end", "on_test_begin", "on_test_end", "on_validation_end", "on_epoch_end")
