@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.rng import generators_kept, seed_generators
@@ -398,6 +399,13 @@ class FitLoop:
         self._manager.gather(self._session.totals)
         if self._session.step is None:
             self._apply_end(self._requests.agree()[0])
+
+    def to_checkpoint(self) -> CheckpointState:
+        """Return what a checkpoint of this rank holds, after `prepare_to_save`."""
+        found = self._state.to_checkpoint(self._world)
+        if self._resumption is not None:
+            return self._resumption.completed(found)
+        return found
 
     def prepare_to_evaluate(self) -> None:
         """Make the model the same on every rank. All ranks call it."""

@@ -328,7 +328,8 @@ class TrainingState(_Fields):
             run=self.run,
             arithmetic=self.arithmetic,
             metadata=self.metadata,
-            world_size=world.size,
+            # Loaded from a checkpoint of other ranks, and nothing trained since.
+            world_size=len(self.ranks) or world.size,
         )
 
     def _schedule_to_checkpoint(self, name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
-from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
 from cyxtrain.environment import loader_workers
@@ -519,7 +519,12 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         if self._fit is not None and not world.sends_nothing:
             # A callback calls this.
             self._fit.prepare_to_save()
-        on_first(world, lambda: write_checkpoint(path, self._state.to_checkpoint(runtime.current())))
+        on_first(world, lambda: write_checkpoint(path, self._to_checkpoint()))
+
+    def _to_checkpoint(self) -> CheckpointState:
+        if self._fit is not None:
+            return self._fit.to_checkpoint()
+        return self._state.to_checkpoint(runtime.current())
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.

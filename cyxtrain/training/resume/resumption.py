@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
@@ -31,14 +32,14 @@ class Resumption:
     """
 
     def __init__(self, checkpoint: CheckpointState, source: str) -> None:
-        self.checkpoint = checkpoint
+        self._checkpoint = checkpoint
         self._source = source
         self._is_restored = False
 
     def load(self, state: TrainingState, plan: FitPlan, run: Mapping[str, Any], *, is_new_run: bool) -> None:
         """Load state and data; raise CheckpointError as `TrainingState.load`. All ranks call it."""
         # A copy: on CPUs an optimizer takes the tensors over, and on_train_begin may change them in place.
-        loaded = copy.deepcopy(self.checkpoint)
+        loaded = copy.deepcopy(self._checkpoint)
         state.resume_from(plan.world, loaded, self._source, plan.config, run, is_new_run=is_new_run)
         with restoring_from(self._source):
             plan.feed.check_world(loaded.world_size, place_of(state.position))
@@ -49,9 +50,19 @@ class Resumption:
         for rates in state.rates.values():
             drop_groups(rates.optimizer, rates.built_groups)
 
+    def completed(self, found: CheckpointState) -> CheckpointState:
+        """Return what a checkpoint holds now, of which `found` is the trainer's part.
+
+        Until the state is restored that is what this checkpoint holds: groups are dropped, and callbacks are new.
+        """
+        if self._is_restored:
+            return found
+        own = {name: getattr(found, name) for name in ("position", "config", "run", "metadata")}
+        return replace(self._checkpoint, **own)
+
     def restore(self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers) -> None:
         """Load the state again, and the states of callbacks. All ranks call it."""
-        checkpoint = self.checkpoint
+        checkpoint = self._checkpoint
         # The checkpoint has what on_train_begin logged.
         logged.reset()
         state.load_values(checkpoint, self._source)
@@ -68,7 +79,7 @@ class Resumption:
     def restore_epoch(self, plan: FitPlan, totals: MetricSums, logged: LoggedNumbers) -> None:
         """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch."""
         rank = plan.world.rank
-        ranks = self.checkpoint.ranks
+        ranks = self._checkpoint.ranks
         try:
             tables = [each["sums"] for each in ranks]
             if not any(tables):

@@ -246,7 +246,10 @@ def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> Checkp
         return checkpoint
     # Otherwise the rest of that epoch would never be trained.
     with restoring_from(source):
-        earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
+        others = {**checkpoint.others, **before["others"]}
+        # Other ranks may have saved the complete fit again.
+        world_size = len(before["ranks"]) or checkpoint.world_size
+        earlier = replace(checkpoint, **{**before, "others": others, "world_size": world_size})
         check_content(earlier, source)
         position = Position.from_json(earlier.position, source)
     if checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position):

@@ -179,13 +179,15 @@ class Hooks(cx.callbacks.Callback):
         self.validations.append(self.trainer.step)
 
 
-def fit_by_rank(folder: str, settings: dict[str, Any]) -> list[Any]:
-    """A fit with more samples in a step on more ranks, unless it continues another one."""
+def fit_by_rank(folder: str, settings: dict[str, Any], saves: str = "") -> list[Any]:
+    """A fit with more samples in a step on more ranks, unless it continues another one; saved at its end."""
     hooks = Hooks()
     trainer = make_trainer()
     kept = {"checkpoint_dir": folder, "checkpoint_every_n_epochs": 1, "validate_every_n_steps": 3, "verbose": False}
     given = {"epochs": 1, "batch_size": 3, "resume": "auto", "callbacks": hooks, "validation_data": VALID}
     history = trainer.fit(*make_rows(48), **{**given, **kept, **settings})
+    if saves:
+        trainer.save_checkpoint(saves)
     return [trainer.step, hooks.validations, history.train_losses]
 
 
@@ -203,6 +205,14 @@ def test_a_complete_fit_is_complete_on_more_ranks_too(tmp_path):
     assert whole[:2] == [8, [3, 6, 8]]
     for found in run_world(4, fit_by_rank, str(tmp_path), {}):
         assert found == [8, [], whole[2]]
+
+
+def test_a_complete_fit_that_one_rank_has_saved_again_can_be_continued(tmp_path):
+    run_world(2, fit_by_rank, str(tmp_path), {"max_steps": 4})
+    again = str(tmp_path / "again.ckpt")
+    with one_process():
+        assert fit_by_rank(str(tmp_path), {"max_steps": 4}, again)[:2] == [4, []]
+        assert fit_by_rank(str(tmp_path), {"resume": again})[:2] == [8, [6, 8]]
 
 
 def test_a_complete_fit_is_complete_whatever_epoch_counts_as_its_first(tmp_path):

@@ -194,6 +194,73 @@ def test_a_resumed_fit_lets_go_of_its_checkpoint(tmp_path):
         train_anew(2, str(tmp_path), {**settings, "resume": tmp_path / "step-00000009.ckpt"})
     assert looks.found == [0, 0]
     assert looks.loaded() is None
+    assert not looks.trainer._state.kept
+
+
+class Begins(cx.callbacks.Callback):
+    """Counts steps, adds the first layer to the optimizer, and saves when training begins."""
+
+    def __init__(self, saves: str) -> None:
+        self.saves = saves
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.saves:
+            self.trainer.save_checkpoint(self.saves)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            self.trainer.optimizer.add_param_group({"params": [*self.model[0].parameters()], "lr": 0.02})
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+
+
+def fit_begun(folder: str, resume: str | None = None, saves: str = "") -> list[Any]:
+    """Fits a model whose gradients are compressed, with feedback from step to step; five steps an epoch."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(FEATURES, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, CLASSES))
+    optimizer = torch.optim.SGD([*model[2:].parameters()], 0.05, momentum=0.9)
+    compressed = cx.DDPConfig(compression="powersgd")
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, ddp_config=compressed)
+    begins = Begins(saves)
+    given = {"epochs": 2, "effective_batch_size": 8, "verbose": False, "checkpoint_every_n_steps": 3}
+    history = trainer.fit(*make_rows(40), **given, checkpoint_dir=folder, resume=resume, callbacks=begins)
+    return [fingerprint(model), begins.steps, history.train_losses]
+
+
+def test_what_is_saved_when_training_begins_again_is_what_the_fit_continues_from(tmp_path):
+    whole = run_new_world(2, fit_begun, str(tmp_path / "whole"))
+    path = str(tmp_path / "whole" / "step-00000003.ckpt")
+    begun = str(tmp_path / "begun.ckpt")
+    assert run_new_world(2, fit_begun, str(tmp_path / "saving"), path, begun) == whole
+    assert run_new_world(2, fit_begun, str(tmp_path / "again"), begun) == whole
+    assert whole[0][1] == 10
+
+
+def test_another_number_of_ranks_continues_from_it_too(tmp_path):
+    run_new_world(2, fit_begun, str(tmp_path / "whole"))
+    path = str(tmp_path / "whole" / "step-00000003.ckpt")
+    begun = str(tmp_path / "begun.ckpt")
+    with one_process():
+        alone = fit_begun(str(tmp_path / "saving"), path, begun)
+        assert fit_begun(str(tmp_path / "again"), begun) == alone
+
+
+def test_a_checkpoint_of_other_ranks_is_saved_as_one_of_theirs(tmp_path):
+    run_new_world(2, train_anew, 1, str(tmp_path), {"epochs": 1, "checkpoint_every_n_steps": 2})
+    with one_process():
+        for source, target in (("step-00000002", "second"), ("second", "third")):
+            trainer = make_trainer(0)
+            trainer.load_checkpoint(tmp_path / f"{source}.ckpt")
+            trainer.save_checkpoint(tmp_path / f"{target}.ckpt")
+    assert read_checkpoint(tmp_path / "third.ckpt").world_size == 2
 
 
 HOOKS = ("on_train_batch_end", "on_test_begin", "on_test_end", "on_validation_end", "on_epoch_end")
