@@ -56,7 +56,6 @@ class CheckpointManager:
         if self._is_on and (all_write or self._world.is_first):
             self._writer = Writer(self._folder)
             self._enter_folder()
-            self._restore_best()
 
     def _restore_best(self) -> None:
         """Mark the latest checkpoint as the best one, if the fit was killed before it could."""
@@ -126,6 +125,7 @@ class CheckpointManager:
             problem = ConfigError(f"the state of a callback cannot be kept: {error}")
         try:
             self._folder.check()
+            self._restore_best()
         except CheckpointError as error:
             if self._config.on_save_error == "raise":
                 return problem or error

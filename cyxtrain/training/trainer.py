@@ -306,8 +306,10 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):
             plan, ddp, resumption, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
-                plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-                self._fit = FitLoop(self._state, plan, ddp, resumption, logged)
+                # What is wrong on one rank, such as a warning that is an error there, must not let the others wait.
+                with ending_group_on_error(plan.world):
+                    plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
+                    self._fit = FitLoop(self._state, plan, ddp, resumption, logged)
                 # Otherwise the checkpoint would stay in memory after the fit loop lets go of it.
                 del resumption
                 exit_for(self._fit.fit())

@@ -597,6 +597,36 @@ def test_a_program_that_runs_again_is_after_each_of_its_fits_where_it_was(tmp_pa
         assert longer == three_fits(tmp_path / "elsewhere", first_epochs=2)[0]
 
 
+def resume_the_best(folder: str, on_save_error: str) -> list[Any]:
+    """Returns the losses, what is warned of, and the error."""
+    settings = {"epochs": 2, "checkpoint_every_n_epochs": 1, "keep_best": "loss", "resume": "auto"}
+    losses: list[float] = []
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            losses = train_quietly(folder, {**settings, "on_save_error": on_save_error})["losses"]
+        except cx.CheckpointError as found:
+            error = str(found)
+    return [losses, [str(each.message) for each in caught if "Cannot write" in str(each.message)], error]
+
+
+@pytest.mark.parametrize("on_save_error", ["warn", "raise"])
+def test_a_best_checkpoint_that_cannot_be_marked_when_a_fit_resumes_is_an_error_as_others(on_save_error, tmp_path):
+    with one_process():
+        train_quietly(str(tmp_path), {"epochs": 1, "checkpoint_every_n_epochs": 1, "keep_best": "loss"})
+    (tmp_path / "best.ckpt").unlink()
+    (tmp_path / "best.ckpt").mkdir()
+    first, second = run_new_world(2, resume_the_best, str(tmp_path), on_save_error)
+    if on_save_error == "warn":
+        assert first[0] == second[0]
+        assert len(first[0]) == 2
+        assert ["Training continues without" in text for text in first[1]] == [True]
+    else:
+        assert "best.ckpt" in first[2]
+        assert second[2] == f"rank 0: {first[2]}"
+
+
 def two_fits(folder: Path) -> list[list[float]]:
     trainer = make_trainer(0)
     settings = {"checkpoint_every_n_epochs": 1, "keep_best": "loss", "keep_last": 1, "resume": "auto"}
