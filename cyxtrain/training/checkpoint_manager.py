@@ -59,12 +59,13 @@ class CheckpointManager:
 
     def _restore_best(self) -> None:
         """Mark the latest checkpoint as the best one, if the fit was killed before it could."""
-        last = self._folder.file(self._name())
-        if look_into(last).position and self._is_best():
+        last = look_into(self._folder.file(self._name()))
+        # Another training may have left one of this name.
+        if last.position and last.run.get("id") in self._state.runs and self._is_best():
             best = look_into(self._folder.file(BEST))
             # The best one of a later fit stays.
             if not best.position or best.run.get("id") == self._state.run.get("id"):
-                self._folder.mark_best(last)
+                self._folder.mark_best(last.path)
 
     def _enter_folder(self) -> None:
         """Warn about other runs in the folder; those that are alive keep their files."""

@@ -93,6 +93,18 @@ def test_files_of_a_run_that_has_ended_are_replaced_with_a_line_that_names_both(
         second.fit(*ROWS, epochs=1, batch_size=4, verbose=False, checkpoint_every_n_epochs=1, checkpoint_dir=tmp_path)
 
 
+def test_a_checkpoint_of_another_training_does_not_become_the_best(tmp_path):
+    with one_process():
+        best = {"keep_best": "loss", "epochs": 3}
+        own, _ = fit(checkpoint_dir=tmp_path / "own", **best)
+        fit(0.05, checkpoint_dir=tmp_path / "other", epochs=3)
+        resumed = {"resume": tmp_path / "own" / "epoch-0003.ckpt", "checkpoint_dir": tmp_path / "other"}
+        again, _ = fit(**best, **resumed)
+    assert again.history.history["loss"] == own.history.history["loss"]
+    found = look_into(tmp_path / "other" / "best.ckpt")
+    assert found.run.get("id") in (None, own._state.run["id"], again._state.run["id"])
+
+
 def fit_where_a_warning_is_an_error(folder: str) -> None:
     cx.init()
     with warnings.catch_warnings():
