@@ -41,7 +41,8 @@ class CheckpointManager:
         self._config = plan.config
         self._world = plan.world
         self._is_on = self._config.makes_checkpoints
-        self._saved = self._name()  # a step that was resumed from has its checkpoint
+        # Nothing is new to save before the first step.
+        self._saved = self._name()
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
@@ -59,13 +60,16 @@ class CheckpointManager:
 
     def _restore_best(self) -> None:
         """Mark the latest checkpoint as the best one, if the fit was killed before it could."""
-        last = look_into(self._folder.file(self._name()))
-        # Another training may have left one of this name.
-        if last.position and last.run.get("id") in self._state.runs and self._is_best():
+        if self._has_latest() and self._is_best():
             best = look_into(self._folder.file(BEST))
             # The best one of a later fit stays.
             if not best.position or best.run.get("id") == self._state.run.get("id"):
-                self._folder.mark_best(last.path)
+                self._folder.mark_best(self._folder.file(self._name()))
+
+    def _has_latest(self) -> bool:
+        """Return whether the folder has the checkpoint of the latest step, and not one of another training."""
+        found = look_into(self._folder.file(self._name()))
+        return bool(found.position) and found.run.get("id") in self._state.runs
 
     def _enter_folder(self) -> None:
         """Warn about other runs in the folder; those that are alive keep their files."""
@@ -92,7 +96,8 @@ class CheckpointManager:
         state = self._state
         if found.origin in (None, *state.runs, state.run.get("origin")):
             return False
-        is_ahead = found.order[1:] > (state.position.step, state.position.epoch)
+        # At the same step too: a fit that resumes from another folder may save here what it resumed from.
+        is_ahead = found.order[1:] >= (state.position.step, state.position.epoch)
         is_best = bool(self._config.keep_best) and found.path == self._folder.file(BEST)
         return is_ahead or is_best
 
@@ -105,12 +110,19 @@ class CheckpointManager:
             f"{self._folder.infix} in their names. Use another folder for each training (checkpoint_dir)."
         )
 
-    def check(self) -> None:
-        """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
+    def check(self, *, is_resumed: bool) -> None:
+        """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step.
+
+        If the fit resumed from a checkpoint elsewhere, its own folder gets one even if no step follows.
+        """
         problem: Exception | None = None
         if self._writer is not None:
             problem = self._problem_of_first()
         raise_together(self._world, problem)
+        if self._is_on and is_resumed:
+            is_there = self._writer is None or self._has_latest()
+            if not all(self._world.gather_json(is_there)):
+                self._saved = ""
 
     def _problem_of_first(self) -> Exception | None:
         """Return why the first checkpoint would fail, if that is an error by `on_save_error`."""
@@ -195,6 +207,11 @@ class CheckpointManager:
             if self._missing > 1:
                 warn(f"{self._missing} checkpoints could not be written to {self._config.checkpoint_dir}.")
             self._writer.close()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether this rank could not write its latest checkpoint."""
+        return self._failing is not None
 
     def _is_best(self) -> bool:
         monitor = self._config.keep_best

@@ -114,7 +114,8 @@ class FitLoop:
             else:
                 # Here, before another signal ends the process.
                 self._plan.display.close()
-                explained = explain_stop(stopped, self._state.position, self._plan.config)
+                is_failing = self._manager.is_failing
+                explained = explain_stop(stopped, self._state.position, self._plan.config, is_failing=is_failing)
                 self._plan.display.header([("stopped", explained)])
         facts = self._profile.facts()
         if best:
@@ -238,7 +239,7 @@ class FitLoop:
         self._together(self._callbacks.call, "on_train_begin", {})
         if self._resumption is not None:
             self._resumption.restore(self._state, self._plan, self._ddp, self._logged)
-        self._manager.check()
+        self._manager.check(is_resumed=self._resumption is not None)
 
     def _begin_epoch(self) -> TrainingStep:
         plan = self._plan

@@ -343,10 +343,12 @@ def exit_for(stop: StoppedError | None) -> None:
         raise on_all_ranks(KeyboardInterrupt())
 
 
-def explain_stop(stop: StoppedError, position: Position, config: DistributedTrainingConfig) -> str:
-    """Describe where a fit has stopped before its end, and why."""
+def explain_stop(stop: StoppedError, position: Position, config: DistributedTrainingConfig, *, is_failing: bool) -> str:
+    """Describe where a fit has stopped before its end, and why; `is_failing`: its checkpoint cannot be written."""
     kept = "checkpoints are off, nothing was saved"
-    if config.makes_checkpoints:
+    if is_failing:
+        kept = f"its checkpoint could not be written to {config.checkpoint_dir}"
+    elif config.makes_checkpoints:
         kept = f"a checkpoint is in {config.checkpoint_dir}"
     name = signal.Signals(stop.number or signal.SIGTERM).name
     return f"{describe_place(position)}: {REASONS[stop.request].format(name)}; {kept}"

@@ -66,7 +66,7 @@ def make_trainer(seed: int) -> cx.DistributedTrainer:
 def train(trainer: cx.DistributedTrainer, folder: str, **settings: Any) -> dict[str, Any]:
     trainer.model.seen.clear()
     given = {"epochs": 3, "batch_size": BATCH, "validation_data": make_rows(11, seed=1), "checkpoint_dir": folder}
-    history = trainer.fit(*make_rows(ROWS), verbose=False, **{**given, **settings})
+    history = trainer.fit(*make_rows(ROWS), **{"verbose": False, **given, **settings})
     return {
         "bits": fingerprint(trainer.model),
         "history": history.history,
@@ -348,6 +348,40 @@ def test_a_stream_stopped_in_the_validation_of_an_epoch_continues_with_the_next_
         with pytest.raises(KeyboardInterrupt):
             fit_of("function", **kept, callbacks=[SavesIn("", whole[0] // 2, stops_in="on_test_begin")])
         assert fit_of("function", **kept) == whole
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX signal")
+def test_a_fit_stopped_before_its_first_step_leaves_a_checkpoint_in_its_own_folder(tmp_path, capsys):
+    first, second = str(tmp_path / "first"), tmp_path / "second"
+    kept: dict[str, Any] = {"checkpoint_dir": str(second), "checkpoint_every_n_epochs": 1}
+    with one_process():
+        whole = fit_of("arrays", callbacks=[SavesIn(first, 5)])
+        stops = SavesIn("", 5, stops_in="on_test_begin")
+        with pytest.raises(KeyboardInterrupt):
+            fit_of("arrays", resume=f"{first}/on_train_batch_end.ckpt", callbacks=[stops], verbose=True, **kept)
+        assert f"a checkpoint is in {second}" in " ".join(capsys.readouterr().out.split())
+        assert [path.name for path in second.iterdir()] == ["step-00000005.ckpt"]
+        assert fit_of("arrays", resume="auto", **kept) == whole
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_complete_fit_continued_from_another_folder_leaves_a_checkpoint_in_its_own(world_size, tmp_path):
+    settings = {"checkpoint_every_n_epochs": 3}
+    run_new_world(world_size, train_anew, 1, str(tmp_path / "first"), settings)
+    resumed = {**settings, "resume": tmp_path / "first" / "epoch-0003.ckpt"}
+    run_new_world(world_size, train_anew, 2, str(tmp_path / "second"), resumed)
+    written = (tmp_path / "second" / "epoch-0003.ckpt").stat().st_mtime_ns
+    run_new_world(world_size, train_anew, 3, str(tmp_path / "second"), {**settings, "resume": "auto"})
+    assert (tmp_path / "second" / "epoch-0003.ckpt").stat().st_mtime_ns == written
+
+
+def test_a_fit_that_stops_says_that_its_checkpoint_could_not_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    settings = {"checkpoint_every_n_epochs": 1, "max_time_seconds": 1e-6, "verbose": True}
+    with one_process(), pytest.warns(UserWarning, match="Cannot write checkpoint"):
+        train_anew(0, str(tmp_path / "file"), settings)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"its checkpoint could not be written to {tmp_path / 'file'}" in shown
 
 
 def quiet_model() -> nn.Module:
