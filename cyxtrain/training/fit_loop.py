@@ -1,4 +1,16 @@
-"""One call of `fit`: running the steps of each epoch, and recording their metrics."""
+"""One call of `fit`: running the steps of each epoch, and recording their metrics.
+
+What happens from the call to the first step, in this order:
+
+1. `DistributedTrainer._plan_fit`: the ranks join, check their input, and agree on the plan. `start_or_resume` begins a
+   new fit, or finds a checkpoint and loads it (`Resumption.load`). Then rank 0 sends its parameters to all ranks.
+2. `DistributedTrainer.fit` shows the header, and makes the loop; rank 0 enters the folder of checkpoints.
+3. `FitLoop._begin_training`: `set_params` and `on_train_begin`; `Resumption.restore` loads the checkpoint again; the
+   first checkpoint is tried. From here on the state is the one that training continues from.
+4. `FitLoop._begin_epoch`: `on_epoch_begin`, except in the middle of an epoch. The generators are seeded, and
+   `Resumption.restore_epoch` restores the sums of the epoch. If the validation of its last step is missing, it follows.
+5. `FitLoop._train_one_step`, for each share of the data.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +108,7 @@ class FitLoop:
         """Train to the last epoch, or until a rank asks to stop; return why it stopped."""
         stopped: StoppedError | None = None
         with self._resources():
-            self._begin()
+            self._begin_training()
             try:
                 while not self._plan.is_over(self._state.position):
                     self._train_one_epoch()
@@ -231,8 +243,8 @@ class FitLoop:
         self._after_step.clear()
         del self._manager
 
-    def _begin(self) -> None:
-        """Call `on_train_begin`; if the fit resumes, load the checkpoint."""
+    def _begin_training(self) -> None:
+        """Call `on_train_begin`; if the fit resumes, load the checkpoint again."""
         self._callbacks.call("set_params", self._plan.params(self._last_epoch))
         if self._resumption is not None:
             self._resumption.drop_added_groups(self._state)

@@ -176,8 +176,10 @@ class TrainingState(_Fields):
         number = self.complete_fits + 1
         if initial_epoch is not None:
             return number, initial_epoch
-        was_stopped = self.position.fits == number
-        return number, self.position.first_epoch if was_stopped else self.position.epoch
+        first_epoch = self.position.epoch
+        if self.position.fits == number:  # it was interrupted
+            first_epoch = self.position.first_epoch
+        return number, first_epoch
 
     def begin_fit(
         self,
@@ -217,7 +219,7 @@ class TrainingState(_Fields):
             rates.begin(scaling_of(config, effective_batch_size), *steps)
         self._begin_run(world, run)
 
-    def resume_from(
+    def continue_fit(
         self,
         world: World,
         state: CheckpointState,

@@ -319,7 +319,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[FitPlan, DistributedDataParallel, Resumption | None, list[tuple[str, str]]]:
         """Check `fit`'s arguments on all ranks; return plan, wrapped model, resumption and header lines."""
-        world = self._begin("fit")
+        world = self._join("fit")
         plan = self._agreed_plan(world, arguments, keywords)
         with ending_group_on_error(world), self._logging():
             numerics = numerics_of(self.model, plan, self.ddp_config)
@@ -346,7 +346,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             warn_of_data(facts_by_rank)
         return plan
 
-    def _begin(self, call: str) -> World:
+    def _join(self, call: str) -> World:
         """Join the world, check that all ranks make the same call, outside a fit, and return that world."""
         if self._fit is not None:
             raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
@@ -538,7 +538,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
             ConfigError: A callback calls it.
         """
-        self._state.load_file(self._begin("load_checkpoint"), path)
+        self._state.load_file(self._join("load_checkpoint"), path)
 
     def _world_of(self, call: str, *, works_alone: bool, distributed: bool = True) -> World:
         """Join the world, and check that all ranks make the same call; return them, or this rank alone."""

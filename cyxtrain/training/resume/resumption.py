@@ -40,7 +40,7 @@ class Resumption:
         """Load state and data; raise CheckpointError as `TrainingState.load`. All ranks call it."""
         # A copy: on CPUs an optimizer takes the tensors over, and on_train_begin may change them in place.
         loaded = copy.deepcopy(self._checkpoint)
-        state.resume_from(plan.world, loaded, self._source, plan.config, run, is_new_run=is_new_run)
+        state.continue_fit(plan.world, loaded, self._source, plan.config, run, is_new_run=is_new_run)
         with restoring_from(self._source):
             plan.feed.check_world(loaded.world_size, place_of(state.position))
             plan.feed.load_state_dict(loaded.others.get("data", {}))

@@ -88,7 +88,7 @@ def start_or_resume(
         program = plan.world.gather(_program_of(state, plan.config, digests))[0]
         found = find_checkpoint(plan, state, program)
         run = {**digests, "program": program, "started": _after_all(plan.world, plan.config)}
-        begun = _begin(state, plan, run) if found is None else _resume(state, plan, numerics, run, found)
+        begun = _start(state, plan, run) if found is None else _resume(state, plan, numerics, run, found)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
         plan.world.gather("")  # all ranks have read it when the first one leaves
@@ -116,7 +116,7 @@ def _after_all(world: World, config: DistributedTrainingConfig) -> float:
     return math.nextafter(max(started), math.inf)
 
 
-def _begin(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
+def _start(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
     plan = with_batch_norm_checked(state.model, plan)
     for rates in state.rates.values():
         scheduled = plan.scheduled(rates)
@@ -143,13 +143,13 @@ def _resume(
     with restoring_from(source):
         plan = _with_length_of(saved, source, plan)
     checkpoint = _reopened(saved, source, plan)
-    program = restorable(state)
+    values_of_program = restorable(state)
     is_new_run = _is_new_run(plan, checkpoint, run)
     resumption = Resumption(checkpoint, source)
     resumption.load(state, plan, run, is_new_run=is_new_run)
     with restoring_from(source):
         plan = with_batch_norm_checked(state.model, plan)
-    header_lines = describe_restored(program, restorable(state), changed[Policy.CHECKPOINT].values())
+    header_lines = describe_restored(values_of_program, restorable(state), changed[Policy.CHECKPOINT].values())
     header_lines += _describe_run(plan, name, checkpoint.run, state.run)
     if header_lines and not plan.config.verbose:
         warn_together(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
@@ -170,30 +170,30 @@ def _resume(
 
 
 def _check_same_fit(
-    checkpoint: CheckpointState, name: str, plan: FitPlan, digests: Mapping[str, str], found: dict[str, str]
+    checkpoint: CheckpointState, name: str, plan: FitPlan, run: Mapping[str, Any], different: dict[str, str]
 ) -> None:
     """Refuse to continue with other data, or with steps of other samples.
 
-    `digests`: of the training and the validation data; `found`: differences of settings, by name.
+    `run`: this program's, with digests of the data; `different`: descriptions of settings that differ, by name.
     """
     config = plan.config
     same_steps = checkpoint.position.get("effective_batch_size") == plan.feed.effective_batch_size
     if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):
-        found.pop("batch_size", None)  # the steps are the same
+        different.pop("batch_size", None)  # the steps are the same
         if same_steps:
-            found.pop("effective_batch_size", None)
+            different.pop("effective_batch_size", None)
     for kind, words in _DATA.items():
-        own = digests[kind]
+        own = run[kind]
         saved = checkpoint.run.get(kind)
         if own != saved:
-            found[kind] = words
+            different[kind] = words
             if not own:
-                found[kind] += ": none are given"
+                different[kind] += ": none are given"
             elif not saved:
-                found[kind] += ": none were given"
-    if found:
+                different[kind] += ": none were given"
+    if different:
         raise ConfigError(
-            f"fit cannot resume from {name}: {'; '.join(found.values())}. Pass what was passed before; or call "
+            f"fit cannot resume from {name}: {'; '.join(different.values())}. Pass what was passed before; or call "
             "load_checkpoint() and fit() without resume, to begin a new fit with that model."
         )
 
