@@ -150,7 +150,7 @@ class Callback:
         self.trainer = trainer
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Set the parameters of the fit; may raise a ConfigError before anything starts."""
+        """Set the parameters of a fit that is planned, and again before `on_train_begin`; may raise a ConfigError."""
         self.params = params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -59,7 +59,7 @@ class CheckpointManager:
             self._enter_folder()
 
     def _restore_best(self) -> None:
-        """Mark the latest checkpoint as the best one, if the fit was killed before it could."""
+        """Mark the latest checkpoint if it is the best one: a fit that was killed may not have done so."""
         if self._has_latest() and self._is_best():
             best = look_into(self._folder.file(BEST))
             # The best one of a later fit stays.
@@ -157,7 +157,7 @@ class CheckpointManager:
             self._save(totals)
 
     def gather(self, totals: MetricSums | None) -> None:
-        """Gather buffers, compression state and, within an epoch, sums of all ranks. All ranks call it."""
+        """Average buffers; gather compression state and, within an epoch, what each rank has. All ranks call it."""
         if totals is not None:
             own = {
                 "generators": generators_as_json(self._plan.data.placement.device),

@@ -107,7 +107,7 @@ class Position(_Fields):
 
 @dataclass
 class TrainingState(_Fields):
-    """What changes while a model is trained. Only this module assigns its fields and its position's.
+    """What changes while a model is trained. Other modules assign its fields and its position's by `set` alone.
 
     Attributes:
         model: Not wrapped.
@@ -349,7 +349,7 @@ class TrainingState(_Fields):
         return found
 
     def load(self, state: CheckpointState, source: str) -> None:
-        """Load a checkpoint, but for the config and the callbacks; `source`: its name for messages.
+        """Load a checkpoint named `source`, except its config; callbacks take their states from `kept`.
 
         Raises:
             CheckpointError: It belongs to another model, optimizer or scheduler; nothing has changed.

@@ -1,4 +1,4 @@
-"""The plan of a call of `fit`, after all checks: each rank makes its own; then the ranks agree."""
+"""The plan of a call of `fit`: each rank checks its input and makes its own; then the ranks agree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ from cyxtrain.world.world import World
 
 @dataclass(frozen=True)
 class FitPlan:
-    """One call of `fit` that passed all checks.
+    """One call of `fit` whose input passed the checks of this rank.
+
+    `start_or_resume` still checks the schedules, batch norm, and the checkpoint to continue from; `CheckpointManager`
+    checks the folder.
 
     Attributes:
         world: The ranks that train.
