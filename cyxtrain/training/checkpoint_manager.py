@@ -60,16 +60,22 @@ class CheckpointManager:
 
     def _restore_best(self) -> None:
         """Mark the latest checkpoint if it is the best one: a fit that was killed may not have done so."""
-        if self._has_latest() and self._is_best():
+        latest = self._resumed_from()
+        if latest is not None and self._is_best():
             best = look_into(self._folder.file(BEST))
             # The best one of a later fit stays.
             if not best.position or best.run.get("id") == self._state.run.get("id"):
-                self._folder.mark_best(self._folder.file(self._name()))
+                self._folder.mark_best(latest.path)
 
-    def _has_latest(self) -> bool:
-        """Return whether the folder has the checkpoint of the latest step, and not one of another training."""
-        found = look_into(self._folder.file(self._name()))
-        return bool(found.position) and found.run.get("id") in self._state.runs
+    def _resumed_from(self) -> Found | None:
+        """Return the checkpoint in the folder that has the state when the fit begins; None: there is none."""
+        position = self._state.position
+        for found in self._before:
+            # Another training may have left one of the same name.
+            is_own = found.run.get("id") in self._state.runs
+            if is_own and found.order[1:] == (position.step, position.epoch):
+                return found
+        return None
 
     def _enter_folder(self) -> None:
         """Warn about other runs in the folder; those that are alive keep their files."""
@@ -120,7 +126,7 @@ class CheckpointManager:
             problem = self._problem_of_first()
         raise_together(self._world, problem)
         if self._is_on and is_resumed:
-            is_there = self._writer is None or self._has_latest()
+            is_there = self._writer is None or self._resumed_from() is not None
             if not all(self._world.gather_json(is_there)):
                 self._saved = ""
 

@@ -197,7 +197,7 @@ def test_a_longer_fit_on_more_ranks_counts_the_steps_of_the_checkpoint(tmp_path)
     run_world(2, fit_by_rank, str(tmp_path / "kept"), {"max_steps": 4})
     for steps, validations, losses in run_world(4, fit_by_rank, str(tmp_path / "kept"), {}):
         assert (steps, validations) == (8, [6, 8])
-        assert losses == pytest.approx(whole[2], rel=1e-6)
+        assert losses == pytest.approx(whole[2], rel=1e-5)
 
 
 def test_a_complete_fit_is_complete_on_more_ranks_too(tmp_path):
