@@ -106,7 +106,7 @@ class FitLoop:
 
     def fit(self) -> StoppedError | None:
         """Train to the last epoch, or until a rank asks to stop; return why it stopped."""
-        stopped: StoppedError | None = None
+        stop: StoppedError | None = None
         with self._resources():
             self._begin_training()
             try:
@@ -114,12 +114,12 @@ class FitLoop:
                     self._train_one_epoch()
             except StoppedError as error:
                 # Its frames would keep the data's workers.
-                stopped = error.with_traceback(None)
-                self._requests.begin_stop(stopped)
+                stop = error.with_traceback(None)
+                self._requests.begin_stop(stop)
                 self._ddp.sync_buffers()
             self._manager.finish(self._session.totals)
             best = ""
-            if stopped is None:
+            if stop is None:
                 best = self._manager.load_best()
                 self._logged.is_closed = True
                 self._callbacks.call("on_train_end", self._logs())
@@ -127,15 +127,15 @@ class FitLoop:
                 # Here, before another signal ends the process.
                 self._plan.display.close()
                 is_failing = self._manager.is_failing
-                explained = explain_stop(stopped, self._state.position, self._plan.config, is_failing=is_failing)
+                explained = explain_stop(stop, self._state.position, self._plan.config, is_failing=is_failing)
                 self._plan.display.header([("stopped", explained)])
         facts = self._profile.facts()
         if best:
             facts = [("best", best), *facts]
         self._plan.display.header(facts)
-        if stopped is None:
+        if stop is None:
             self._state.set(complete_fits=self._state.position.fits)
-        return stopped
+        return stop
 
     def _train_one_epoch(self) -> None:
         """Train for one epoch, or for the rest of one; then validate, record and save."""

@@ -83,7 +83,7 @@ class Position(_Fields):
     first_step: int = 0
     """Optimizer steps when the latest call of `fit` began."""
     stopped: int = 0
-    """1 if a callback, or the end of the data, ended the latest call of `fit`: it is complete."""
+    """1 if a callback, or the end of the data, ended the latest call of `fit`: it is complete, not interrupted."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:

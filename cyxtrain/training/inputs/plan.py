@@ -176,7 +176,7 @@ class FitPlan:
     def validates_epoch(self, position: Position) -> bool:
         """Return whether a validation is due at the end of the running epoch."""
         epoch = position.epoch + 1
-        is_last = epoch >= position.first_epoch + self.config.epochs or self._is_stopped(position)
+        is_last = epoch >= position.first_epoch + self.config.epochs or self._has_ended(position)
         return bool(self.validation) and self.config.validates_after(epoch, is_last=is_last)
 
     def ends_early(self, position: Position) -> bool:
@@ -252,9 +252,9 @@ class FitPlan:
     def is_over(self, position: Position) -> bool:
         """Return whether the last epoch is complete, or a callback or `max_steps` has ended the fit."""
         last = position.first_epoch + self.config.epochs
-        return position.epoch >= last or (position.samples == 0 and self._is_stopped(position))
+        return position.epoch >= last or (position.samples == 0 and self._has_ended(position))
 
-    def _is_stopped(self, position: Position) -> bool:
+    def _has_ended(self, position: Position) -> bool:
         return position.stopped > 0 or self.steps_left(position) == 0
 
     def digests(self) -> dict[str, str]:

@@ -202,7 +202,7 @@ def _resume_schedules(state: TrainingState, plan: FitPlan) -> HeaderLines:
     """Fit schedules to the steps of this fit; return lines for the header about those that changed."""
     lines: HeaderLines = []
     for rates in state.rates.values():
-        stretched = rates.resume_from(plan.schedule_steps(rates.warmup_steps))
+        stretched = rates.continue_schedule(plan.schedule_steps(rates.warmup_steps))
         if plan.is_over(state.position):
             continue
         if stretched:
@@ -228,7 +228,7 @@ def _describe_run(plan: FitPlan, name: str, before: Mapping[str, Any], now: Mapp
 def _with_length_of(checkpoint: CheckpointState, source: str, plan: FitPlan) -> FitPlan:
     """Return the plan with the steps and epochs that a fit has if it continues a checkpoint."""
     position = Position.from_json(checkpoint.position, source)
-    plan.feed.resume_from(position.effective_batch_size)
+    plan.feed.set_step_size(position.effective_batch_size)
     config = as_in_checkpoint(plan.config, checkpoint.config)
     if plan.initial_epoch is not None:  # then `epochs` is the number of the last one, not how many there are
         left = plan.initial_epoch + config.epochs - position.first_epoch
