@@ -588,8 +588,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments(world), sources, first)
         for name, rates in self._state.rates.items():
-            facts |= scheduler_facts(check_rates(rates, plan.config, plan.scheduled(rates)), name)
-        plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
+            facts |= scheduler_facts(check_rates(rates, plan.config, plan.length.scheduled(rates)), name)
+        plan.callbacks.set_trainer(self, plan.params(first + plan.length.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             # Rank 0's values are not sent then, so the ranks' own values must already be equal.

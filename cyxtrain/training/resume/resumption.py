@@ -68,7 +68,7 @@ class Resumption:
         state.load_values(checkpoint, self._source)
         state.load_trained(checkpoint)
         for rates in state.rates.values():
-            rates.continue_schedule(plan.schedule_steps(rates.warmup_steps))
+            rates.continue_schedule(plan.length.schedule_steps(rates.warmup_steps))
         left = state.callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), self._source)
         ddp.load_compression_state(checkpoint.others.get("compression", {}))
         # A callback may have requested to end the fit before the ranks have agreed on it.

@@ -29,6 +29,7 @@ from cyxtrain.training.inputs.facts import (
     differing_settings,
     restorable,
 )
+from cyxtrain.training.inputs.fit_length import FitLength
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
 from cyxtrain.training.resume.resumption import Resumption
@@ -118,16 +119,18 @@ def _after_all(world: World, config: DistributedTrainingConfig) -> float:
 
 def _start(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
     plan = with_batch_norm_checked(state.model, plan)
+    length = plan.length
     for rates in state.rates.values():
-        scheduled = plan.scheduled(rates)
+        scheduled = length.scheduled(rates)
         interval = plan.config.scheduler_interval or "step"
-        check_schedule(rates.schedule_for(scheduled), scheduled, interval, plan.steps_per_epoch)
-    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps:
+        check_schedule(rates.schedule_for(scheduled), scheduled, interval, length.steps_per_epoch)
+    steps = length.all_steps
+    if steps is not None and length.warmup_steps > steps:
         warn_together(
-            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
-            "will not reach its value."
+            f"warmup_steps={length.warmup_steps:,} and this fit has {counted(steps, 'step')}: the learning rate will "
+            "not reach its value."
         )
-    lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
+    lengths = [(length.warmup_steps, steps, length.scheduled(rates)) for rates in state.rates.values()]
     effective = plan.feed.effective_batch_size
     state.begin_fit(plan.world, plan.config, run, effective, lengths, plan.initial_epoch)
     return plan, None, _describe_start(plan, state)
@@ -142,7 +145,7 @@ def _resume(
     _check_same_fit(saved, name, plan, run, changed[Policy.EQUAL])
     with restoring_from(source):
         plan = _with_length_of(saved, source, plan)
-    checkpoint = _reopened(saved, source, plan)
+    checkpoint = _reopened(saved, source, plan.length)
     values_of_program = restorable(state)
     is_new_run = _is_new_run(plan, checkpoint, run)
     resumption = Resumption(checkpoint, source)
@@ -202,12 +205,12 @@ def _resume_schedules(state: TrainingState, plan: FitPlan) -> HeaderLines:
     """Fit schedules to the steps of this fit; return lines for the header about those that changed."""
     lines: HeaderLines = []
     for rates in state.rates.values():
-        stretched = rates.continue_schedule(plan.schedule_steps(rates.warmup_steps))
-        if plan.is_over(state.position):
+        stretched = rates.continue_schedule(plan.length.schedule_steps(rates.warmup_steps))
+        if plan.length.is_over(state.position):
             continue
         if stretched:
             lines.append(("schedule", stretched))
-        to_come = plan.schedule_steps(rates.warmup_steps_left, state.position)
+        to_come = plan.length.schedule_steps(rates.warmup_steps_left, state.position)
         check_schedule(rates.scheduler, to_come, rates.interval)
     return lines
 
@@ -236,10 +239,10 @@ def _with_length_of(checkpoint: CheckpointState, source: str, plan: FitPlan) -> 
     return replace(plan, config=config)
 
 
-def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
+def _reopened(checkpoint: CheckpointState, source: str, length: FitLength) -> CheckpointState:
     """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer.
 
-    `plan` must have the checkpoint's steps: another number of ranks would have others.
+    `length`: with the checkpoint's steps; another number of ranks would have others.
     """
     before = checkpoint.others.get("before_end")
     if not before:
@@ -252,7 +255,7 @@ def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> Checkp
         earlier = replace(checkpoint, **{**before, "others": others, "world_size": world_size})
         check_content(earlier, source)
         position = Position.from_json(earlier.position, source)
-    if checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position):
+    if checkpoint.position["stopped"] or length.is_over(position) or length.ends_early(position):
         return checkpoint
     return earlier
 
@@ -270,8 +273,8 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     if position.stopped:
         why = f" ({state.stop_reason})" if state.stop_reason else ""
         words += f"; the fit was stopped there{why}: to continue, call load_checkpoint() and fit()"
-    elif plan.is_over(position):
-        limit = "max_steps" if plan.steps_left(position) == 0 else "epochs"
+    elif plan.length.is_over(position):
+        limit = "max_steps" if plan.length.steps_left(position) == 0 else "epochs"
         words += f"; nothing is left to train: to continue, raise {limit}"
     return words
 
