@@ -32,9 +32,16 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
+        self,
+        state: TrainingState,
+        plan: FitPlan,
+        ddp: DistributedDataParallel,
+        logged: LoggedNumbers,
+        *,
+        is_resumed: bool,
     ) -> None:
         self._state = state
+        self._is_resumed = is_resumed
         self._plan = plan
         self._ddp = ddp
         self._logged = logged
@@ -102,8 +109,11 @@ class CheckpointManager:
         state = self._state
         if found.origin in (None, *state.runs, state.run.get("origin")):
             return False
-        # At the same step too: a fit that resumes from another folder may save here what it resumed from.
-        is_ahead = found.order[1:] >= (state.position.step, state.position.epoch)
+        place = (state.position.step, state.position.epoch)
+        is_ahead = found.order[1:] > place
+        # A fit that resumes from another folder may save here what it resumed from.
+        if self._is_resumed:
+            is_ahead = found.order[1:] >= place
         is_best = bool(self._config.keep_best) and found.path == self._folder.file(BEST)
         return is_ahead or is_best
 
@@ -116,7 +126,7 @@ class CheckpointManager:
             f"{self._folder.infix} in their names. Use another folder for each training (checkpoint_dir)."
         )
 
-    def check(self, *, is_resumed: bool) -> None:
+    def check(self) -> None:
         """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step.
 
         If the fit resumed from a checkpoint elsewhere, its own folder gets one even if no step follows.
@@ -125,7 +135,7 @@ class CheckpointManager:
         if self._writer is not None:
             problem = self._problem_of_first()
         raise_together(self._world, problem)
-        if self._is_on and is_resumed:
+        if self._is_on and self._is_resumed:
             is_there = self._writer is None or self._resumed_from() is not None
             if not all(self._world.gather_json(is_there)):
                 self._saved = ""

@@ -90,7 +90,7 @@ class FitLoop:
         self._last_epoch = state.position.first_epoch + self._length.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
         self._trained_rows, self._training_seconds = _trained_before(state.history, plan)
-        self._manager = CheckpointManager(state, plan, ddp, logged)
+        self._manager = CheckpointManager(state, plan, ddp, logged, is_resumed=resumption is not None)
         self._requests = StopSignals(plan.config, state, plan.world)
         self._callbacks = plan.callbacks
         state.set(callbacks=plan.callbacks, data=plan.feed.state_dict, stop_training=False)
@@ -252,7 +252,7 @@ class FitLoop:
         self._together(self._callbacks.call, "on_train_begin", {})
         if self._resumption is not None:
             self._resumption.restore(self._state, self._plan, self._ddp, self._logged)
-        self._manager.check(is_resumed=self._resumption is not None)
+        self._manager.check()
 
     def _begin_epoch(self) -> TrainingStep:
         plan = self._plan
@@ -418,7 +418,7 @@ class FitLoop:
         """Return what a checkpoint of this rank holds, after `prepare_to_save`."""
         found = self._state.to_checkpoint(self._world)
         if self._resumption is not None:
-            return self._resumption.completed(found)
+            return self._resumption.with_unrestored(found)
         return found
 
     def prepare_to_evaluate(self) -> None:

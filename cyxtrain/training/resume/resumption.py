@@ -50,10 +50,10 @@ class Resumption:
         for rates in state.rates.values():
             drop_groups(rates.optimizer, rates.built_groups)
 
-    def completed(self, found: CheckpointState) -> CheckpointState:
-        """Return what a checkpoint holds now, of which `found` is the trainer's part.
+    def with_unrestored(self, found: CheckpointState) -> CheckpointState:
+        """Return what a checkpoint holds now; `found`: what the trainer's state gives.
 
-        Until the state is restored that is what this checkpoint holds: groups are dropped, and callbacks are new.
+        Until the state is restored, groups are dropped, and callbacks are new: this checkpoint has the right ones.
         """
         if self._is_restored:
             return found

@@ -97,12 +97,14 @@ def test_a_checkpoint_of_another_training_does_not_become_the_best(tmp_path):
     with one_process():
         best = {"keep_best": "loss", "epochs": 3}
         own, _ = fit(checkpoint_dir=tmp_path / "own", **best)
-        fit(0.05, checkpoint_dir=tmp_path / "other", epochs=3)
+        other, _ = fit(0.05, checkpoint_dir=tmp_path / "other", epochs=3)
         resumed = {"resume": tmp_path / "own" / "epoch-0003.ckpt", "checkpoint_dir": tmp_path / "other"}
-        again, _ = fit(**best, **resumed)
+        again, told = fit(**best, **resumed)
     assert again.history.history["loss"] == own.history.history["loss"]
     found = look_into(tmp_path / "other" / "best.ckpt")
     assert found.run.get("id") in (None, own._state.run["id"], again._state.run["id"])
+    # It was replaced by the checkpoint that the fit resumed from.
+    assert any(f"1 checkpoint of another training, run {name(other)}" in line for line in told)
 
 
 def fit_where_a_warning_is_an_error(folder: str) -> None:
