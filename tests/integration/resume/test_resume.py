@@ -660,6 +660,7 @@ def test_a_best_checkpoint_that_cannot_be_marked_when_a_fit_resumes_is_an_error_
     else:
         assert "best.ckpt" in first[2]
         assert second[2] == f"rank 0: {first[2]}"
+    assert list(tmp_path.glob(".best*")) == []
 
 
 def two_fits(folder: Path) -> list[list[float]]:
