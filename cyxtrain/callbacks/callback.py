@@ -150,7 +150,7 @@ class Callback:
         self.trainer = trainer
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Set the parameters of the fit; may raise a ConfigError before anything starts."""
+        """Set the parameters of a fit that is planned, and again before `on_train_begin`; may raise a ConfigError."""
         self.params = params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -398,8 +398,8 @@ class Callbacks:
         states = {name: callback.state_dict() for name, callback in self._named()}
         return {name: state for name, state in states.items() if state}
 
-    def load_state_dict(self, states: Mapping[str, Any], source: str) -> None:
-        """Restore the states of the checkpoint named `source`; warn of states without a callback."""
+    def load_state_dict(self, states: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Restore the states of the checkpoint named `source`; warn of states without a callback, and return them."""
         left = dict(states)
         for name, callback in self._named():
             if name not in left:
@@ -416,6 +416,7 @@ class Callbacks:
                 f"{source} has the state of {', '.join(left)}, but fit has no such callback: the run may continue "
                 "differently."
             )
+        return left
 
     def load_best(self, states: Mapping[str, Any], source: str) -> None:
         """Restore the states of the best checkpoint that belong to its weights."""

@@ -151,7 +151,9 @@ class CheckpointFolder:
             link.unlink(missing_ok=True)
             os.link(path, link)  # under a name of its own: a link replaces nothing
             os.replace(link, best)
-        except OSError:  # a file system without links
+        except OSError:  # a file system without links, or a folder in its place
+            with contextlib.suppress(OSError):  # a link that stays would keep the space of a deleted checkpoint
+                link.unlink()
             with replacing(best, "checkpoint") as target, open_regular(path) as source:
                 shutil.copyfileobj(source, target)
 

@@ -92,8 +92,8 @@ class Feed(ABC):
         """Return a step in which ranks may have different numbers of micro-batches."""
         return UnevenStep()
 
-    def resume_from(self, effective_batch_size: int) -> None:  # noqa: B027
-        """Continue with steps of this many samples, over all ranks."""
+    def set_step_size(self, effective_batch_size: int) -> None:  # noqa: B027
+        """Take steps of so many samples over all ranks, as the fit did that resumes."""
 
 
 class RowSource(Protocol):
@@ -139,7 +139,7 @@ class RowFeed(Feed):
                 "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
             )
         self._batch_size = source.batch_size or config.batch_size
-        self.resume_from(config.effective_batch_size or self._batch_size * config.accumulation_steps * world.size)
+        self.set_step_size(config.effective_batch_size or self._batch_size * config.accumulation_steps * world.size)
         if self.steps_per_epoch == 0:
             raise ConfigError(
                 f"drop_last leaves nothing: {counted(self._rows, 'sample')}, and a step has "
@@ -147,7 +147,7 @@ class RowFeed(Feed):
             )
 
     @override
-    def resume_from(self, effective_batch_size: int) -> None:
+    def set_step_size(self, effective_batch_size: int) -> None:
         self.effective_batch_size = self._order.rows_per_step = effective_batch_size
         self.rows_at_once = self._batch_size
         if not self._order.in_batches:

@@ -25,7 +25,7 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
-    """Seed all generators; `samples`: rows of the epoch before a resume on a different number of ranks, otherwise 0."""
+    """Seed all generators; `samples`: rows of the epoch that were trained before a resume, or 0 at its beginning."""
     # A hash that never changes; NumPy's and PyTorch's ways of mixing seeds may.
     digest = hashlib.blake2b(f"cyxtrain {seed} {epoch} {samples} {rank}".encode(), digest_size=24).digest()
     python_seed, device_seed, torch_seed = (int.from_bytes(digest[begin : begin + 8], "little") for begin in (0, 8, 16))

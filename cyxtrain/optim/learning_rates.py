@@ -157,7 +157,7 @@ class LearningRates:
         self._noted = self.now()
         self._used = []
 
-    def resume_from(self, schedule_steps: int | None) -> str:
+    def continue_schedule(self, schedule_steps: int | None) -> str:
         """Continue a fit with a checkpoint's rates; return how the schedule has changed, or ""."""
         if not self.ends_with_fit or self.scheduler is None or schedule_steps is None:
             return ""

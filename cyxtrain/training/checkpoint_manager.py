@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes
+from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
-from cyxtrain.data.rng import generators_as_json, set_generators
+from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, counted, shortened, warn, warn_together
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
@@ -32,16 +32,24 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, state: TrainingState, plan: FitPlan, ddp: DistributedDataParallel, logged: LoggedNumbers
+        self,
+        state: TrainingState,
+        plan: FitPlan,
+        ddp: DistributedDataParallel,
+        logged: LoggedNumbers,
+        *,
+        is_resumed: bool,
     ) -> None:
         self._state = state
+        self._is_resumed = is_resumed
         self._plan = plan
         self._ddp = ddp
         self._logged = logged
         self._config = plan.config
         self._world = plan.world
         self._is_on = self._config.makes_checkpoints
-        self._saved = self._name()  # a step that was resumed from has its checkpoint
+        # Nothing is new to save before the first step.
+        self._saved = self._name()
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
@@ -56,16 +64,25 @@ class CheckpointManager:
         if self._is_on and (all_write or self._world.is_first):
             self._writer = Writer(self._folder)
             self._enter_folder()
-            self._restore_best()
 
     def _restore_best(self) -> None:
-        """Mark the latest checkpoint as the best one, if the fit was killed before it could."""
-        last = self._folder.file(self._name())
-        if look_into(last).position and self._is_best():
+        """Mark the latest checkpoint if it is the best one: a fit that was killed may not have done so."""
+        latest = self._resumed_from()
+        if latest is not None and self._is_best():
             best = look_into(self._folder.file(BEST))
             # The best one of a later fit stays.
             if not best.position or best.run.get("id") == self._state.run.get("id"):
-                self._folder.mark_best(last)
+                self._folder.mark_best(latest.path)
+
+    def _resumed_from(self) -> Found | None:
+        """Return the checkpoint in the folder that has the state when the fit begins; None: there is none."""
+        position = self._state.position
+        for found in self._before:
+            # Another training may have left one of the same name.
+            is_own = found.run.get("id") in self._state.runs
+            if is_own and found.order[1:] == (position.step, position.epoch):
+                return found
+        return None
 
     def _enter_folder(self) -> None:
         """Warn about other runs in the folder; those that are alive keep their files."""
@@ -92,7 +109,11 @@ class CheckpointManager:
         state = self._state
         if found.origin in (None, *state.runs, state.run.get("origin")):
             return False
-        is_ahead = found.order[1:] > (state.position.step, state.position.epoch)
+        place = (state.position.step, state.position.epoch)
+        is_ahead = found.order[1:] > place
+        # A fit that resumes from another folder may save here what it resumed from.
+        if self._is_resumed:
+            is_ahead = found.order[1:] >= place
         is_best = bool(self._config.keep_best) and found.path == self._folder.file(BEST)
         return is_ahead or is_best
 
@@ -106,11 +127,18 @@ class CheckpointManager:
         )
 
     def check(self) -> None:
-        """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step."""
+        """Raise on all ranks if the first checkpoint would fail. All ranks call it, before the first step.
+
+        If the fit resumed from a checkpoint elsewhere, its own folder gets one even if no step follows.
+        """
         problem: Exception | None = None
         if self._writer is not None:
             problem = self._problem_of_first()
         raise_together(self._world, problem)
+        if self._is_on and self._is_resumed:
+            is_there = self._writer is None or self._resumed_from() is not None
+            if not all(self._world.gather_json(is_there)):
+                self._saved = ""
 
     def _problem_of_first(self) -> Exception | None:
         """Return why the first checkpoint would fail, if that is an error by `on_save_error`."""
@@ -126,6 +154,7 @@ class CheckpointManager:
             problem = ConfigError(f"the state of a callback cannot be kept: {error}")
         try:
             self._folder.check()
+            self._restore_best()
         except CheckpointError as error:
             if self._config.on_save_error == "raise":
                 return problem or error
@@ -144,7 +173,7 @@ class CheckpointManager:
             self._save(totals)
 
     def gather(self, totals: MetricSums | None) -> None:
-        """Gather buffers, compression state and, within an epoch, sums of all ranks. All ranks call it."""
+        """Average buffers; gather compression state and, within an epoch, what each rank has. All ranks call it."""
         if totals is not None:
             own = {
                 "generators": generators_as_json(self._plan.data.placement.device),
@@ -162,34 +191,6 @@ class CheckpointManager:
             # Only a rank that may write a checkpoint needs it.
             compression = {}
         self._state.set(compression=compression)
-
-    def restore_rank(self, checkpoint: CheckpointState, source: str, totals: MetricSums) -> None:
-        """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch."""
-        rank = self._world.rank
-        ranks = checkpoint.ranks
-        try:
-            tables = [each["sums"] for each in ranks]
-            if not any(tables):
-                # Made between two epochs: the next one begins with its own generators.
-                return
-            # With fewer ranks than before, a rank takes over several; with more, some take none.
-            taken_over = ranks[rank :: self._world.size]
-            totals.metrics.merge([each.get("metrics", {}) for each in taken_over])
-            states = [{**each.get("logged", {})} for each in taken_over]
-            columns = [*zip(*(table[0] for table in tables), strict=True)]
-            row = [0.0] * len(columns)
-            if len(ranks) == self._world.size:
-                set_generators(ranks[rank]["generators"], self._plan.data.placement.device)
-                row = tables[rank][0]
-            elif rank == 0:
-                # Added up once: which rank has counted what changes only the last bits of the result.
-                row = [*map(math.fsum, columns)]
-            totals.restore(row, ranks[0].get("names"), states)
-            self._logged.restore(states)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}."
-            ) from error
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""
@@ -222,6 +223,11 @@ class CheckpointManager:
             if self._missing > 1:
                 warn(f"{self._missing} checkpoints could not be written to {self._config.checkpoint_dir}.")
             self._writer.close()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether this rank could not write its latest checkpoint."""
+        return self._failing is not None
 
     def _is_best(self) -> bool:
         monitor = self._config.keep_best

@@ -1,4 +1,16 @@
-"""One call of `fit`: running the steps of each epoch, and recording their metrics."""
+"""One call of `fit`: running the steps of each epoch, and recording their metrics.
+
+What happens from the call to the first step, in this order:
+
+1. `DistributedTrainer._plan_fit`: the ranks join, check their input, and agree on the plan. `start_or_resume` begins a
+   new fit, or finds a checkpoint and loads it (`Resumption.load`). Then rank 0 sends its parameters to all ranks.
+2. `DistributedTrainer.fit` shows the header, and makes the loop; rank 0 enters the folder of checkpoints.
+3. `FitLoop._begin_training`: `set_params` and `on_train_begin`; `Resumption.restore` loads the checkpoint again; the
+   first checkpoint is tried. From here on the state is the one that training continues from.
+4. `FitLoop._begin_epoch`: `on_epoch_begin`, except in the middle of an epoch. The generators are seeded, and
+   `Resumption.restore_epoch` restores the sums of the epoch. If the validation of its last step is missing, it follows.
+5. `FitLoop._train_one_step`, for each share of the data.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +24,6 @@ from typing import Any
 import torch
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
-from cyxtrain.checkpoint.format.optimizer_state import drop_groups
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.rng import generators_kept, seed_generators
@@ -34,7 +45,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import marked_steps
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.snapshot import put_into_training
-from cyxtrain.training.resume.start_or_resume import Checkpoint
+from cyxtrain.training.resume.resumption import Resumption
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.session import Session
 from cyxtrain.training.step.training_step import TrainingStep
@@ -62,23 +73,24 @@ class FitLoop:
         state: TrainingState,
         plan: FitPlan,
         ddp: DistributedDataParallel,
-        checkpoint: Checkpoint | None,
+        resumption: Resumption | None,
         logged: LoggedNumbers,
     ) -> None:
         self._state = state
         self._plan = plan
+        self._length = plan.length
         self._world = plan.world
         self._ddp = ddp
         # None as soon as all of it is restored.
-        self._checkpoint = checkpoint
+        self._resumption = resumption
         self._device = plan.data.placement.device
         self._logged = logged
         logged.reserved |= {name.removeprefix("val_") for name in plan.measured}
         logged.best_names = {plan.config.keep_best}
-        self._last_epoch = state.position.first_epoch + plan.epochs
+        self._last_epoch = state.position.first_epoch + self._length.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
         self._trained_rows, self._training_seconds = _trained_before(state.history, plan)
-        self._manager = CheckpointManager(state, plan, ddp, logged)
+        self._manager = CheckpointManager(state, plan, ddp, logged, is_resumed=resumption is not None)
         self._requests = StopSignals(plan.config, state, plan.world)
         self._callbacks = plan.callbacks
         state.set(callbacks=plan.callbacks, data=plan.feed.state_dict, stop_training=False)
@@ -95,35 +107,36 @@ class FitLoop:
 
     def fit(self) -> StoppedError | None:
         """Train to the last epoch, or until a rank asks to stop; return why it stopped."""
-        stopped: StoppedError | None = None
+        stop: StoppedError | None = None
         with self._resources():
-            self._begin()
+            self._begin_training()
             try:
-                while not self._plan.is_over(self._state.position):
+                while not self._length.is_over(self._state.position):
                     self._train_one_epoch()
             except StoppedError as error:
                 # Its frames would keep the data's workers.
-                stopped = error.with_traceback(None)
-                self._requests.begin_stop(stopped)
+                stop = error.with_traceback(None)
+                self._requests.begin_stop(stop)
                 self._ddp.sync_buffers()
             self._manager.finish(self._session.totals)
             best = ""
-            if stopped is None:
+            if stop is None:
                 best = self._manager.load_best()
                 self._logged.is_closed = True
                 self._callbacks.call("on_train_end", self._logs())
             else:
                 # Here, before another signal ends the process.
                 self._plan.display.close()
-                explained = explain_stop(stopped, self._state.position, self._plan.config)
+                is_failing = self._manager.is_failing
+                explained = explain_stop(stop, self._state.position, self._plan.config, is_failing=is_failing)
                 self._plan.display.header([("stopped", explained)])
         facts = self._profile.facts()
         if best:
             facts = [("best", best), *facts]
         self._plan.display.header(facts)
-        if stopped is None:
+        if stop is None:
             self._state.set(complete_fits=self._state.position.fits)
-        return stopped
+        return stop
 
     def _train_one_epoch(self) -> None:
         """Train for one epoch, or for the rest of one; then validate, record and save."""
@@ -187,7 +200,7 @@ class FitLoop:
         self._callbacks.on_batch_end("train", share.number, self._batch_values)
 
     def _validate_if_due(self, share: Share) -> None:
-        if self._plan.validates_at(self._state.position):
+        if self._length.validates_at(self._state.position):
             self._validate_within_epoch()
 
     def _check_replicas_if_due(self, share: Share) -> None:
@@ -231,31 +244,15 @@ class FitLoop:
         self._after_step.clear()
         del self._manager
 
-    def _begin(self) -> None:
-        """Call `on_train_begin`; if the fit resumes, load the checkpoint."""
+    def _begin_training(self) -> None:
+        """Call `on_train_begin`; if the fit resumes, load the checkpoint again."""
         self._callbacks.call("set_params", self._plan.params(self._last_epoch))
-        if self._checkpoint is not None:
-            for rates in self._state.rates.values():
-                # A callback may add the other groups when training begins.
-                drop_groups(rates.optimizer, rates.built_groups)
+        if self._resumption is not None:
+            self._resumption.drop_added_groups(self._state)
         self._together(self._callbacks.call, "on_train_begin", {})
-        if self._checkpoint is not None:
-            self._restore(*self._checkpoint)
+        if self._resumption is not None:
+            self._resumption.restore(self._state, self._plan, self._ddp, self._logged)
         self._manager.check()
-
-    def _restore(self, checkpoint: CheckpointState, source: str) -> None:
-        """Load a checkpoint again: `on_train_begin` may have altered what the checkpoint already includes."""
-        # The checkpoint has what on_train_begin logged.
-        self._logged.reset()
-        self._state.load_values(checkpoint, source)
-        self._state.load_trained(checkpoint)
-        for rates in self._state.rates.values():
-            rates.resume_from(self._plan.schedule_steps(rates.warmup_steps))
-        self._callbacks.load_state_dict(checkpoint.others.get("callbacks", {}), source)
-        self._ddp.load_compression_state(self._state.compression)
-        # A callback may have requested to end the fit before the ranks have agreed on it.
-        requested = any(each.get("stop") is True for each in checkpoint.ranks)
-        self._state.set(stop_training=self._state.stop_training or requested)
 
     def _begin_epoch(self) -> TrainingStep:
         plan = self._plan
@@ -267,17 +264,17 @@ class FitLoop:
             fuse(state.optimizers[name])
         reset_peak_memory(self._device)
         # Displayed epochs start at 1; the order of samples counts them from 0.
-        last_step = plan.end_of_epoch(position, plan.steps_per_epoch)
-        last_epoch = self._last_epoch if plan.knows_epochs else 0
+        last_step = self._length.end_of_epoch(position, self._length.steps_per_epoch)
+        last_epoch = self._last_epoch if self._length.knows_epochs else 0
         plan.display.begin_epoch(position.epoch + 1, last_epoch, last_step, position.epoch_steps)
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
         step = self._session.begin_epoch()
         seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
-        if self._checkpoint is not None:
-            self._manager.restore_rank(*self._checkpoint, step.totals)
-            self._checkpoint = None
-            if position.samples and self._validates_within_epochs and plan.validates_at(position):
+        if self._resumption is not None:
+            self._resumption.restore_epoch(plan, step.totals, self._logged)
+            self._resumption = None
+            if position.samples and self._validates_within_epochs and self._length.validates_at(position):
                 # Unless the checkpoint has it.
                 self._validate_within_epoch()
         # Again in each epoch: a callback may have unfrozen some.
@@ -287,7 +284,7 @@ class FitLoop:
 
     def _keep_before_end(self) -> None:
         """Keep the state, if a longer fit would continue differently from here than from the end of the epoch."""
-        if self._plan.ends_early(self._state.position) and not self._state.position.stopped:
+        if self._length.ends_early(self._state.position) and not self._state.position.stopped:
             # Resumed with a larger max_steps, a fit would otherwise never train the rest of this epoch.
             self._manager.gather(self._session.totals)
             self._state.keep_before_end(self._world)
@@ -310,8 +307,8 @@ class FitLoop:
         if plan.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
-        is_validated = plan.validates_epoch(position) and self._validate()
-        is_whole = not position.stopped or position.epoch_steps == plan.steps_per_epoch
+        is_validated = self._length.validates_epoch(position) and self._validate()
+        is_whole = not position.stopped or position.epoch_steps == self._length.steps_per_epoch
         where = f"after epoch {position.epoch + 1}" if is_whole else describe_place(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._session.step = None
@@ -417,6 +414,13 @@ class FitLoop:
         if self._session.step is None:
             self._apply_end(self._requests.agree()[0])
 
+    def to_checkpoint(self) -> CheckpointState:
+        """Return what a checkpoint of this rank holds, after `prepare_to_save`."""
+        found = self._state.to_checkpoint(self._world)
+        if self._resumption is not None:
+            return self._resumption.with_unrestored(found)
+        return found
+
     def prepare_to_evaluate(self) -> None:
         """Make the model the same on every rank. All ranks call it."""
         self._session.wait_for_verdict()
@@ -508,7 +512,8 @@ class FitLoop:
             count = share.number + 1
         if every and count % every == 0:
             self._session.wait_for_verdict()
-            of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
+            steps = self._length.steps_per_epoch
+            of = "" if steps is None else f"/{steps}"
             plan.display.line(f"batch {share.number + 1}{of}  {numbers(totals.over_ranks(self._world))}")
 
     def _batch_values(self) -> dict[str, Callable[[], float]]:
@@ -577,5 +582,5 @@ def _trained_before(history: TrainingHistory, plan: FitPlan) -> tuple[int, float
     speed = history.samples_per_second
     if not speed:
         return 0, 0.0
-    rows = (plan.feed.rows_of(plan.steps_per_epoch) or 0) * len(history.epochs)
+    rows = (plan.feed.rows_of(plan.length.steps_per_epoch) or 0) * len(history.epochs)
     return rows, rows / speed

@@ -224,8 +224,8 @@ def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str
 
 def _steps(plan: FitPlan, position: Position) -> str:
     how = "as many as there are batches"
-    if plan.steps_per_epoch is not None:
-        how = f"{counted(plan.steps_per_epoch, 'step')} per epoch"
+    if plan.length.steps_per_epoch is not None:
+        how = f"{counted(plan.length.steps_per_epoch, 'step')} per epoch"
     if plan.config.max_steps is not None:
         how += f", at most {plan.config.max_steps:,}"
     how += f", {_epochs(plan, position)}"
@@ -236,10 +236,10 @@ def _steps(plan: FitPlan, position: Position) -> str:
 
 def _epochs(plan: FitPlan, position: Position) -> str:
     first = position.epoch + 1
-    last = position.first_epoch + plan.epochs
-    if plan.is_over(position):
+    last = position.first_epoch + plan.length.epochs
+    if plan.length.is_over(position):
         return "no epoch left"
-    if not plan.knows_epochs:
+    if not plan.length.knows_epochs:
         return f"from epoch {first}"
     if first == last:
         return f"epoch {last}"

@@ -83,7 +83,7 @@ class Position(_Fields):
     first_step: int = 0
     """Optimizer steps when the latest call of `fit` began."""
     stopped: int = 0
-    """1 if a callback, or the end of the data, ended the latest call of `fit`: it is complete."""
+    """1 if a callback, or the end of the data, ended the latest call of `fit`: it is complete, not interrupted."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
@@ -107,7 +107,7 @@ class Position(_Fields):
 
 @dataclass
 class TrainingState(_Fields):
-    """What changes while a model is trained. Only this module assigns its fields and its position's.
+    """What changes while a model is trained. Other modules assign its fields and its position's by `set` alone.
 
     Attributes:
         model: Not wrapped.
@@ -176,8 +176,10 @@ class TrainingState(_Fields):
         number = self.complete_fits + 1
         if initial_epoch is not None:
             return number, initial_epoch
-        was_stopped = self.position.fits == number
-        return number, self.position.first_epoch if was_stopped else self.position.epoch
+        first_epoch = self.position.epoch
+        if self.position.fits == number:  # it was interrupted
+            first_epoch = self.position.first_epoch
+        return number, first_epoch
 
     def begin_fit(
         self,
@@ -217,7 +219,7 @@ class TrainingState(_Fields):
             rates.begin(scaling_of(config, effective_batch_size), *steps)
         self._begin_run(world, run)
 
-    def resume_from(
+    def continue_fit(
         self,
         world: World,
         state: CheckpointState,
@@ -328,7 +330,8 @@ class TrainingState(_Fields):
             run=self.run,
             arithmetic=self.arithmetic,
             metadata=self.metadata,
-            world_size=world.size,
+            # Loaded from a checkpoint of other ranks, and nothing trained since.
+            world_size=len(self.ranks) or world.size,
         )
 
     def _schedule_to_checkpoint(self, name: str) -> dict[str, Any]:
@@ -346,7 +349,7 @@ class TrainingState(_Fields):
         return found
 
     def load(self, state: CheckpointState, source: str) -> None:
-        """Load a checkpoint, but for the config and the callbacks; `source`: its name for messages.
+        """Load a checkpoint named `source`, except its config; callbacks take their states from `kept`.
 
         Raises:
             CheckpointError: It belongs to another model, optimizer or scheduler; nothing has changed.

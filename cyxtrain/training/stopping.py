@@ -1,7 +1,8 @@
-"""Requests to stop a fit, or to save, before its last epoch; all ranks apply them at the same step.
+"""Requests to stop a fit before its last epoch, to save, or to validate; all ranks apply them at the same step.
 
-Each rank has its own requests: a signal arrived, or its time limit has passed. They are sent with the gradients of a
-step, so that after it every rank knows the requests of all ranks, without another message.
+Each rank has its own requests: a signal arrived, its time limit has passed, a callback ends the fit, or a checkpoint or
+a validation is due by the clock. They are sent with the gradients of a step, so that after it every rank knows the
+requests of all ranks, without another message.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from cyxtrain.world.world import World
 
 
 class StopRequest(enum.IntEnum):
-    """What a rank can request, by its index among the signals."""
+    """What a rank can request, not only to stop, by its index among the signals."""
 
     TERMINATE = 0
     """SIGTERM, SIGHUP or SIGUSR1: end the program."""
@@ -87,7 +88,7 @@ class StoppedError(Exception):
 
 
 class StopSignals:
-    """The requests of this rank, while a fit runs; rank 0's clock tells when something is due."""
+    """The requests of this rank, while a fit runs; rank 0's clock tells when to save and to validate."""
 
     def __init__(self, config: DistributedTrainingConfig, state: TrainingState, world: World) -> None:
         self._config = config
@@ -343,10 +344,12 @@ def exit_for(stop: StoppedError | None) -> None:
         raise on_all_ranks(KeyboardInterrupt())
 
 
-def explain_stop(stop: StoppedError, position: Position, config: DistributedTrainingConfig) -> str:
-    """Describe where a fit has stopped before its end, and why."""
+def explain_stop(stop: StoppedError, position: Position, config: DistributedTrainingConfig, *, is_failing: bool) -> str:
+    """Describe where a fit has stopped before its end, and why; `is_failing`: its checkpoint cannot be written."""
     kept = "checkpoints are off, nothing was saved"
-    if config.makes_checkpoints:
+    if is_failing:
+        kept = f"its checkpoint could not be written to {config.checkpoint_dir}"
+    elif config.makes_checkpoints:
         kept = f"a checkpoint is in {config.checkpoint_dir}"
     name = signal.Signals(stop.number or signal.SIGTERM).name
     return f"{describe_place(position)}: {REASONS[stop.request].format(name)}; {kept}"

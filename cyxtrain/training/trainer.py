@@ -18,7 +18,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
-from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, nearest, require_choice, require_constructed, require_integer
 from cyxtrain.environment import loader_workers
@@ -51,7 +51,8 @@ from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.on_batch.batch_calls import BatchCalls
-from cyxtrain.training.resume.start_or_resume import Checkpoint, start_or_resume
+from cyxtrain.training.resume.resumption import Resumption
+from cyxtrain.training.resume.start_or_resume import start_or_resume
 from cyxtrain.training.state import TrainingState, output_names
 from cyxtrain.training.stopping import exit_for, stopping_signals
 from cyxtrain.training.trained import trained_with
@@ -302,25 +303,29 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         if history is not None:
             return history
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):  # a killed worker ends its rank
-            plan, ddp, checkpoint, header_lines = self._plan_fit((X, y, *more), keywords)
+            plan, ddp, resumption, header_lines = self._plan_fit((X, y, *more), keywords)
             with self._fit_context(plan, ddp) as logged:
-                plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-                self._fit = FitLoop(self._state, plan, ddp, checkpoint, logged)
+                # What is wrong on one rank, such as a warning that is an error there, must not let the others wait.
+                with ending_group_on_error(plan.world):
+                    plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
+                    self._fit = FitLoop(self._state, plan, ddp, resumption, logged)
+                # Otherwise the checkpoint would stay in memory after the fit loop lets go of it.
+                del resumption
                 exit_for(self._fit.fit())
         return self._state.history
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
-        """Check `fit`'s arguments on all ranks; return plan, wrapped model, checkpoint and header lines."""
-        world = self._begin("fit")
+    ) -> tuple[FitPlan, DistributedDataParallel, Resumption | None, list[tuple[str, str]]]:
+        """Check `fit`'s arguments on all ranks; return plan, wrapped model, resumption and header lines."""
+        world = self._join("fit")
         plan = self._agreed_plan(world, arguments, keywords)
         with ending_group_on_error(world), self._logging():
             numerics = numerics_of(self.model, plan, self.ddp_config)
-            plan, checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
+            plan, resumption, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            return plan, self._wrapped(plan), checkpoint, header_lines
+            return plan, self._wrapped(plan), resumption, header_lines
 
     def _wrapped(self, plan: FitPlan) -> DistributedDataParallel:
         """Return the model, or a user's own step, so that backward averages gradients."""
@@ -339,7 +344,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             warn_of_data(facts_by_rank)  # with `python -W error` on one rank, the others must not wait for it
         return plan
 
-    def _begin(self, call: str) -> World:
+    def _join(self, call: str) -> World:
         """Join the world, check that all ranks make the same call, outside a fit, and return that world."""
         if self._fit is not None:
             raise ConfigError(f"{call} was called within fit, by a callback: call it when the fit has ended.")
@@ -513,7 +518,12 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         if self._fit is not None and not world.sends_nothing:
             # A callback calls this.
             self._fit.prepare_to_save()
-        on_first(world, lambda: write_checkpoint(path, self._state.to_checkpoint(runtime.current())))
+        on_first(world, lambda: write_checkpoint(path, self._to_checkpoint()))
+
+    def _to_checkpoint(self) -> CheckpointState:
+        if self._fit is not None:
+            return self._fit.to_checkpoint()
+        return self._state.to_checkpoint(runtime.current())
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
@@ -525,7 +535,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
             ConfigError: A callback calls it.
         """
-        self._state.load_file(self._begin("load_checkpoint"), path)
+        self._state.load_file(self._join("load_checkpoint"), path)
 
     def _world_of(self, call: str, *, works_alone: bool, distributed: bool = True) -> World:
         """Join the world, and check that all ranks make the same call; return them, or this rank alone."""
@@ -575,8 +585,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         with recomputed(self._recomputed), self._logging():
             plan, facts = plan_fit(arguments, self._arguments(world), sources, first)
         for name, rates in self._state.rates.items():
-            facts |= scheduler_facts(check_rates(rates, plan.config, plan.scheduled(rates)), name)
-        plan.callbacks.set_trainer(self, plan.params(first + plan.epochs))
+            facts |= scheduler_facts(check_rates(rates, plan.config, plan.length.scheduled(rates)), name)
+        plan.callbacks.set_trainer(self, plan.params(first + plan.length.epochs))
         must_match = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             # Rank 0's values are not sent then, so the ranks' own values must already be equal.

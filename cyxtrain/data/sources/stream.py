@@ -306,7 +306,7 @@ class StreamFeed(Feed):
         return -(-self._batches_per_step // self._world.size)
 
     @override
-    def resume_from(self, effective_batch_size: int) -> None:
+    def set_step_size(self, effective_batch_size: int) -> None:
         """Continue with as many batches per step as before, if ranks share them."""
         if self._source.is_shared:
             self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)

@@ -1,4 +1,4 @@
-"""The plan of a call of `fit`, after all checks: each rank makes its own; then the ranks agree."""
+"""The plan of a call of `fit`: each rank checks its input and makes its own; then the ranks agree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, shortened, warn_together
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import can_fuse, needs_closure
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
@@ -27,6 +26,7 @@ from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments, check_data
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
+from cyxtrain.training.inputs.fit_length import FitLength, all_steps, requested_steps, steps_per_epoch
 from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
@@ -45,7 +45,10 @@ from cyxtrain.world.world import World
 
 @dataclass(frozen=True)
 class FitPlan:
-    """One call of `fit` that passed all checks.
+    """One call of `fit` whose input passed the checks of this rank.
+
+    `start_or_resume` still checks the schedules, batch norm, and the checkpoint to continue from; `CheckpointManager`
+    checks the folder.
 
     Attributes:
         world: The ranks that train.
@@ -99,9 +102,9 @@ class FitPlan:
         """Return what callbacks are given with `set_params`; `last_epoch` counts from 1."""
         return {
             "epochs": last_epoch,
-            "steps": self.steps_per_epoch,
+            "steps": self.length.steps_per_epoch,
             "samples_per_step": self.feed.effective_batch_size,
-            "warmup_steps": self.warmup_steps,
+            "warmup_steps": self.length.warmup_steps,
             "verbose": self.config.verbose,
             "validation": bool(self.validation),
             "sets": [*self.validation],
@@ -132,159 +135,19 @@ class FitPlan:
         return {**by_set, **found}
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch, at most; None: unknown until its batches end."""
-        return steps_per_epoch(self.config, self.feed)
-
-    @property
-    def all_steps(self) -> int | None:
-        """Steps of the whole fit; None: unknown."""
-        return all_steps(self.config, self.steps_per_epoch)
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of the fit, at most."""
-        most = self.config.max_steps
-        steps = self.steps_per_epoch
-        if most is None or not steps:
-            return self.config.epochs
-        return min(self.config.epochs, _ceil_div(most, steps))
-
-    @property
-    def knows_epochs(self) -> bool:
-        """Whether the number of epochs is known; with `max_steps` alone, it may be just a bound."""
-        # Then it is `max_steps`: each epoch has a step at least.
-        return self.steps_per_epoch is not None or self.config.epochs != self.config.max_steps
-
-    def steps_left(self, position: Position) -> int | None:
-        """Return the steps until `max_steps`; None: it is not set."""
-        most = self.config.max_steps
-        return None if most is None else max(0, most - (position.step - position.first_step))
-
-    def end_of_epoch(self, position: Position, steps: int | None) -> int | None:
-        """Return the step after which the running epoch ends if its limit is `steps`; None: unknown."""
-        left = self.steps_left(position)
-        return steps if left is None else _least(steps, position.epoch_steps + left)
-
-    def validates_at(self, position: Position) -> bool:
-        """Return whether a validation is due after the latest step, in its epoch."""
-        return self.config.validates_at(position.step, position.epoch_steps, self.steps_per_epoch)
-
-    def validates_epoch(self, position: Position) -> bool:
-        """Return whether a validation is due at the end of the running epoch."""
-        epoch = position.epoch + 1
-        is_last = epoch >= position.first_epoch + self.config.epochs or self._is_stopped(position)
-        return bool(self.validation) and self.config.validates_after(epoch, is_last=is_last)
-
-    def ends_early(self, position: Position) -> bool:
-        """Return whether the running epoch ends or is validated here only because the fit is not longer."""
-        # A longer fit continues before such an end: the rest of the epoch would otherwise never be trained.
-        if self.steps_left(position) == 0:
-            return True
-        epoch = position.epoch + 1
-        steps = self.steps_per_epoch or position.epoch_steps
-        is_last = epoch >= position.first_epoch + self.config.epochs and position.epoch_steps == steps
-        is_validated = self.config.validates_after(epoch, is_last=is_last)
-        is_due = self.config.validates_after(epoch, is_last=False)
-        return bool(self.validation) and is_validated and not is_due
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps of the warm-up; raises ConfigError for a fraction of a fit of unknown length."""
-        asked = self.config.warmup_steps
-        if asked == 0 or asked >= 1:
-            return int(asked)
-        if self.all_steps is None:
-            raise ConfigError(
-                f"warmup_steps={asked} is a fraction of the fit, and the number of batches is unknown: "
-                "set steps_per_epoch, or give a number of steps."
-            )
-        return round(asked * self.all_steps)
-
-    def scheduled(self, rates: LearningRates) -> int | None:
-        """Return how often the fit, from its beginning, steps a schedule; None: unknown."""
-        warmup_steps = self.warmup_steps if rates.warms_up_first else 0
-        return self.schedule_steps(warmup_steps)
-
-    def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
-        """Return how often the fit, from a position, steps its schedule; None: unknown.
-
-        The schedule begins after the `warmup_steps` that are still to be taken.
-        """
-        epochs = self.config.epochs
-        done = 0
-        left = self.config.max_steps
-        if position is not None:
-            epochs = position.first_epoch + epochs - position.epoch
-            done = position.epoch_steps
-            left = self.steps_left(position)
-        if self.config.scheduler_interval == "epoch":
-            return self._schedule_epochs(warmup_steps, epochs, done, left)
-        to_come = left
-        if self.steps_per_epoch is not None:
-            to_come = _least(epochs * self.steps_per_epoch - done, left)
-        return None if to_come is None else max(0, to_come - warmup_steps)
-
-    def _schedule_epochs(self, warmup_steps: int, epochs: int, done: int, left: int | None) -> int | None:
-        """Return how many of the remaining `epochs` end after the warm-up; None: unknown.
-
-        `done`: steps of the running epoch so far; `left`: steps until `max_steps`, if it is set.
-        """
-        steps = self.steps_per_epoch
-        if steps is None:
-            if left is not None:
-                return None
-            return max(0, epochs)
-        divisor = max(steps, 1)
-        if left is not None:
-            epochs = min(epochs, _ceil_div(done + left, divisor))
-        after_this_epoch = max(0, warmup_steps - (steps - done))
-        return max(0, epochs - _ceil_div(after_this_epoch, divisor))
+    def length(self) -> FitLength:
+        """The steps and epochs of the fit; a checkpoint that it continues changes them."""
+        return FitLength(self.config, steps_per_epoch(self.config, self.feed), bool(self.validation))
 
     def shares(self, position: Position) -> Generator[Share]:
         """Return this rank's shares of the rest of the epoch."""
-        end = self.end_of_epoch(position, requested_steps(self.config))
+        end = self.length.end_of_epoch(position, requested_steps(self.config))
         return self.feed.shares(place_of(position), self.data.placement, end)
-
-    def is_over(self, position: Position) -> bool:
-        """Return whether the last epoch is complete, or a callback or `max_steps` has ended the fit."""
-        last = position.first_epoch + self.config.epochs
-        return position.epoch >= last or (position.samples == 0 and self._is_stopped(position))
-
-    def _is_stopped(self, position: Position) -> bool:
-        return position.stopped > 0 or self.steps_left(position) == 0
 
     def digests(self) -> dict[str, str]:
         """Return the digests by which a checkpoint recognizes the data; "" for data that are not given."""
         digests = [name + each.source.digest() for name, each in self.validation.items()]
         return {"data": self.data.source.digest(), "validation": " ".join(digests)}
-
-
-def requested_steps(config: DistributedTrainingConfig) -> int | None:
-    """Return the limit of steps of an epoch that the config sets."""
-    return _least(int(config.fast_dev_run) or None, config.steps_per_epoch)
-
-
-def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
-    """Return how many optimizer steps an epoch has, at most; None: unknown until its batches end."""
-    if config.steps_per_epoch is not None:
-        return requested_steps(config)  # an epoch may pass more than once through shorter data
-    return _least(requested_steps(config), feed.steps_per_epoch)
-
-
-def all_steps(config: DistributedTrainingConfig, steps_per_epoch: int | None) -> int | None:
-    """Return how many optimizer steps a fit has; None: unknown."""
-    if steps_per_epoch is None:
-        return config.max_steps
-    return _least(config.max_steps, config.epochs * steps_per_epoch)
-
-
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)
 
 
 def place_of(position: Position) -> Place:
@@ -429,7 +292,7 @@ def _check_validation(plan: FitPlan) -> None:
         raise ConfigError(
             f"{name}={getattr(config, name)} needs validation data: pass validation_data, or set validation_split."
         )
-    if isinstance(config.validation_freq, float) and plan.steps_per_epoch is None:
+    if isinstance(config.validation_freq, float) and plan.length.steps_per_epoch is None:
         raise ConfigError(
             f"validation_freq={config.validation_freq} is a fraction of an epoch, and the number of batches is "
             "unknown: set steps_per_epoch, or use validate_every_n_steps."

@@ -68,7 +68,7 @@ class BatchCalls(TrainerView, TrainerSteps):
             ConfigError: The input is wrong, on any rank, or a callback calls it.
             NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`.
         """
-        world = self._begin("train_on_batch")
+        world = self._join("train_on_batch")
         given = (x, y, sample_weight, class_weight)
         (source, config, form), _ = agree_on(world, lambda: _opened(world, self._state, *given))
         known_form, plan = self._batch_plan or (None, None)

@@ -29,8 +29,10 @@ from cyxtrain.training.inputs.facts import (
     differing_settings,
     restorable,
 )
-from cyxtrain.training.inputs.plan import FitPlan, place_of
+from cyxtrain.training.inputs.fit_length import FitLength
+from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
+from cyxtrain.training.resume.resumption import Resumption
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world.world import World
 
@@ -80,14 +82,14 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 def start_or_resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
-) -> tuple[FitPlan, Checkpoint | None, HeaderLines]:
-    """Go to where a fit begins or continues; return the plan, the checkpoint and header lines."""
+) -> tuple[FitPlan, Resumption | None, HeaderLines]:
+    """Go to where a fit begins or continues; return the plan, the resumption and header lines."""
     try:
         digests = plan.digests()
         program = plan.world.gather(_program_of(state, plan.config, digests))[0]
         found = find_checkpoint(plan, state, program)
         run = {**digests, "program": program, "started": _after_all(plan.world, plan.config)}
-        begun = _begin(state, plan, run) if found is None else _resume(state, plan, numerics, run, found)
+        begun = _start(state, plan, run) if found is None else _resume(state, plan, numerics, run, found)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
         plan.world.gather("")  # all ranks have read it when the first one leaves
@@ -115,18 +117,20 @@ def _after_all(world: World, config: DistributedTrainingConfig) -> float:
     return math.nextafter(max(started), math.inf)
 
 
-def _begin(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
+def _start(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
     plan = with_batch_norm_checked(state.model, plan)
+    length = plan.length
     for rates in state.rates.values():
-        scheduled = plan.scheduled(rates)
+        scheduled = length.scheduled(rates)
         interval = plan.config.scheduler_interval or "step"
-        check_schedule(rates.schedule_for(scheduled), scheduled, interval, plan.steps_per_epoch)
-    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps:
+        check_schedule(rates.schedule_for(scheduled), scheduled, interval, length.steps_per_epoch)
+    steps = length.all_steps
+    if steps is not None and length.warmup_steps > steps:
         warn_together(
-            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning rate "
-            "will not reach its value."
+            f"warmup_steps={length.warmup_steps:,} and this fit has {counted(steps, 'step')}: the learning rate will "
+            "not reach its value."
         )
-    lengths = [(plan.warmup_steps, plan.all_steps, plan.scheduled(rates)) for rates in state.rates.values()]
+    lengths = [(length.warmup_steps, steps, length.scheduled(rates)) for rates in state.rates.values()]
     effective = plan.feed.effective_batch_size
     state.begin_fit(plan.world, plan.config, run, effective, lengths, plan.initial_epoch)
     return plan, None, _describe_start(plan, state)
@@ -134,26 +138,21 @@ def _begin(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple
 
 def _resume(
     state: TrainingState, plan: FitPlan, numerics: dict[str, Any], run: Mapping[str, Any], found: Checkpoint
-) -> tuple[FitPlan, Checkpoint, HeaderLines]:
+) -> tuple[FitPlan, Resumption, HeaderLines]:
     saved, name = found
     source = f"checkpoint {name}"
-    checkpoint = _reopened(saved, source, plan)
-    changed = differing_settings(checkpoint.config, plan.config)
-    _check_same_fit(checkpoint, name, plan, run, changed[Policy.EQUAL])
-    program = restorable(state)
-    plan = replace(plan, config=as_in_checkpoint(plan.config, checkpoint.config))
-    is_new_run = _is_new_run(plan, checkpoint, run)
-    state.resume_from(plan.world, checkpoint, source, plan.config, run, is_new_run=is_new_run)
+    changed = differing_settings(saved.config, plan.config)
+    _check_same_fit(saved, name, plan, run, changed[Policy.EQUAL])
     with restoring_from(source):
-        plan.feed.check_world(checkpoint.world_size, place_of(state.position))
-        plan.feed.resume_from(state.position.effective_batch_size)
-        plan.feed.load_state_dict(checkpoint.others.get("data", {}))
+        plan = _with_length_of(saved, source, plan)
+    checkpoint = _reopened(saved, source, plan.length)
+    values_of_program = restorable(state)
+    is_new_run = _is_new_run(plan, checkpoint, run)
+    resumption = Resumption(checkpoint, source)
+    resumption.load(state, plan, run, is_new_run=is_new_run)
+    with restoring_from(source):
         plan = with_batch_norm_checked(state.model, plan)
-    if plan.initial_epoch is not None:  # then `epochs` is the number of the last one, not how many there are
-        left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
-        state.set(config=replace(state.config, epochs=max(left, 0)))
-        plan = replace(plan, config=state.config)
-    header_lines = describe_restored(program, restorable(state), changed[Policy.CHECKPOINT].values())
+    header_lines = describe_restored(values_of_program, restorable(state), changed[Policy.CHECKPOINT].values())
     header_lines += _describe_run(plan, name, checkpoint.run, state.run)
     if header_lines and not plan.config.verbose:
         warn_together(f"the fit resumed from {name}: {'; '.join(words for _, words in header_lines)}.")
@@ -170,34 +169,34 @@ def _resume(
         settings = "; ".join(changed[Policy.PROGRAM].values())
         warn_together(f"the fit resumed from {name} continues with other settings: {settings}.")
     where = _where(name, state, plan, checkpoint.world_size)
-    return plan, (checkpoint, source), [("resume", where), *header_lines]
+    return plan, resumption, [("resume", where), *header_lines]
 
 
 def _check_same_fit(
-    checkpoint: CheckpointState, name: str, plan: FitPlan, digests: Mapping[str, str], found: dict[str, str]
+    checkpoint: CheckpointState, name: str, plan: FitPlan, run: Mapping[str, Any], different: dict[str, str]
 ) -> None:
     """Refuse to continue with other data, or with steps of other samples.
 
-    `digests`: of the training and the validation data; `found`: differences of settings, by name.
+    `run`: this program's, with digests of the data; `different`: descriptions of settings that differ, by name.
     """
     config = plan.config
     same_steps = checkpoint.position.get("effective_batch_size") == plan.feed.effective_batch_size
     if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):
-        found.pop("batch_size", None)  # the steps are the same
+        different.pop("batch_size", None)  # the steps are the same
         if same_steps:
-            found.pop("effective_batch_size", None)
+            different.pop("effective_batch_size", None)
     for kind, words in _DATA.items():
-        own = digests[kind]
+        own = run[kind]
         saved = checkpoint.run.get(kind)
         if own != saved:
-            found[kind] = words
+            different[kind] = words
             if not own:
-                found[kind] += ": none are given"
+                different[kind] += ": none are given"
             elif not saved:
-                found[kind] += ": none were given"
-    if found:
+                different[kind] += ": none were given"
+    if different:
         raise ConfigError(
-            f"fit cannot resume from {name}: {'; '.join(found.values())}. Pass what was passed before; or call "
+            f"fit cannot resume from {name}: {'; '.join(different.values())}. Pass what was passed before; or call "
             "load_checkpoint() and fit() without resume, to begin a new fit with that model."
         )
 
@@ -206,12 +205,12 @@ def _resume_schedules(state: TrainingState, plan: FitPlan) -> HeaderLines:
     """Fit schedules to the steps of this fit; return lines for the header about those that changed."""
     lines: HeaderLines = []
     for rates in state.rates.values():
-        stretched = rates.resume_from(plan.schedule_steps(rates.warmup_steps))
-        if plan.is_over(state.position):
+        stretched = rates.continue_schedule(plan.length.schedule_steps(rates.warmup_steps))
+        if plan.length.is_over(state.position):
             continue
         if stretched:
             lines.append(("schedule", stretched))
-        to_come = plan.schedule_steps(rates.warmup_steps_left, state.position)
+        to_come = plan.length.schedule_steps(rates.warmup_steps_left, state.position)
         check_schedule(rates.scheduler, to_come, rates.interval)
     return lines
 
@@ -229,17 +228,34 @@ def _describe_run(plan: FitPlan, name: str, before: Mapping[str, Any], now: Mapp
     return [("run", f"{name} is of {name_of(before)}, a program with other settings; {name_of(now)} continues it")]
 
 
-def _reopened(checkpoint: CheckpointState, source: str, plan: FitPlan) -> CheckpointState:
-    """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer."""
+def _with_length_of(checkpoint: CheckpointState, source: str, plan: FitPlan) -> FitPlan:
+    """Return the plan with the steps and epochs that a fit has if it continues a checkpoint."""
+    position = Position.from_json(checkpoint.position, source)
+    plan.feed.set_step_size(position.effective_batch_size)
+    config = as_in_checkpoint(plan.config, checkpoint.config)
+    if plan.initial_epoch is not None:  # then `epochs` is the number of the last one, not how many there are
+        left = plan.initial_epoch + config.epochs - position.first_epoch
+        config = replace(config, epochs=max(left, 0))
+    return replace(plan, config=config)
+
+
+def _reopened(checkpoint: CheckpointState, source: str, length: FitLength) -> CheckpointState:
+    """Return a checkpoint of a complete fit as it was before its last epoch ended, if this fit is longer.
+
+    `length`: with the checkpoint's steps; another number of ranks would have others.
+    """
     before = checkpoint.others.get("before_end")
     if not before:
         return checkpoint
     # Otherwise the rest of that epoch would never be trained.
     with restoring_from(source):
-        earlier = replace(checkpoint, **{**before, "others": {**checkpoint.others, **before["others"]}})
+        others = {**checkpoint.others, **before["others"]}
+        # Other ranks may have saved the complete fit again.
+        world_size = len(before["ranks"]) or checkpoint.world_size
+        earlier = replace(checkpoint, **{**before, "others": others, "world_size": world_size})
         check_content(earlier, source)
         position = Position.from_json(earlier.position, source)
-    if checkpoint.position["stopped"] or plan.is_over(position) or plan.ends_early(position):
+    if checkpoint.position["stopped"] or length.is_over(position) or length.ends_early(position):
         return checkpoint
     return earlier
 
@@ -257,8 +273,8 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     if position.stopped:
         why = f" ({state.stop_reason})" if state.stop_reason else ""
         words += f"; the fit was stopped there{why}: to continue, call load_checkpoint() and fit()"
-    elif plan.is_over(position):
-        limit = "max_steps" if plan.steps_left(position) == 0 else "epochs"
+    elif plan.length.is_over(position):
+        limit = "max_steps" if plan.length.steps_left(position) == 0 else "epochs"
         words += f"; nothing is left to train: to continue, raise {limit}"
     return words
 

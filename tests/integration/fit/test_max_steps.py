@@ -169,6 +169,60 @@ def test_a_longer_fit_continues_where_the_shorter_one_ended(world_size, shorter,
         assert again == whole
 
 
+class Hooks(cx.callbacks.Callback):
+    """Notes the validations of a fit."""
+
+    def __init__(self) -> None:
+        self.validations: list[int] = []
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.validations.append(self.trainer.step)
+
+
+def fit_by_rank(folder: str, settings: dict[str, Any], saves: str = "") -> list[Any]:
+    """A fit with more samples in a step on more ranks, unless it continues another one; saved at its end."""
+    hooks = Hooks()
+    trainer = make_trainer()
+    kept = {"checkpoint_dir": folder, "checkpoint_every_n_epochs": 1, "validate_every_n_steps": 3, "verbose": False}
+    given = {"epochs": 1, "batch_size": 3, "resume": "auto", "callbacks": hooks, "validation_data": VALID}
+    history = trainer.fit(*make_rows(48), **{**given, **kept, **settings})
+    if saves:
+        trainer.save_checkpoint(saves)
+    return [trainer.step, hooks.validations, history.train_losses]
+
+
+def test_a_longer_fit_on_more_ranks_counts_the_steps_of_the_checkpoint(tmp_path):
+    """An epoch has eight steps on two ranks, and four on four ranks."""
+    [whole, _] = run_world(2, fit_by_rank, str(tmp_path / "whole"), {})
+    run_world(2, fit_by_rank, str(tmp_path / "kept"), {"max_steps": 4})
+    for steps, validations, losses in run_world(4, fit_by_rank, str(tmp_path / "kept"), {}):
+        assert (steps, validations) == (8, [6, 8])
+        assert losses == pytest.approx(whole[2], rel=1e-5)
+
+
+def test_a_complete_fit_is_complete_on_more_ranks_too(tmp_path):
+    [whole, _] = run_world(2, fit_by_rank, str(tmp_path), {})
+    assert whole[:2] == [8, [3, 6, 8]]
+    for found in run_world(4, fit_by_rank, str(tmp_path), {}):
+        assert found == [8, [], whole[2]]
+
+
+def test_a_complete_fit_that_one_rank_has_saved_again_can_be_continued(tmp_path):
+    run_world(2, fit_by_rank, str(tmp_path), {"max_steps": 4})
+    again = str(tmp_path / "again.ckpt")
+    with one_process():
+        assert fit_by_rank(str(tmp_path), {"max_steps": 4}, again)[:2] == [4, []]
+        assert fit_by_rank(str(tmp_path), {"resume": again})[:2] == [8, [6, 8]]
+
+
+def test_a_complete_fit_is_complete_whatever_epoch_counts_as_its_first(tmp_path):
+    with one_process():
+        whole = fit_by_rank(str(tmp_path), {"initial_epoch": 2, "epochs": 3})
+        path = str(tmp_path / "epoch-0003.ckpt")
+        again = fit_by_rank(str(tmp_path), {"initial_epoch": 0, "epochs": 3, "resume": path})
+    assert again == [16, [], whole[2]]
+
+
 def test_a_checkpoint_of_an_older_version_has_no_first_step():
     values = {name: 0 for name in vars(Position()) if name != "first_step"}
     assert Position.from_json(values, "it") == Position()

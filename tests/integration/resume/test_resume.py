@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import random
 import shutil
 import signal
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +23,7 @@ from markers import by_night, nightly_where
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.data.sharding import ranks_with_rows
@@ -64,7 +66,7 @@ def make_trainer(seed: int) -> cx.DistributedTrainer:
 def train(trainer: cx.DistributedTrainer, folder: str, **settings: Any) -> dict[str, Any]:
     trainer.model.seen.clear()
     given = {"epochs": 3, "batch_size": BATCH, "validation_data": make_rows(11, seed=1), "checkpoint_dir": folder}
-    history = trainer.fit(*make_rows(ROWS), verbose=False, **{**given, **settings})
+    history = trainer.fit(*make_rows(ROWS), **{"verbose": False, **given, **settings})
     return {
         "bits": fingerprint(trainer.model),
         "history": history.history,
@@ -138,6 +140,128 @@ def test_a_fit_resumed_after_the_last_step_of_an_epoch_continues_in_the_middle_o
         paths = steps_in(tmp_path)
         assert [read_checkpoint(path).position["step"] for path in paths] == [4, 8, 12]
         assert [fitted(path) for path in paths] == [whole] * 3
+
+
+class Disturbs(cx.callbacks.Callback):
+    """Changes in place, when training begins, what a checkpoint has."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        for parameter, state in self.trainer.optimizer.state.items():
+            parameter.data.fill_(7)
+            for value in state.values():
+                value.fill_(7)
+        for buffer in self.model.buffers():
+            buffer.fill_(7)
+
+
+def test_what_a_callback_changes_in_place_when_training_begins_is_restored(tmp_path):
+    with one_process():
+        whole = train_anew(1, str(tmp_path), {"checkpoint_every_n_steps": 4})
+        path = tmp_path / "step-00000004.ckpt"
+        resumed = train_anew(2, str(tmp_path), {"resume": path, "callbacks": Disturbs()})
+    assert without(resumed, "seen") == without(whole, "seen")
+
+
+class Looks(cx.callbacks.Callback):
+    """Counts the checkpoints in memory after step 10."""
+
+    def __init__(self, ignored: list[CheckpointState]) -> None:
+        self.ignored = ignored
+        self.found: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": torch.zeros(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = weakref.ref(state["average"])
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.step == 10:
+            left = [each for each in checkpoints_in_memory() if not any(each is other for other in self.ignored)]
+            self.found.append(len(left))
+
+
+def checkpoints_in_memory() -> list[CheckpointState]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is CheckpointState]
+
+
+def test_a_resumed_fit_lets_go_of_its_checkpoint(tmp_path):
+    with one_process():
+        looks = Looks(checkpoints_in_memory())
+        settings = {"epochs": 1, "checkpoint_every_n_steps": 9, "callbacks": looks}
+        train_anew(1, str(tmp_path), settings)
+        looks.found.clear()
+        train_anew(2, str(tmp_path), {**settings, "resume": tmp_path / "step-00000009.ckpt"})
+    assert looks.found == [0]
+    assert looks.loaded() is None
+    assert not looks.trainer._state.kept
+
+
+class Begins(cx.callbacks.Callback):
+    """Counts steps, adds the first layer to the optimizer, and saves when training begins."""
+
+    def __init__(self, saves: str) -> None:
+        self.saves = saves
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.saves:
+            self.trainer.save_checkpoint(self.saves)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            self.trainer.optimizer.add_param_group({"params": [*self.model[0].parameters()], "lr": 0.02})
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+
+
+def fit_begun(folder: str, resume: str | None = None, saves: str = "") -> list[Any]:
+    """Fits a model whose gradients are compressed, with feedback from step to step; five steps an epoch."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(FEATURES, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, CLASSES))
+    optimizer = torch.optim.SGD([*model[2:].parameters()], 0.05, momentum=0.9)
+    compressed = cx.DDPConfig(compression="powersgd")
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, ddp_config=compressed)
+    begins = Begins(saves)
+    given = {"epochs": 2, "effective_batch_size": 8, "verbose": False, "checkpoint_every_n_steps": 3}
+    history = trainer.fit(*make_rows(40), **given, checkpoint_dir=folder, resume=resume, callbacks=begins)
+    return [fingerprint(model), begins.steps, history.train_losses]
+
+
+def test_what_is_saved_when_training_begins_again_is_what_the_fit_continues_from(tmp_path):
+    whole = run_new_world(2, fit_begun, str(tmp_path / "whole"))
+    path = str(tmp_path / "whole" / "step-00000003.ckpt")
+    begun = str(tmp_path / "begun.ckpt")
+    assert run_new_world(2, fit_begun, str(tmp_path / "saving"), path, begun) == whole
+    assert run_new_world(2, fit_begun, str(tmp_path / "again"), begun) == whole
+    assert whole[0][1] == 10
+
+
+def test_another_number_of_ranks_continues_from_it_too(tmp_path):
+    run_new_world(2, fit_begun, str(tmp_path / "whole"))
+    path = str(tmp_path / "whole" / "step-00000003.ckpt")
+    begun = str(tmp_path / "begun.ckpt")
+    with one_process():
+        alone = fit_begun(str(tmp_path / "saving"), path, begun)
+        assert fit_begun(str(tmp_path / "again"), begun) == alone
+
+
+def test_a_checkpoint_of_other_ranks_is_saved_as_one_of_theirs(tmp_path):
+    run_new_world(2, train_anew, 1, str(tmp_path), {"epochs": 1, "checkpoint_every_n_steps": 2})
+    with one_process():
+        for source, target in (("step-00000002", "second"), ("second", "third")):
+            trainer = make_trainer(0)
+            trainer.load_checkpoint(tmp_path / f"{source}.ckpt")
+            trainer.save_checkpoint(tmp_path / f"{target}.ckpt")
+    assert read_checkpoint(tmp_path / "third.ckpt").world_size == 2
 
 
 HOOKS = ("on_train_batch_end", "on_test_begin", "on_test_end", "on_validation_end", "on_epoch_end")
@@ -225,6 +349,40 @@ def test_a_stream_stopped_in_the_validation_of_an_epoch_continues_with_the_next_
         with pytest.raises(KeyboardInterrupt):
             fit_of("function", **kept, callbacks=[SavesIn("", whole[0] // 2, stops_in="on_test_begin")])
         assert fit_of("function", **kept) == whole
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX signal")
+def test_a_fit_stopped_before_its_first_step_leaves_a_checkpoint_in_its_own_folder(tmp_path, capsys):
+    first, second = str(tmp_path / "first"), tmp_path / "second"
+    kept: dict[str, Any] = {"checkpoint_dir": str(second), "checkpoint_every_n_epochs": 1}
+    with one_process():
+        whole = fit_of("arrays", callbacks=[SavesIn(first, 5)])
+        stops = SavesIn("", 5, stops_in="on_test_begin")
+        with pytest.raises(KeyboardInterrupt):
+            fit_of("arrays", resume=f"{first}/on_train_batch_end.ckpt", callbacks=[stops], verbose=True, **kept)
+        assert f"a checkpoint is in {second}" in " ".join(capsys.readouterr().out.split())
+        assert [path.name for path in second.iterdir()] == ["step-00000005.ckpt"]
+        assert fit_of("arrays", resume="auto", **kept) == whole
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_complete_fit_continued_from_another_folder_leaves_a_checkpoint_in_its_own(world_size, tmp_path):
+    settings = {"checkpoint_every_n_epochs": 3}
+    run_new_world(world_size, train_anew, 1, str(tmp_path / "first"), settings)
+    resumed = {**settings, "resume": tmp_path / "first" / "epoch-0003.ckpt"}
+    run_new_world(world_size, train_anew, 2, str(tmp_path / "second"), resumed)
+    written = (tmp_path / "second" / "epoch-0003.ckpt").stat().st_mtime_ns
+    run_new_world(world_size, train_anew, 3, str(tmp_path / "second"), {**settings, "resume": "auto"})
+    assert (tmp_path / "second" / "epoch-0003.ckpt").stat().st_mtime_ns == written
+
+
+def test_a_fit_that_stops_says_that_its_checkpoint_could_not_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    settings = {"checkpoint_every_n_epochs": 1, "max_time_seconds": 1e-6, "verbose": True}
+    with one_process(), pytest.warns(UserWarning, match="Cannot write checkpoint"):
+        train_anew(0, str(tmp_path / "file"), settings)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"its checkpoint could not be written to {tmp_path / 'file'}" in shown
 
 
 def quiet_model() -> nn.Module:
@@ -472,6 +630,38 @@ def test_a_program_that_runs_again_is_after_each_of_its_fits_where_it_was(tmp_pa
         longer, rows = three_fits(tmp_path, first_epochs=2)
         assert rows == 4 * ROWS
         assert longer == three_fits(tmp_path / "elsewhere", first_epochs=2)[0]
+
+
+def resume_the_best(folder: str, on_save_error: str) -> list[Any]:
+    """Returns the losses, what is warned of, and the error."""
+    settings = {"epochs": 2, "checkpoint_every_n_epochs": 1, "keep_best": "loss", "resume": "auto"}
+    losses: list[float] = []
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            losses = train_quietly(folder, {**settings, "on_save_error": on_save_error})["losses"]
+        except cx.CheckpointError as found:
+            error = str(found)
+    return [losses, [str(each.message) for each in caught if "Cannot write" in str(each.message)], error]
+
+
+@pytest.mark.parametrize("on_save_error", ["warn", "raise"])
+def test_a_best_checkpoint_that_cannot_be_marked_when_a_fit_resumes_is_an_error_as_others(on_save_error, tmp_path):
+    with one_process():
+        train_quietly(str(tmp_path), {"epochs": 1, "checkpoint_every_n_epochs": 1, "keep_best": "loss"})
+    (tmp_path / "best.ckpt").unlink()
+    (tmp_path / "best.ckpt").mkdir()
+    first, second = run_new_world(2, resume_the_best, str(tmp_path), on_save_error)
+    if on_save_error == "warn":
+        assert first[0] == second[0]
+        assert len(first[0]) == 2
+        assert first[1]
+        assert all("best.ckpt" in text and "Training continues without" in text for text in first[1])
+    else:
+        assert "best.ckpt" in first[2]
+        assert second[2] == f"rank 0: {first[2]}"
+    assert list(tmp_path.glob(".best*")) == []
 
 
 def two_fits(folder: Path) -> list[list[float]]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import make_model, make_rows, one_process
+from rank_processes import run_ranks
 
 import cyxtrain as cx
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
@@ -90,6 +91,46 @@ def test_files_of_a_run_that_has_ended_are_replaced_with_a_line_that_names_both(
         assert f"holds 2 checkpoints of another training, run {name(first)} (begun" in line
         assert f": run {name(second)} (begun" in line
         second.fit(*ROWS, epochs=1, batch_size=4, verbose=False, checkpoint_every_n_epochs=1, checkpoint_dir=tmp_path)
+
+
+def test_a_checkpoint_of_another_training_does_not_become_the_best(tmp_path):
+    with one_process():
+        best = {"keep_best": "loss", "epochs": 3}
+        own, _ = fit(checkpoint_dir=tmp_path / "own", **best)
+        other, _ = fit(0.05, checkpoint_dir=tmp_path / "other", epochs=3)
+        resumed = {"resume": tmp_path / "own" / "epoch-0003.ckpt", "checkpoint_dir": tmp_path / "other"}
+        again, told = fit(**best, **resumed)
+    assert again.history.history["loss"] == own.history.history["loss"]
+    found = look_into(tmp_path / "other" / "best.ckpt")
+    assert found.run.get("id") in (None, own._state.run["id"], again._state.run["id"])
+    # It was replaced by the checkpoint that the fit resumed from.
+    assert any(f"1 checkpoint of another training, run {name(other)}" in line for line in told)
+
+
+def fit_where_a_warning_is_an_error(folder: str) -> None:
+    cx.init()
+    with warnings.catch_warnings():
+        if cx.is_master():
+            warnings.simplefilter("error")
+        model = make_model()
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+        given = {"epochs": 1, "batch_size": 2, "verbose": False, "checkpoint_every_n_epochs": 1}
+        try:
+            trainer.fit(*ROWS, checkpoint_dir=folder, **given)
+        except UserWarning:
+            # This rank lives on, as in a notebook: the other one must not wait for its end.
+            time.sleep(5)
+            raise
+
+
+@pytest.mark.usefixtures("rank_server")
+def test_a_line_that_is_an_error_on_rank_0_ends_the_fit_of_all(tmp_path):
+    with one_process():
+        fit(checkpoint_dir=tmp_path)
+    first, second = run_ranks(2, fit_where_a_warning_is_an_error, str(tmp_path), seconds=30.0)
+    assert first.kind == "UserWarning"
+    assert second.kind == "DistributedTrainingError"
+    assert "of another training" in second.message
 
 
 def test_auto_takes_the_run_of_another_program_with_a_line_that_names_both(tmp_path):

@@ -14,7 +14,7 @@ import cyxtrain as cx
 from cyxtrain.data.sharding import RowSharding, Shard
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
-from cyxtrain.training import checkpoint_manager
+from cyxtrain.training.resume import resumption
 
 
 def count_a_row_twice() -> None:
@@ -57,7 +57,7 @@ def round_extremes_to_float32() -> None:
 
 def forget_generators_on_resume() -> None:
     """A resumed fit draws its own random numbers."""
-    _replace(checkpoint_manager, "set_generators", lambda states, device: None)
+    _replace(resumption, "set_generators", lambda states, device: None)
 
 
 def drop_metrics_of_the_last_rank() -> None:
