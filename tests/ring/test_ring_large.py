@@ -51,8 +51,8 @@ TCP = RingOptions(transport="tcp")
 
 def travels(group):
     """How, and whether through shared memory."""
-    staged = group._group._staged.find(Kind.ALL_REDUCE, torch.zeros(LARGE), Reduction.SUM)
-    return group._group.transport, staged is not None
+    staged = group.group.engine.staged.find(Kind.ALL_REDUCE, torch.zeros(LARGE), Reduction.SUM)
+    return group.group.engine.transport, staged is not None
 
 
 SHARED, PLAIN = ("unix", True), ("tcp", False)
@@ -217,7 +217,7 @@ def check_interrupted(world_size, rank_main_before, ring_options):
 
     def rank_main(group):
         rank_main_before(group)
-        tensor, number = torch.full((4 * LARGE,), 1.0), group._group.sequence + 1
+        tensor, number = torch.full((4 * LARGE,), 1.0), group.group.engine.sequence + 1
         if group.rank() != 1:
             return number, error_of(lambda: all_reduce(group, tensor))
         with pytest.raises(KeyboardInterrupt):
