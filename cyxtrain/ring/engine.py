@@ -19,6 +19,7 @@ from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.rendezvous.handshake import Role
 from cyxtrain.ring.rendezvous.mesh import Mesh
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.schedules.algorithms import FEW_RANKS
 from cyxtrain.ring.schedules.kernels import Scratch
 from cyxtrain.ring.schedules.reduction import Stage
@@ -74,18 +75,8 @@ class Engine:
     def _start(self, options: RingOptions) -> None:
         """Start the links, the monitor, the mailbox and the executor of a group of several ranks."""
         records = self.mesh.directory.records
-        world_size = len(records)
         machines = [record.machine for record in records]
-        are_together = len(set(machines)) == 1
-        cores = min(record.cores for record in records)
-        self.selector = AlgorithmSelector(
-            self.mesh.rank,
-            world_size,
-            ring=_ordered_by_machine(machines),
-            shares_memory=self.mesh.all_unix and world_size <= FEW_RANKS,
-            oversubscribed=are_together and world_size > max(2, cores),
-            core_per_rank=are_together and world_size <= cores,
-        )
+        self.selector = _selector(records, self.mesh.rank, all_unix=self.mesh.all_unix)
         self.scratch = Scratch(SEGMENT_BYTES)
         self._uses_thread = is_worth_it(options.communication, machines, [record.room for record in records])
         self.links = _links(self.mesh, Role.COLLECTIVES, options)
@@ -243,6 +234,21 @@ def _links(mesh: Mesh, role: Role, options: RingOptions) -> dict[int, Link]:
     checksums = mesh.checksums if options.checksums else None
     names = mesh.directory.global_ranks
     return {peer: Link(sock, names[peer], checksums) for peer, sock in mesh.sockets[role].items()}
+
+
+def _selector(records: Sequence[RankRecord], rank: int, *, all_unix: bool) -> AlgorithmSelector:
+    world_size = len(records)
+    machines = [record.machine for record in records]
+    cores = min(record.cores for record in records)
+    are_together = len(set(machines)) == 1
+    return AlgorithmSelector(
+        rank,
+        world_size,
+        ring=_ordered_by_machine(machines),
+        shares_memory=all_unix and world_size <= FEW_RANKS,
+        oversubscribed=are_together and world_size > max(2, cores),
+        core_per_rank=are_together and world_size <= cores,
+    )
 
 
 def _ordered_by_machine(machines: Sequence[str]) -> tuple[int, ...]:

@@ -78,9 +78,7 @@ class Group:
         registry: GroupRegistry | None = None,
     ) -> Group:
         """Return a group of ranks that find each other through a store; the arguments are `RingProcessGroup`'s."""
-        if global_ranks is None:
-            global_ranks = range(world_size)
-        names = tuple(global_ranks)
+        names = tuple(range(world_size) if global_ranks is None else global_ranks)
         options = options or RingOptions()
         registry = registry or GroupRegistry()
         if world_size > 1:

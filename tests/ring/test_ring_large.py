@@ -33,7 +33,7 @@ from worlds import run_threads, wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, PeerLostError
-from cyxtrain.ring import group as group_module
+from cyxtrain.ring import engine
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction
 from cyxtrain.ring.schedules.selector import ORDERS_WRITES, WINDOW_BYTES
 from cyxtrain.ring.shared_memory.barrier import SharedMemoryBarrier
@@ -358,13 +358,13 @@ def over_plain_links(way, monkeypatch):
     """The options of a ring whose first large collective goes that way."""
     transport, _, in_turns = way.partition(",")
     if in_turns:
-        routes = group_module._selector
+        routes = engine._selector
 
-        def in_another_order(result, rank):
-            found = routes(result, rank)
+        def in_another_order(records, rank, *, all_unix):
+            found = routes(records, rank, all_unix=all_unix)
             return dataclasses.replace(found, ring=(*range(0, found.world_size, 2), *range(1, found.world_size, 2)))
 
-        monkeypatch.setattr(group_module, "_selector", in_another_order)
+        monkeypatch.setattr(engine, "_selector", in_another_order)
     return RingOptions(transport=transport)
 
 

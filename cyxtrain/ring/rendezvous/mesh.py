@@ -106,12 +106,7 @@ class _Connector:
     """Connects one rank with all others, once all of them listen. Its methods are in the order of the phases."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        listeners: Listeners,
-        options: RingOptions,
-        deadline: Deadline,
-        membership: Membership | None,
+        self, mesh: Mesh, listeners: Listeners, options: RingOptions, deadline: Deadline, membership: Membership | None
     ) -> None:
         directory = mesh.directory
         rank = mesh.rank

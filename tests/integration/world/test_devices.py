@@ -172,7 +172,7 @@ def train_over_groups_of_gpus(folder: str) -> None:
     cx.init(cx.DistributedConfig(collective_timeout_ms=7000))
     beside = runtime.cpu_group()
     assert beside is not group
-    assert beside._group.timeout == timedelta(seconds=7)
+    assert beside.group.engine.timeout == timedelta(seconds=7)
     assert consensus.backends_of() == {"cuda": "gloo"}
     assert runtime.current().gather("here") == ["here"] * 2
     mine = torch.ones(3)
