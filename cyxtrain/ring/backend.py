@@ -123,10 +123,7 @@ def failure_of(group: Any) -> CyxtrainError | None:
 
 def raised_failure_of(group: Any) -> CyxtrainError | None:
     """Return the error that ended a group, once this rank's program has seen it; otherwise None."""
-    if not is_ring(group):
-        return None
-    failure = group.group.failure
-    return failure.error if failure.is_raised else None
+    return failure_of(group) if is_ring(group) and group.group.failure.is_raised else None
 
 
 def fail(group: Any, reason: str | CyxtrainError) -> None:

@@ -62,8 +62,6 @@ class Group:
         self._options = options
         self._registry = registry
 
-    # Who is in it, before and after other generations.
-
     @classmethod
     def join(
         cls,
@@ -135,6 +133,10 @@ class Group:
     def global_rank(self, rank: int) -> int:
         """Return a rank's rank in the world."""
         return self.directory.global_ranks[rank]
+
+    def leave(self) -> None:
+        """Leave with a goodbye, unless the group has failed. Idempotent."""
+        self.engine.leave()
 
     # Collectives.
 
