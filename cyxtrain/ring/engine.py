@@ -132,7 +132,9 @@ class Engine:
 
     def _begin(self, operation: Numbered) -> None:
         """Make an operation the current one, unless the group has failed."""
-        self.failure.check(operation)
+        # A later result could only be wrong.
+        if self.failure.error is not None:
+            raise self.failure.call_error(operation.describe())
         self.sequence += 1
         self._executor.spin_before_blocking = self._thread is None or not self._thread.is_current
         self._activity.latest = operation

@@ -356,7 +356,8 @@ class Group:
             raise ConfigError(f"rank {peer} is not in this group of {self.world_size}.")
         dtype = dtype_code(flat.dtype)
         operation = Operation(Kind.MESSAGE, 0, Reduction.NONE, dtype, tuple(flat.shape), tag, self.directory.generation)
-        self.failure.check(operation)
+        if self.failure.error is not None:
+            raise self.failure.call_error(operation.describe())
         message = Message(operation, peer, memory_of(flat))
         error: CyxtrainError | None = None
         try:

@@ -95,14 +95,13 @@ def test_a_peer_that_trickles_does_not_move_the_deadline():
 # --- the failure as a value -----------------------------------------------------------------------------------------
 
 
-def test_the_error_of_a_group_is_raised_in_each_call_by_a_copy_that_names_the_call():
-    failure, operation = GroupFailure(), Operation(Kind.BARRIER, 3)
-    failure.check(operation)
+def test_a_call_raises_a_copy_of_the_error_of_its_group_that_names_the_call():
+    failure = GroupFailure()
     failure.store(PeerLostError("rank 1 died.", rank=1))
     assert not failure.is_raised
-    for call in (lambda: failure.check(operation), lambda: failure.check(operation)):
-        error = error_of(call)
-        assert (str(error), error.during) == ("rank 1 died. This rank was in barrier #3.", "barrier #3")
+    for call in ("barrier #3", "barrier #4"):
+        error = failure.call_error(call)
+        assert (str(error), error.during) == (f"rank 1 died. This rank was in {call}.", call)
         assert failure.is_raised
     assert str(failure.error) == "rank 1 died."
 

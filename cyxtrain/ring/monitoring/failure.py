@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 
 from cyxtrain.errors import CyxtrainError, error_from_facts
-from cyxtrain.ring.wire.frames import Numbered, append_sentence
+from cyxtrain.ring.wire.frames import append_sentence
 
 
 class GroupFailure:
@@ -39,11 +39,6 @@ class GroupFailure:
         """End the group with an error."""
         self.error = error
         self.at = time.monotonic()
-
-    def check(self, operation: Numbered) -> None:
-        """Raise the error in an operation, if the group has ended: a later result could only be wrong."""
-        if self.error is not None:
-            raise self.call_error(operation.describe())
 
     def call_error(self, call: str) -> CyxtrainError:
         """Return the error as a call of the program raises it: a copy that names the call; the program then saw it."""
