@@ -252,8 +252,9 @@ class _Connector:
         return self._authorize_peer(hello)
 
     def _authorize_peer(self, hello: Hello) -> str:
-        """Do it for a process of this run and generation. If it was started differently, this rank fails, too."""
+        """Authorize a process of this run and generation. If it was started differently, this rank fails, too."""
         own = self._own
+        # Each rank of a later generation brings its own directory.
         if own.generation and (hello.world_size, hello.to_rank) != (own.world_size, own.rank):
             self._failure = self._mesh.directory.other_ranks_error(self._rank)
             return str(self._failure)
