@@ -23,7 +23,7 @@ from cyxtrain.errors import CyxtrainError, RendezvousError, exhausted, reason_of
 from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.dial import ClosedError, dial_once, socket_address
 from cyxtrain.ring.rendezvous.directory import Directory
-from cyxtrain.ring.rendezvous.handshake import PEER_ROLES, HandshakeError, Hello, RefusedError, Role
+from cyxtrain.ring.rendezvous.handshake import PEER_ROLES, HandshakeError, Hello, RefusedError, Role, place_of
 from cyxtrain.ring.rendezvous.listen import Listeners
 from cyxtrain.ring.rendezvous.membership import EXAMINE_SECONDS, Membership
 from cyxtrain.ring.rendezvous.record import RankRecord, cannot_join_error, check_alive, ended_error
@@ -181,10 +181,9 @@ class _Connector:
         unix = is_near and role is not Role.CONTROL  # control needs the kernel timers of TCP
         rejected_proofs = 0
         while True:
-            place = record.unix if unix else f"{record.host}:{record.port}"
-            where = f"rank {self._global_ranks[peer]} at {place}"
+            address = socket_address(record, unix=unix)
+            where = f"rank {self._global_ranks[peer]} at {place_of(address[1])}"
             try:
-                address = socket_address(record, unix=unix)
                 return dial_once(address, hello, self._mesh.directory.secret, self._deadline, self._check)
             except ClosedError as closed:
                 self._check_for_cause()
@@ -294,8 +293,8 @@ class _Connector:
                 "CYXTRAIN_SECRET must be the same on every rank"
             )
         return RendezvousError(
-            f"Joining timed out after {self._deadline.seconds:.3g} s: {missing_ranks} did not connect to "
-            f"{self._name} at {own.host}:{own.port}. Look at the output of the missing ranks; {hint}.",
+            f"Joining timed out after {self._deadline.seconds:.3g} s: {missing_ranks} did not connect to rank "
+            f"{self._mesh.global_rank} at {own.host}:{own.port}. Look at the output of the missing ranks; {hint}.",
             rank=self._global_ranks[missing[0]],
         )
 
