@@ -2,8 +2,8 @@
 
 This is its public interface; nothing outside of this folder imports the modules inside. `rendezvous/` connects the
 ranks, `schedules/` says who sends what to whom and does the arithmetic, `wire/` and `shared_memory/` move data, and
-`monitoring/` notices ranks that die or stall. A group holds these together: `group`, `connections`,
-`collective_thread`, and, for PyTorch, `backend` with `process_group` and `work`.
+`monitoring/` notices ranks that die or stall (`failure` tells how a group then ends). `group` has the collectives of a
+group, and `engine` runs them; for PyTorch, `backend` offers them by `process_group` and `work`.
 """
 
 from cyxtrain.ring.backend import (

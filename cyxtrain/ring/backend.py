@@ -93,11 +93,11 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
             )
         if self is not dist.group.WORLD and self in torch_compat.process_groups():
             raise ConfigError("only the default group can be replaced: make other groups again, with new_group.")
-        with old.paused():
+        with old.engine.paused():
             self._at_exit.cancel()
             self._hold(group)
             torch_compat.renumber_ranks(self, group.world_size)
-        old.leave()
+        old.engine.leave()
 
     def get_group_store(self) -> dist.Store:
         """Return the store that the group was made with."""
@@ -116,14 +116,14 @@ def is_ring(group: Any) -> TypeGuard[RingProcessGroup]:
     return isinstance(group, RingProcessGroup)
 
 
-def failure_of(group: Any, during: str) -> CyxtrainError | None:
+def failure_of(group: Any) -> CyxtrainError | None:
     """Return the error that ended a group; None if it has not failed, or its backend is not the ring."""
-    return group.group.failure(during) if is_ring(group) else None
+    return group.group.failure.error if is_ring(group) else None
 
 
 def raised_failure_of(group: Any) -> CyxtrainError | None:
     """Return the error that ended a group, once this rank's program has seen it; otherwise None."""
-    return group.group.raised_failure if is_ring(group) else None
+    return failure_of(group) if is_ring(group) and group.group.failure.is_raised else None
 
 
 def fail(group: Any, reason: str | CyxtrainError) -> None:
@@ -205,5 +205,5 @@ def _leave(group: weakref.ref[Group]) -> None:
     is_interactive = "ps1" in vars(sys)
     # The program ends because of this error; at a prompt it may be an old one.
     if error is not None and not is_interactive:
-        alive.fail(f"{type(error).__name__}: {error}")
-    alive.leave()
+        alive.engine.fail(f"{type(error).__name__}: {error}")
+    alive.engine.leave()

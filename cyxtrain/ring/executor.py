@@ -26,13 +26,12 @@ from cyxtrain.ring.wire.frames import (
     FrameError,
     Numbered,
     Operation,
-    damaged,
+    damaged_error,
     decode_header,
     expected_header,
     header,
-    in_call,
     is_damaged,
-    mismatch,
+    mismatch_error,
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.wire.persistent import PersistentOperation, ProgressCounter, Rounds
@@ -102,7 +101,7 @@ class Executor:
                     else:
                         self._multicast(step, call)
         except BaseException as error:
-            raise self._fail_group(error, operation) from None
+            raise self._fail(error, operation) from None
 
     def run_persistent(self, operation: PersistentOperation, rounds: Rounds, timeout: timedelta) -> None:
         """Do this rank's part of a persistent operation; any error ends the group."""
@@ -126,7 +125,7 @@ class Executor:
                     spin_seconds = _COUNTER_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
                     self._progress(None, incoming, operation, deadline, spin_seconds)
         except BaseException as error:
-            raise self._fail_group(error, operation) from None
+            raise self._fail(error, operation) from None
 
     def share_descriptor(self, operation: Operation, descriptor: int, src: int, timeout: timedelta) -> int:
         """Send rank `src`'s descriptor to all ranks over Unix sockets, right after a broadcast, under its number."""
@@ -140,22 +139,25 @@ class Executor:
             self._progress(None, incoming, operation, deadline)
             return incoming.descriptor
         except BaseException as error:
-            raise self._fail_group(error, operation) from None
+            raise self._fail(error, operation) from None
 
-    def _fail_group(self, error: BaseException, operation: Numbered) -> BaseException:
-        """End the group because of `error`; return what to raise: for an error of the ring, the group's first one."""
-        self._monitor.is_raised = True
+    def _fail(self, error: BaseException, operation: Numbered) -> BaseException:
+        """End the group because of `error`; return what the call raises: the error of the group, or Ctrl-C itself."""
+        during = operation.describe()
+        # Whatever it turns out to be: the program sees that this call failed.
+        self._monitor.failure.is_raised = True
         if isinstance(error, LinkBroken):
-            error = self._monitor.explain(error.rank, error.reason)
+            error = self._monitor.broken_link_error(error.rank, error.reason)
         elif isinstance(error, UnexpectedHeader):
-            error = mismatch(self._rank, operation, error.rank, error.found)
+            error = mismatch_error(self._rank, operation, error.rank, error.found)
         elif isinstance(error, CorruptData):
-            error = damaged(error.rank, self._rank, operation.describe())
+            error = damaged_error(error.rank, self._rank, during)
         if isinstance(error, CyxtrainError):
-            return in_call(self._monitor.fail(error), operation.describe())
+            self._monitor.fail(error)
+            return self._monitor.failure.call_error(during)
         # After Ctrl-C, say, the streams are out of step, so no later result could be right.
-        reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
-        self._monitor.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
+        reason = f"rank {self._rank} was interrupted in {during} by {error!r}: start all ranks again."
+        self._monitor.fail(PeerLostError(reason, rank=self._rank, during=during))
         return error
 
     def _transfer(self, transfer: Transfer, call: _Call) -> None:

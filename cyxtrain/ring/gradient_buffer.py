@@ -52,7 +52,7 @@ class SharedGradientBuffer:
 
         Cost: two barriers of all ranks; each reads and writes its chunk of every rank's elements once.
         """
-        self._group.run_persistent(self._reduction.barrier.header, self._rounds(), timeout_of(opts))
+        self._group.engine.run_persistent(self._reduction.barrier.header, self._rounds(), timeout_of(opts))
         return [self.tensor]
 
     def _rounds(self) -> Iterator[Exchange]:
@@ -79,7 +79,7 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
     sizes = [count * dtype.itemsize for count, dtype in kinds]
     if not any(sizes) or not persistent.can_share_memory or not selector.shares_memory:
         return buffers
-    with group.exclusive():
+    with group.engine.lock:
         segment = make_segment(group, sizes)
     if segment is None:
         return buffers

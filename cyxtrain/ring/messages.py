@@ -20,11 +20,10 @@ from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     FrameError,
     Operation,
-    damaged,
+    damaged_error,
     decode_header,
     expected_header,
     header,
-    in_call,
     is_damaged,
     payload_sum,
 )
@@ -141,9 +140,8 @@ class Mailbox:
                 if has_waited_long and message.peer != ANY_SOURCE:
                     self._wait_and_report(message, deadline, since)
                     return
-        except CyxtrainError as error:
-            self._monitor.is_raised = True
-            raise in_call(error, message.operation.describe()) from None
+        except CyxtrainError:
+            raise self._monitor.failure.call_error(message.operation.describe()) from None
 
     def _wait_and_report(self, message: Message, deadline: Deadline, since: float) -> None:
         """Continue to wait, and tell all ranks which one this rank has been waiting for."""
@@ -158,7 +156,7 @@ class Mailbox:
             if message.done:
                 return True
             if deadline.passed():
-                raise self._monitor.fail(self._timeout_error(message, deadline))
+                raise self._fail(self._timeout_error(message, deadline))
             sleeper = self._idle.pop() if self._idle else _Sleeper()  # kept: a new one costs a few system calls
             self._asleep.append(sleeper)
             readers, writers = self.waiting()
@@ -197,7 +195,7 @@ class Mailbox:
                 for peer in self._inboxes:
                     self._receive_all(peer)
             except LinkBroken as broken:
-                raise self._monitor.fail(self._monitor.explain(broken.rank, broken.reason)).again() from None
+                raise self._fail(self._monitor.broken_link_error(broken.rank, broken.reason)) from None
             except CyxtrainError:
                 raise
             except BaseException as error:
@@ -280,7 +278,7 @@ class Mailbox:
         rank = self._links[peer].rank
         try:
             if is_damaged(inbox.head, self._links[peer].checksums):
-                raise self._monitor.fail(damaged(rank, self._monitor.rank, "a message")).again()
+                raise self._fail(damaged_error(rank, self._monitor.rank, "a message"))
             operation, payload_bytes = decode_header(inbox.head)
             if payload_bytes != operation.payload_bytes():
                 raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
@@ -290,7 +288,7 @@ class Mailbox:
                 inbox.unclaimed.append(message)
         except FrameError as error:
             failure = PeerLostError(f"rank {rank} sent bytes that are not a message: {error}.", rank=rank)
-            raise self._monitor.fail(failure) from None
+            raise self._fail(failure) from None
         inbox.current = message
         inbox.sum = payload_sum(inbox.head)
         self._finish(peer, inbox, message)
@@ -302,11 +300,15 @@ class Mailbox:
         checksums = self._links[peer].checksums
         if checksums is not None and checksums.of(message.data) != inbox.sum:
             rank = self._links[peer].rank
-            raise self._monitor.fail(damaged(rank, self._monitor.rank, message.operation.describe())).again()
+            raise self._fail(damaged_error(rank, self._monitor.rank, message.operation.describe()))
         inbox.current = None
         self._complete(message)
         if inbox.unclaimed:
             self._deliver(peer)
+
+    def _fail(self, error: CyxtrainError) -> CyxtrainError:
+        """End the group because of `error`; return a copy of the group's error, to raise."""
+        return self._monitor.fail(error).again()
 
     def _complete(self, message: Message) -> None:
         message.done = True
@@ -348,7 +350,7 @@ class Mailbox:
             rank=rank,
             during=ours.describe(),
         )
-        raise self._monitor.fail(error).again()
+        raise self._fail(error)
 
 
 def _allocate(payload_bytes: int) -> memoryview:

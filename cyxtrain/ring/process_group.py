@@ -282,17 +282,17 @@ class RingOperations:
             if end_profiled is not None:
                 end_profiled()
 
-        return MessageWork(mailbox, message, tensor, finish, self._group.timeout.total_seconds())
+        return MessageWork(mailbox, message, tensor, finish, self._group.engine.timeout.total_seconds())
 
     # The end.
 
     def shutdown(self) -> None:
         """Leave the group with a goodbye. Idempotent."""
-        self._group.leave()
+        self._group.engine.leave()
 
     def fail(self, reason: str | CyxtrainError) -> None:
         """End the group because of an error of this rank, an exception or a message, and tell all ranks."""
-        self._group.fail(reason)
+        self._group.engine.fail(reason)
 
     def abort(self) -> None:
         """End everything that waits in this group, on every rank."""
@@ -324,21 +324,20 @@ class RingOperations:
     @property
     def transport(self) -> str:
         """How collectives reach other ranks: "unix", "tcp" or a mixture; "none" with one rank."""
-        return self._group.transport
+        return self._group.engine.transport
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of later collectives."""
-        self._group.timeout = timeout
+        self._group.engine.timeout = timeout
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._group.timeout = timeout
+    _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: a group numbers its collectives itself."""
 
     def _get_sequence_number_for_group(self) -> int:
         """Return how many collectives this group has begun."""
-        return self._group.sequence
+        return self._group.engine.sequence
 
 
 def reduction_of(opts: Any) -> Reduction:

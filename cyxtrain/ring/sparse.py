@@ -27,7 +27,7 @@ def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: time
         own = tensor.detach().coalesce()
         indices = own.indices().cpu()
         values = own.values().cpu()
-    with group.exclusive():
+    with group.engine.lock:
         counts = _counts(group, indices.shape[0], values.shape[0], tensor.shape, timeout)
         all_indices = _gather(group, indices.t().contiguous(), counts, timeout).t()
         all_values = _gather(group, values, counts, timeout)

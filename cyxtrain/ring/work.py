@@ -271,7 +271,7 @@ def collective(
             end_profiled = None
             if is_profiling():
                 end_profiled = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
-            thread = self._group.collective_thread(asynchronous=opts.asyncOp)
+            thread = self._group.engine.thread_for(asynchronous=opts.asyncOp)
             if thread is not None:
                 call = functools.partial(method, self, *args[:tensors], **named, opts=opts)
                 return _post(thread, call, end_profiled, opts)
@@ -283,7 +283,8 @@ def collective(
             except KeyboardInterrupt:
                 # It may come between two parts of a collective, where the executor does not see it: the other ranks
                 # would wait in the second part.
-                self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
+                reason = "it was interrupted in a collective by KeyboardInterrupt(): start all ranks again."
+                self._group.engine.fail(reason)
                 raise
             finally:
                 if end_profiled is not None:

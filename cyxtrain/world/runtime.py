@@ -501,7 +501,7 @@ def end_group(error: BaseException, *, in_training: bool = False) -> None:
 
 def has_failed() -> bool:
     """Return whether an error has ended the group of all ranks, such as the loss of another rank."""
-    return dist.is_initialized() and failure_of(cpu_group(), "a stop") is not None
+    return dist.is_initialized() and failure_of(cpu_group()) is not None
 
 
 def _current_side_ring() -> SideRing | None:

@@ -32,7 +32,7 @@ class SideRing:
         self.ring: RingProcessGroup = ring
         self.carries_cpu = "cpu" not in backends_of()
         self._aborting: list[threading.Thread] = []
-        ring.group.call_on_failure(self._abort_others)
+        ring.group.engine.call_on_failure(self._abort_others)
 
     def _abort_others(self) -> None:
         """Abort each group in its own thread: NCCL may abort a communicator only after another one."""
@@ -49,7 +49,11 @@ class SideRing:
 
     def failure(self, seconds: float = 0.0) -> CyxtrainError | None:
         """Return the error that has ended the ring, waiting at most so many seconds for it; None: no error."""
-        return self.ring.group.failure(f"a collective of {dist.get_backend()}", seconds)
+        self.ring.group.engine.await_failure(seconds)
+        failure = self.ring.group.failure
+        if failure.error is None:
+            return None
+        return failure.call_error(f"a collective of {dist.get_backend()}")
 
     def cause_of(self, error: BaseException) -> CyxtrainError | None:
         """Return the error of another rank that explains an error of a collective; None: it has a different cause."""
@@ -65,7 +69,7 @@ class SideRing:
 
     def destroy_groups(self) -> None:
         """Destroy all groups; after an error abort an accelerator's groups, whose kernels may wait for ever."""
-        if self.ring.group.failure("finalize") is None:
+        if self.ring.group.failure.error is None:
             dist.destroy_process_group()
             return
         self.ring.shutdown()

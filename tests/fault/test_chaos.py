@@ -263,7 +263,7 @@ def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
 
 def test_a_flipped_bit_in_what_is_said_beside_the_ring_names_its_rank():
     def listening(group, scale):
-        wait_until(lambda: group._group._connections.monitor.failure is not None, 10.0)
+        wait_until(lambda: group.group.failure.error is not None, 10.0)
         group.barrier()
 
     faults = [Fault(Flip(bit), 1, 0, "control", past_handshake=True) for bit in range(3, 26 * 8 * 2, 11)]

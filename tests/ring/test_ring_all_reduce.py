@@ -139,7 +139,7 @@ def test_a_rank_whose_tensor_is_not_plain_has_the_bits_of_the_others(world_size,
 def test_where_ranks_share_cores_a_small_sum_takes_fewer_frames_and_has_the_same_bits(world_size, cores):
     def rank_main(group):
         frames = []
-        for link in group._group._connections.links.values():
+        for link in group.group.engine.links.values():
             send = link.send
             link.send = lambda frame, send=send: frames.append(frame) or send(frame)
         sums = [bits(all_reduce(group, made(torch.float32, 100, group.rank()))) for _ in range(3)]

@@ -19,6 +19,7 @@ from worlds import run_threads, wait_until
 from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
 from cyxtrain.ring import RingProcessGroup, backend
 from cyxtrain.ring.monitoring import monitor
+from cyxtrain.ring.monitoring.failure import GroupFailure
 from cyxtrain.ring.schedules import reduction
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction
 from cyxtrain.ring.wire.frames import HEADER_BYTES, Kind, Operation, control_frame, dtype_code, expected_header
@@ -35,7 +36,7 @@ def test_a_collective_that_takes_too_long_names_the_rank_that_holds_all_up(world
         group.set_timeout(timedelta(seconds=0.4))
         if group.rank() == absent:
             ended.wait(10)
-            wait_until(lambda: group._group._connections.monitor.failure is not None)
+            wait_until(lambda: group.group.failure.error is not None)
             return error_of(lambda: group.barrier())
         # Who comes first runs out of time first, although it waits for a rank that itself waits.
         wait_until(lambda: came == list(range(absent - 1, group.rank(), -1)))
@@ -78,17 +79,47 @@ def test_a_peer_that_trickles_does_not_move_the_deadline():
     def rank_main(group):
         if group.rank() == 0:
             return error_of(lambda: group.allreduce([torch.zeros(5000)], options_with_deadline))
-        link = group._group._connections.links[0]
+        link = group.group.engine.links[0]
         operation = Operation(Kind.ALL_REDUCE, 1, Reduction.SUM, dtype_code(torch.float32), (5000,))
         link.send(expected_header(operation.identity(), 20000).ljust(HEADER_BYTES, b"\0"))
         with contextlib.suppress(Exception):
-            while group._group._connections.monitor.failure is None:
+            while group.group.failure.error is None:
                 link.send(b"x")
                 time.sleep(0.001)
         return None
 
     options_with_deadline = options(dist.AllreduceOptions, timeout=timedelta(seconds=0.2))
     assert isinstance(run_threads(2, rank_main)[0], CollectiveTimeoutError)
+
+
+# --- the failure as a value -----------------------------------------------------------------------------------------
+
+
+def test_a_call_raises_a_copy_of_the_error_of_its_group_that_names_the_call():
+    failure = GroupFailure()
+    failure.store(PeerLostError("rank 1 died.", rank=1))
+    assert not failure.is_raised
+    for call in ("barrier #3", "barrier #4"):
+        error = failure.call_error(call)
+        assert (str(error), error.during) == (f"rank 1 died. This rank was in {call}.", call)
+        assert failure.is_raised
+    assert str(failure.error) == "rank 1 died."
+
+
+def test_to_read_the_error_of_a_group_is_not_to_raise_it():
+    def rank_main(group):
+        if group.rank() == 1:
+            group.fail("it had enough")
+            return None
+        wait_until(lambda: backend.failure_of(group) is not None)
+        before = backend.raised_failure_of(group)
+        error = error_of(lambda: group.barrier())
+        return before, backend.raised_failure_of(group), backend.failure_of(group), error
+
+    before, after, stored, error = run_threads(2, rank_main)[0]
+    assert before is None
+    assert after is stored
+    assert str(error) == f"{stored}. This rank was in barrier #1."
 
 
 # --- the end of a rank ----------------------------------------------------------------------------------------------
@@ -219,7 +250,7 @@ def test_leaving_while_another_thread_waits_in_a_collective_ends_that_wait():
         errors = []
         waiting = threading.Thread(target=lambda: errors.append(error_of(lambda: group.barrier())))
         waiting.start()
-        wait_until(lambda: group._group.sequence == 1)
+        wait_until(lambda: group.group.engine.sequence == 1)
         group.shutdown()
         waiting.join(10)
         return errors[0]
@@ -237,7 +268,7 @@ def test_leaving_while_another_thread_waits_for_a_message_ends_that_wait():
         errors = []
         waiting = threading.Thread(target=lambda: errors.append(error_of(group.recv([torch.zeros(1)], 1).wait)))
         waiting.start()
-        wait_until(lambda: group._group._connections.mailbox._asleep)
+        wait_until(lambda: group.group.engine.mailbox._asleep)
         group.shutdown()
         waiting.join(10)
         ended.set()
@@ -252,7 +283,7 @@ def test_leaving_while_another_thread_waits_for_a_message_ends_that_wait():
 def test_what_is_no_control_frame_ends_the_group_and_names_who_sent_it():
     def rank_main(group):
         if group.rank() == 1:
-            group._group._connections.monitor._controls[0].send(b"GET / HTTP/1.0\r\n\r\n" * 2)
+            group.group.engine.monitor._controls[0].send(b"GET / HTTP/1.0\r\n\r\n" * 2)
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
     for error in run_threads(2, rank_main):
@@ -263,7 +294,7 @@ def test_what_is_no_control_frame_ends_the_group_and_names_who_sent_it():
 def test_a_goodbye_that_counts_in_words_is_refused():
     def rank_main(group):
         if group.rank() == 1:
-            monitor = group._group._connections.monitor
+            monitor = group.group.engine.monitor
             monitor._controls[0].send(control_frame(2, {"collectives": "many"}, monitor._checksums))
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 

@@ -23,6 +23,7 @@ from cyxtrain.errors import (
     printable,
     reported,
 )
+from cyxtrain.ring.monitoring.failure import located_error
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
@@ -42,7 +43,6 @@ from cyxtrain.ring.wire.frames import (
     expected_header,
     folded,
     header,
-    in_call,
     is_damaged,
     json_object,
     payload_sum,
@@ -372,19 +372,19 @@ def test_an_error_travels_as_its_facts():
 
 
 def test_an_error_says_what_each_rank_was_doing():
-    error = in_call(CollectiveTimeoutError("rank 2 waited.", rank=1, during="barrier #9"), OPERATION.describe())
+    error = located_error(CollectiveTimeoutError("rank 2 waited.", rank=1, during="barrier #9"), OPERATION.describe())
     assert str(error) == "rank 2 waited. This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
     assert (type(error), error.rank, error.during) == (CollectiveTimeoutError, 1, OPERATION.describe())
-    assert str(in_call(error, OPERATION.describe())) == str(error)
+    assert str(located_error(error, OPERATION.describe())) == str(error)
 
 
 def test_what_is_added_to_a_traceback_stands_below_it():
     failed = DistributedTrainingError.because_of(ValueError("no such row"), 1)
     said = "This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
-    assert str(in_call(failed, OPERATION.describe())).splitlines()[-2:] == ["ValueError: no such row", said]
+    assert str(located_error(failed, OPERATION.describe())).splitlines()[-2:] == ["ValueError: no such row", said]
     received = error_from_facts(failed.to_facts() | {"message": reported(failed, 1)})
     told = f"(reported by rank 1). {said}"
-    assert str(in_call(received, OPERATION.describe())).splitlines()[-2:] == ["ValueError: no such row", told]
+    assert str(located_error(received, OPERATION.describe())).splitlines()[-2:] == ["ValueError: no such row", told]
 
 
 def test_failures_that_travel_are_those_that_are_some():

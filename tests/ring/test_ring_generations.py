@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +21,10 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, CyxtrainError, PeerLostError, RendezvousError
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.rendezvous.directory import Directory
+from cyxtrain.ring.rendezvous.handshake import Role
+from cyxtrain.ring.rendezvous.mesh import _Connector
 from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.wire.frames import Control, control_frame
 
 KEEPING = RingOptions(secret="the secret of this run", keeps_listening=True)
 TEN_SECONDS = timedelta(seconds=10)
@@ -40,7 +45,7 @@ def reduced(group: RingProcessGroup, count: int = 3) -> float:
 
 def early_callers(group: RingProcessGroup) -> int:
     """Return how many members of the next generation wait for this rank."""
-    listeners = group.group._mesh.listeners
+    listeners = group.group.engine.mesh.listeners
     assert listeners is not None
     assert listeners.acceptor is not None
     return sum(stranger.is_early for stranger in [*listeners.acceptor._strangers.values()])
@@ -177,6 +182,36 @@ def test_who_does_not_come_is_named_to_all_who_may_try_again_without_it():
     assert zero[1:] == one[1:] == (2, 3.0)
 
 
+def test_a_cause_that_arrives_in_two_segments_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gives up first. Rank 1, whose own deadline is far, has only their connection to hear why."""
+
+    def send_in_two_segments(connector: Any, error: CyxtrainError) -> None:
+        frame = control_frame(Control.ABORT, error.to_facts(), connector._mesh.checksums)
+        for sock in connector._mesh.sockets[Role.CONTROL].values():
+            with contextlib.suppress(OSError):  # rank 0 has closed it
+                sock.send(frame[:20])
+                time.sleep(0.2)
+                sock.send(frame[20:])
+
+    def rank_main(group: RingProcessGroup) -> str:
+        rank = group.rank()
+        if rank == 2:
+            told.wait(20)
+            return ""
+        directory = group.group.directory.without(set())
+        seconds = 0.4 if rank == 0 else 5.0
+        error = error_of(lambda: group.group.next_generation(directory, timedelta(seconds=seconds)))
+        if both.wait(20) == 0:
+            told.set()
+        return str(error)
+
+    monkeypatch.setattr(_Connector, "_send_abort", send_in_two_segments)
+    told, both = threading.Event(), threading.Barrier(2)
+    zero, one, _ = run_threads(3, rank_main, options=KEEPING)
+    assert zero.startswith("Joining timed out after 0.4 s: rank 2 did not connect to rank 0 at 127.0.0.1:")
+    assert one == f"{zero} (reported by rank 0)"
+
+
 def test_ranks_that_leave_out_different_ranks_are_all_told():
     """Rank 1 takes rank 2, which comes, for rank 3, which it expects."""
 
@@ -261,7 +296,7 @@ def test_a_group_is_not_replaced_while_a_collective_runs_nor_by_one_that_does_no
             old = group.group
             waiting = threading.Thread(target=lambda: group.barrier().wait())
             waiting.start()
-            wait_until(lambda: old.sequence == 1)
+            wait_until(lambda: old.engine.sequence == 1)
             running = error_of(lambda: group.replace_group(following.group))
             assert group.group is old
             refused.set()

@@ -33,7 +33,7 @@ from worlds import run_threads, wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, PeerLostError
-from cyxtrain.ring import group as group_module
+from cyxtrain.ring import engine
 from cyxtrain.ring.schedules.kernels import Combiner, Reduction
 from cyxtrain.ring.schedules.selector import ORDERS_WRITES, WINDOW_BYTES
 from cyxtrain.ring.shared_memory.barrier import SharedMemoryBarrier
@@ -51,8 +51,8 @@ TCP = RingOptions(transport="tcp")
 
 def travels(group):
     """How, and whether through shared memory."""
-    staged = group._group._staged.find(Kind.ALL_REDUCE, torch.zeros(LARGE), Reduction.SUM)
-    return group._group.transport, staged is not None
+    staged = group.group.engine.staged.find(Kind.ALL_REDUCE, torch.zeros(LARGE), Reduction.SUM)
+    return group.group.engine.transport, staged is not None
 
 
 SHARED, PLAIN = ("unix", True), ("tcp", False)
@@ -217,7 +217,7 @@ def check_interrupted(world_size, rank_main_before, ring_options):
 
     def rank_main(group):
         rank_main_before(group)
-        tensor, number = torch.full((4 * LARGE,), 1.0), group._group.sequence + 1
+        tensor, number = torch.full((4 * LARGE,), 1.0), group.group.engine.sequence + 1
         if group.rank() != 1:
             return number, error_of(lambda: all_reduce(group, tensor))
         with pytest.raises(KeyboardInterrupt):
@@ -358,13 +358,13 @@ def over_plain_links(way, monkeypatch):
     """The options of a ring whose first large collective goes that way."""
     transport, _, in_turns = way.partition(",")
     if in_turns:
-        routes = group_module._selector
+        routes = engine._selector
 
-        def in_another_order(result, rank):
-            found = routes(result, rank)
+        def in_another_order(records, rank, *, all_unix):
+            found = routes(records, rank, all_unix=all_unix)
             return dataclasses.replace(found, ring=(*range(0, found.world_size, 2), *range(1, found.world_size, 2)))
 
-        monkeypatch.setattr(group_module, "_selector", in_another_order)
+        monkeypatch.setattr(engine, "_selector", in_another_order)
     return RingOptions(transport=transport)
 
 

@@ -168,3 +168,14 @@ def test_a_rank_that_has_met_itself_goes_on_looking(monkeypatch):
     itself = SimpleNamespace(getsockname=lambda: "itself", getpeername=lambda: "itself", close=lambda: None)
     monkeypatch.setattr(socket, "create_connection", lambda *arguments, **named: itself)
     assert store.await_listener("127.0.0.1", 1, 0.0) == "connection refused (1 tries)"
+
+
+def test_a_connection_that_has_ended_before_it_is_used_is_closed(monkeypatch):
+    def no_peer():
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    closed = []
+    ended = SimpleNamespace(getsockname=lambda: "here", getpeername=no_peer, close=lambda: closed.append(True))
+    monkeypatch.setattr(socket, "create_connection", lambda *arguments, **named: ended)
+    assert store.await_listener("127.0.0.1", 1, 0.0) == "transport endpoint is not connected (1 tries)"
+    assert closed == [True]

@@ -358,7 +358,7 @@ def test_a_hostile_header_allocates_nothing_and_ends_the_group(what):
     def rank_main(group):
         if group.rank() == 0:
             return error_of(lambda: group.recv([torch.empty(3)], 1).wait())
-        group._group._connections.message_links[0].send(data)
+        group.group.engine.mailbox._links[0].send(data)
         return error_of(lambda: group.recv([torch.empty(3)], 0).wait())
 
     errors = run_threads(2, rank_main)

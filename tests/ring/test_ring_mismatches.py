@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,8 @@ def test_a_frame_of_another_generation_is_an_error_on_every_rank(world_size, cor
     def rank_main(group):
         if group.rank() == world_size - 1:
             # As if it came from a group that the others have left behind.
-            group._group._generation = group._group.persistent._generation = 7
+            group.group.directory = replace(group.group.directory, generation=7)
+            group.group.persistent._generation = 7
         began.wait()
         start = time.monotonic()
         error = error_of(lambda: reduce_all()(group))
@@ -179,7 +181,7 @@ def test_a_rank_that_was_not_waiting_hears_of_the_error_at_its_next_call():
             told.set()
             return error
         told.wait(10)
-        wait_until(lambda: group._group._connections.monitor.failure is not None)
+        wait_until(lambda: group.group.failure.error is not None)
         return error_of(lambda: group.barrier())
 
     told = threading.Event()

@@ -70,7 +70,7 @@ def test_a_rank_that_comes_late_is_asked_and_the_links_stay_whole(world_size, co
         mean, found = mean_of(group), []
         for seed in range(3):
             if group.rank() == late:
-                until_asked(mean, group._group.sequence + 1, lambda signs: signs if late == 0 else signs[:1])
+                until_asked(mean, group.group.engine.sequence + 1, lambda signs: signs if late == 0 else signs[:1])
             found.append(average(mean, group, seed))
             tensor = torch.full((3,), float(group.rank()))
             group.allreduce([tensor]).wait()
@@ -90,7 +90,7 @@ def test_a_rank_that_is_slow_on_the_way_is_not_asked(world_size, cores):
             add = mean._reduction._add
             # Longer than anybody looks on.
             mean._reduction._add = lambda *terms, **out: [time.sleep(0.3), add(*terms, **out)]
-        sequence = group._group.sequence + 1
+        sequence = group.group.engine.sequence + 1
         found = average(mean, group, 1)
         group.barrier().wait()  # the links are whole
         return found, [sign.has_asked(sequence) for sign in mean._reduction.barrier.counters]
@@ -132,7 +132,7 @@ def test_a_rank_that_leaves_is_named():
         mean = mean_of(group)
         average(mean, group, 0)
         if group.rank() == 1:
-            group._group.leave()
+            group.group.engine.leave()
             return "left"
         with pytest.raises(CollectiveMismatchError, match="rank 1 has left") as error:
             mean.all_reduce()
@@ -146,7 +146,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
         mean = mean_of(group)
         own = mean.all_reduce
         if group.rank() == 1:
-            until_asked(mean, group._group.sequence + 1)
+            until_asked(mean, group.group.engine.sequence + 1)
             own = group.recv([torch.zeros(1)], 0, 0).wait  # of which rank 0 never thinks
         with pytest.raises(CyxtrainError) as error:
             own()
@@ -164,7 +164,7 @@ def test_messages_move_while_a_rank_waits():
             work.wait()
             return found
         landing = torch.zeros_like(large)
-        until_asked(mean, group._group.sequence + 1)
+        until_asked(mean, group.group.engine.sequence + 1)
         group.recv([landing], 0, 7).wait()  # more than a socket holds: rank 0 must go on sending
         return average(mean, group, 0) and bool((landing == 3).all())
 

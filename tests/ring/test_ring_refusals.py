@@ -130,7 +130,7 @@ def test_a_world_of_one_binds_no_port_and_starts_no_thread():
     threads = threading.active_count()
     group = RingProcessGroup(dist.HashStore(), 0, 1)
     assert threading.active_count() == threads
-    assert group._group._connections is None
+    assert group.group.engine.monitor is None
     group.shutdown()
 
 

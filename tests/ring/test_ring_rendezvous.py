@@ -255,9 +255,9 @@ def test_what_a_group_held_is_free_when_it_has_left_and_not_when_python_collects
         group.shutdown()
         parts = (
             group._group,
-            group._group._connections,
-            group._group._connections.monitor,
-            group._group._connections.mesh,
+            group.group.engine,
+            group.group.engine.monitor,
+            group.group.engine.mesh,
         )
         held.extend(weakref.ref(part) for part in parts)
 

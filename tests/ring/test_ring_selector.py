@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lockstep import Lockstep, buffered, own
 
 from cyxtrain.environment.processes import Process
-from cyxtrain.ring import connections
+from cyxtrain.ring import engine
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, even_spans
@@ -37,7 +37,7 @@ def routes_of(places, *, cores=64, all_unix=False):
         RankRecord(len(places), Process(place, 100 + rank, 0), host="127.0.0.1", cores=cores if rank else 64)
         for rank, place in enumerate(places)
     ]
-    return [connections._selector(table, rank, all_unix=all_unix) for rank in ranks]
+    return [engine._selector(table, rank, all_unix=all_unix) for rank in ranks]
 
 
 def crossings(links, places):

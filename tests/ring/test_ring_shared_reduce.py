@@ -49,7 +49,7 @@ def around_windows(dtype, world_size):
 
 def passes(group, tensor, op=Op.SUM):
     reduction = Reduction.AVG if op == Op.AVG else Reduction[op.name]
-    return group._group._staged.find(Kind.ALL_REDUCE, tensor, reduction) is not None
+    return group.group.engine.staged.find(Kind.ALL_REDUCE, tensor, reduction) is not None
 
 
 def open_staged(group):
@@ -319,8 +319,8 @@ def test_a_question_is_found_though_another_has_been_asked_since(world_size, cor
         open_staged(group)
         all_reduce(group, torch.zeros(COUNT))
         if group.rank() == 1:
-            meeting = group._group._staged.find(Kind.ALL_REDUCE, torch.zeros(COUNT), Reduction.SUM)._barrier
-            meet, first, asks = meeting.arrive, group._group.sequence + 1, meeting.counters[0].has_asked
+            meeting = group.group.engine.staged.find(Kind.ALL_REDUCE, torch.zeros(COUNT), Reduction.SUM)._barrier
+            meet, first, asks = meeting.arrive, group.group.engine.sequence + 1, meeting.counters[0].has_asked
             wait_until(lambda: asks(first))
             meetings = itertools.count(1)
 

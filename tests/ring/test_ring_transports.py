@@ -190,7 +190,7 @@ def travelled(group):
     total = sum(range(group.size() + 1))
     for count in (3, 100_000, 1_000_003):
         assert bool((all_reduce(group, torch.full((count,), 1.0 + group.rank())) == total).all())
-    return group._group.transport, group._group._selector.shares_memory
+    return group.group.engine.transport, group.group.engine.selector.shares_memory
 
 
 def test_ranks_whom_unix_sockets_connect_share_memory():

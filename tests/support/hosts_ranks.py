@@ -43,9 +43,8 @@ def idle_until_error(seconds: float) -> dict[str, Any]:
     say("at work")
     world = dist.group.WORLD
     assert isinstance(world, RingProcessGroup)
-    assert world._group._connections is not None
-    watch = world._group._connections.monitor
-    wait_until(lambda: watch.failure is not None, seconds)
+    failure = world.group.failure
+    wait_until(lambda: failure.error is not None, seconds)
     at = time.monotonic()
     try:
         cx.barrier()

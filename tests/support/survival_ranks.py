@@ -62,8 +62,7 @@ def failed() -> bool:
     """Whether the world has failed, as this rank knows it by now, without a call."""
     group = dist.group.WORLD
     assert isinstance(group, RingProcessGroup)
-    assert group._group._connections is not None
-    return group._group._connections.monitor.failure is not None
+    return group.group.failure.error is not None
 
 
 def small_model() -> nn.Module:
@@ -86,7 +85,7 @@ def sum_large(begin: Callable[[], None]) -> None:
     tensor, world = torch.ones(4 * MIB + 3), dist.group.WORLD
     cx.all_reduce(tensor, dist.ReduceOp.AVG)
     assert isinstance(world, RingProcessGroup)
-    staged = world._group._staged.find(Kind.ALL_REDUCE, tensor, Reduction.AVG)
+    staged = world.group.engine.staged.find(Kind.ALL_REDUCE, tensor, Reduction.AVG)
     assert (staged is not None) == (world.transport == "unix") == (os.environ["CYXTRAIN_TRANSPORT"] != "tcp")
     begin()
     while True:

@@ -122,11 +122,10 @@ def group() -> RingProcessGroup:
 
 def facts() -> dict[str, Any]:
     """How collectives travel, and what is left of the meeting."""
-    ring = group()._group._connections
-    assert ring is not None
+    engine = group().group.engine
     return {
-        "transport": group()._group.transport,
-        "shares memory": ring.selector.shares_memory,
+        "transport": engine.transport,
+        "shares memory": engine.selector.shares_memory,
         "unix": listening_unix_sockets(),
     }
 
@@ -150,7 +149,7 @@ def go_through_all(table: Sequence[Case]) -> dict[str, Any]:
     with cx.init(cx.DistributedConfig(collective_timeout_ms=30_000)):
         rank, size = cx.get_rank(), cx.get_world_size()
         found = [digest(outcome(case, rank, size)) for case in table]
-        return facts() | {"digests": found, "nans": nans(rank), "doing": group()._group.sequence}
+        return facts() | {"digests": found, "nans": nans(rank), "doing": group().group.engine.sequence}
 
 
 def nans(rank: int) -> list[str]:
@@ -199,4 +198,4 @@ def join_and_say_of_groups() -> list[str]:
                 tensor = torch.ones(MIB)
                 dist.all_reduce(tensor, group=each)
                 assert bool((tensor == cx.get_world_size()).all())
-        return [each._group.transport for each in groups]
+        return [each.group.engine.transport for each in groups]

@@ -81,7 +81,7 @@ class Heartbeat:
         seconds = now - self._state_since[peer]
         if state is State.GONE:
             # The end of its connection is noticed sooner, and a goodbye may have arrived that is not read yet.
-            return None if seconds < GONE_SECONDS else lost(peer)
+            return None if seconds < GONE_SECONDS else lost_error(peer)
         if seconds < STOPPED_SECONDS:
             return None
         return PeerSilentError(
@@ -91,7 +91,7 @@ class Heartbeat:
         )
 
 
-def lost(peer: int) -> PeerLostError:
+def lost_error(peer: int) -> PeerLostError:
     """Return the error for a rank that has ended without a goodbye."""
     return PeerLostError(
         f"rank {peer} died: its process ended without an error message (killed, or out of memory?). "

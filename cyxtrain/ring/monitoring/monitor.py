@@ -1,12 +1,7 @@
 """Control connections of a group: heartbeats, aborts, goodbyes, and reports of which rank waits.
 
-One thread per group reads them all. The first error of a group is final: the monitor sends it to all other ranks, then
-stops every link, so that every waiting thread wakes and finds the cause here.
-
-If a rank dies, the kernel closes its control connections: `_on_data` sees the end without a goodbye, and `fail` records
-the loss, tells the others, and stops the links. A thread in a collective then finds its link broken (`executor.py`),
-and asks `explain` for the error to raise. A link may also break before the monitor knows why, because its peer died or
-has failed: `explain` waits for the cause.
+One thread per group reads them all, and sees most failures first: if a rank dies, the kernel closes its control
+connections, and `_on_data` sees the end without a goodbye. `failure.py` tells what follows.
 """
 
 from __future__ import annotations
@@ -22,17 +17,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts, reported
-from cyxtrain.ring.monitoring.heartbeat import Heartbeat, lost
+from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError
+from cyxtrain.ring.monitoring.failure import GroupFailure
+from cyxtrain.ring.monitoring.heartbeat import Heartbeat, lost_error
 from cyxtrain.ring.monitoring.wait_graph import MESSAGES, NOBODY, WaitGraph
+from cyxtrain.ring.rendezvous.handshake import Role
 from cyxtrain.ring.rendezvous.mesh import Mesh
 from cyxtrain.ring.wire.frames import (
     Control,
     DamagedError,
     FrameError,
     Numbered,
+    abort_error,
     control_frame,
-    damaged,
+    damaged_error,
     take_control_frame,
 )
 from cyxtrain.ring.wire.link import Link, watch_over
@@ -53,31 +51,27 @@ _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 
 
 class PeerMonitor:
-    """Detects, records and broadcasts the first failure of a group; owns its control connections, by rank.
+    """Detects and stores the failure of a group, and tells all ranks; owns the control connections, by rank.
 
     It stops the `links` of the group when the group ends, which wakes all threads that wait there. `describe` returns
     what this rank is doing, for a waiting peer. Ranks are global: the launcher's numbers, as errors name them. The
     monitor must not be in a reference cycle, because whatever a group held is freed with it.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        controls: dict[int, socket.socket],
-        heartbeat: Heartbeat,
-        mesh: Mesh,
-        links: Sequence[Link],
-        describe: Callable[[], str],
-    ) -> None:
+    def __init__(self, mesh: Mesh, links: Sequence[Link], describe: Callable[[], str]) -> None:
         assert mesh.listeners is not None
         assert mesh.listeners.acceptor is not None
+        records = mesh.directory.records
+        own = records[mesh.rank]
+        names = mesh.directory.global_ranks
+        controls = {names[peer]: sock for peer, sock in mesh.sockets[Role.CONTROL].items()}
+        others = {names[peer]: records[peer].process for peer in mesh.sockets[Role.CONTROL]}
         # All ranks beat as often as the most impatient one needs.
-        shortest_timeout_seconds = min(record.heartbeat_timeout_seconds for record in mesh.directory.records)
-        self.rank = rank
-        self.failed_at = 0.0  # in seconds of `time.monotonic`
-        self.is_raised = False  # whether a call of this rank's program has raised the failure
+        shortest_timeout_seconds = min(record.heartbeat_timeout_seconds for record in records)
+        self.rank = mesh.global_rank
+        self.failure = GroupFailure()
         self._controls = controls
-        self._heartbeat = heartbeat
+        self._heartbeat = Heartbeat(own.process, others, own.heartbeat_timeout_seconds, time.monotonic())
         self._acceptor = mesh.listeners.acceptor
         self._selector = mesh.listeners.selector
         self._beat_seconds = min(_LONGEST_BEAT_SECONDS, shortest_timeout_seconds / _BEATS_PER_TIMEOUT)
@@ -85,10 +79,9 @@ class PeerMonitor:
         self._describe = describe
         self._checksums = mesh.checksums
         self._changed = threading.Condition()
-        self._failure: CyxtrainError | None = None
         self._on_failure: Callable[[], None] | None = None
         self._departed: dict[int, int] = {}  # by rank that has left, how many collectives it had completed
-        self._waits = WaitGraph(rank)
+        self._waits = WaitGraph(self.rank)
         self._received = {peer: bytearray() for peer in controls}
         self._unreachable: set[int] = set()
         self._leaving = False
@@ -101,22 +94,12 @@ class PeerMonitor:
         self._thread = threading.Thread(target=self._run, name="cyxtrain-monitor", daemon=True)
         self._thread.start()
 
-    @property
-    def failure(self) -> CyxtrainError | None:
-        """Why the group has ended: its first error, or that this rank has left it; None while it is open."""
-        return self._failure
-
-    def is_closed(self, peer: int) -> bool:
-        """Return whether nothing more will arrive from `peer`: it has left, or the group has failed."""
-        return self._failure is not None or peer in self._departed
-
     def fail(self, error: CyxtrainError) -> CyxtrainError:
-        """Record the first error, send it to all ranks, stop every link; return the group's error."""
+        """End the group: store the first error, tell all ranks, stop every link; return the error that is stored."""
         with self._changed:
-            if self._failure is not None:
-                return self._failure
-            self._failure = error
-            self.failed_at = time.monotonic()
+            if self.failure.error is not None:
+                return self.failure.error
+            self.failure.store(error)
             try:
                 # Before the links stop: a neighbour whose link ends would blame this rank.
                 self._send(Control.ABORT, error.to_facts())
@@ -132,18 +115,17 @@ class PeerMonitor:
         """Call a function once, in any thread, when the group fails; now, if it has failed already."""
         with self._changed:
             self._on_failure = function
-            has_failed = self._failure is not None
+            has_failed = self.failure.error is not None
         if has_failed:
             function()
 
-    def await_failure(self, seconds: float) -> CyxtrainError | None:
-        """Wait up to `seconds` for the group's error; return None if it has not failed."""
+    def await_failure(self, seconds: float) -> None:
+        """Wait until the group has failed, at most `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, seconds)
-            return self._failure
+            self._changed.wait_for(lambda: self.failure.error is not None, seconds)
 
-    def explain(self, peer: int, reason: str) -> CyxtrainError:
-        """Return why the link to `peer` broke: the cause that a rank reported, or that the peer died.
+    def broken_link_error(self, peer: int, reason: str) -> CyxtrainError:
+        """Return the error for a broken link: the cause that a rank reported, or that `peer` has left or died.
 
         Waits up to a second: the cause arrives on another connection.
         """
@@ -153,17 +135,21 @@ class PeerMonitor:
                 f"collectives, and rank {self.rank} still needs it. All ranks must make the same calls.",
                 rank=peer,
             )
-        return self._failure or PeerLostError(
+        return self.failure.error or PeerLostError(
             f"rank {peer} died or was cut off: the connection to it broke ({reason}). "
             f"Look at the output of rank {peer} and at the network, and start all ranks again.",
             rank=peer,
         )
 
+    def is_closed(self, peer: int) -> bool:
+        """Return whether nothing more will arrive from `peer`: it has left, or the group has failed."""
+        return self.failure.error is not None or peer in self._departed
+
     def await_goodbye(self, peer: int) -> bool:
         """Wait up to a second for a goodbye of `peer`, whose link has ended; return whether it arrived."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_WAIT_SECONDS)
-            return self._failure is None and peer in self._departed
+            self._changed.wait_for(lambda: self.is_closed(peer), _CAUSE_WAIT_SECONDS)
+            return self.failure.error is None and peer in self._departed
 
     @contextlib.contextmanager
     def waiting(self, operation: Numbered, peer: int, since: float) -> Iterator[None]:
@@ -171,7 +157,7 @@ class PeerMonitor:
         thread = threading.get_ident()
         with self._changed:
             self._waits.begin(thread, operation.sequence, peer, operation.describe(), since)
-            if self._failure is None:
+            if self.failure.error is None:
                 self._send(Control.WAITING, {"sequence": operation.sequence, "peer": peer})
         try:
             yield
@@ -179,7 +165,7 @@ class PeerMonitor:
             with self._changed:
                 self._waits.end(thread)
                 # A report about a collective expires with its sequence number; messages have none.
-                if self._failure is None and operation.sequence == MESSAGES:
+                if self.failure.error is None and operation.sequence == MESSAGES:
                     self._send(Control.WAITING, {"sequence": MESSAGES, "peer": NOBODY})
 
     def find_straggler(self, sequence: int, peer: int) -> int:
@@ -193,15 +179,19 @@ class PeerMonitor:
         Return whether the thread has ended, so that another thread may use the selector.
         """
         with self._changed:
-            if self._failure is None:
+            if self.failure.error is None:
                 self._send(Control.GOODBYE, {"collectives": collectives})
-                self._failure = CyxtrainError(
+                left = (
                     f"rank {self.rank} has left this group (finalize, destroy_process_group, or the end of the "
                     "program). Make a new group, or leave later."
                 )
+                self.failure.store(CyxtrainError(left))
                 self._stop_links()
                 self._changed.notify_all()
-        self._end_thread()
+        # A byte, as closing alone would not wake the thread while a forked child has the socket open.
+        self._wake_writer.send(b"!")
+        self._thread.join(_LEAVE_SECONDS)
+        self._wake_writer.close()
         for sock in (self._wake_reader, *self._controls.values()):
             with contextlib.suppress(KeyError):  # a socket that its peer has closed is no longer registered
                 self._selector.unregister(sock)
@@ -210,18 +200,11 @@ class PeerMonitor:
         self._wake_reader.close()
         return not self._thread.is_alive()
 
-    def _end_thread(self) -> None:
-        # A byte, as closing alone would not wake the thread while a forked child has the socket open.
-        self._wake_writer.send(b"!")
-        self._thread.join(_LEAVE_SECONDS)
-        self._wake_writer.close()
-
     def abandon(self) -> None:
         """Close everything without a goodbye, in a forked child, which is not a rank and lacks the thread."""
         self._changed = threading.Condition()  # another thread of the parent may have held the old one
-        self._failure = CyxtrainError(
-            f"this process was forked from rank {self.rank} and is not a rank: only its parent can communicate."
-        )
+        forked = f"this process was forked from rank {self.rank} and is not a rank: only its parent can communicate."
+        self.failure.store(CyxtrainError(forked))
         for sock in (*self._controls.values(), self._wake_reader, self._wake_writer):
             sock.close()
 
@@ -275,7 +258,7 @@ class PeerMonitor:
         """Send heartbeats, examine the heartbeats of others, and ask or warn about slow ranks."""
         self._acceptor.expire(now)
         with self._changed:
-            if self._failure is not None:
+            if self.failure.error is not None:
                 return
             self._send(Control.HEARTBEAT, {})
         error = self._heartbeat.examine(now)
@@ -319,7 +302,7 @@ class PeerMonitor:
             while (frame := take_control_frame(self._received[peer], self._checksums)) is not None:
                 self._apply(peer, *frame)
         except DamagedError:
-            self.fail(damaged(peer, self.rank, "a control frame"))
+            self.fail(damaged_error(peer, self.rank, "a control frame"))
             return False
         except FrameError as error:
             self.fail(PeerLostError(f"rank {peer} sent an invalid control frame ({error}).", rank=peer))
@@ -328,7 +311,7 @@ class PeerMonitor:
 
     def _apply(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
         if kind is Control.ABORT:
-            self.fail(error_from_facts(facts | {"message": reported(facts.get("message"), peer)}))
+            self.fail(abort_error(facts, peer))
         elif kind is Control.GOODBYE:
             with self._changed:
                 self._departed[peer] = _number(facts, "collectives")
@@ -368,7 +351,7 @@ def _number(facts: dict[str, Any], name: str) -> int:
 def _disconnect_error(peer: int, error: OSError | None) -> PeerLostError:
     """Return the error for a control connection that ended without a goodbye."""
     if error is None or error.errno not in _NETWORK_ERRORS:
-        return lost(peer)
+        return lost_error(peer)
     return PeerLostError(
         f"rank {peer} is lost: its machine, or the network to it, is unreachable ({error.strerror}). Check both, and "
         "start all ranks again.",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous.record import RankRecord, ended
+from cyxtrain.ring.rendezvous.record import RankRecord, ended_error
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
-from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
+from cyxtrain.ring.wire.frames import FrameError, damaged_error, json_object
 from cyxtrain.ring.wire.link import LOST_PACKETS, POLL_SECONDS, Deadline, Poller, is_tcp, watch_over
 
 _LENGTH_BYTES = 4
@@ -57,11 +57,11 @@ class Directory:
         sockets: Mapping[int, socket.socket],
         checksums: Checksums,
         deadline: Deadline,
-        explain: Callable[[bool], None],
+        check: Callable[[bool], None],
     ) -> bool:
         """Compare with all other ranks; return whether Unix sockets connect all. All ranks call it.
 
-        `explain` may raise the reason for a failure: it is called while this waits, and, with True, when a rank has
+        `check` may raise the reason for a failure: it is called while this waits, and, with True, when a rank has
         ended or the deadline has passed.
 
         If two ranks have different directories, every rank differs from at least one of them: all raise. Cost: a
@@ -81,16 +81,16 @@ class Directory:
             with contextlib.suppress(OSError):  # receiving, below, reports a lost connection
                 sock.sendall(message)
         for peer, sock in sorted(sockets.items()):
-            received = self._receive(peer, sock, deadline, explain)
+            received = self._receive(peer, sock, deadline, check)
             body = received[:-SUM_BYTES]
             if checksums.of(body) != received[-SUM_BYTES:]:
-                raise damaged(self.global_ranks[peer], self.global_ranks[rank], "the comparison of records")
+                raise damaged_error(self.global_ranks[peer], self.global_ranks[rank], "the comparison of records")
             theirs: dict[str, Any] = {}
             with contextlib.suppress(FrameError):  # then every field differs
                 theirs = json_object(body)
             differing = [name for name, digest in own.items() if theirs.get(name) != digest]
             if differing:
-                raise self._difference(rank, peer, differing)
+                raise self._difference_error(rank, peer, differing)
             all_unix = all_unix and theirs.get("all_unix") is True
         return all_unix
 
@@ -102,7 +102,7 @@ class Directory:
         digests["ranks"] = _digest(list(self.global_ranks))
         return digests
 
-    def other_ranks(self, rank: int) -> RendezvousError:
+    def other_ranks_error(self, rank: int) -> RendezvousError:
         """Return the error for two ranks with different directories of a later generation.
 
         It does not name the other rank, because the two number their ranks differently.
@@ -112,9 +112,9 @@ class Directory:
             "different ranks: all must leave out the same."
         )
 
-    def _difference(self, rank: int, peer: int, differing: list[str]) -> RendezvousError:
+    def _difference_error(self, rank: int, peer: int, differing: list[str]) -> RendezvousError:
         if self.generation:
-            return self.other_ranks(rank)
+            return self.other_ranks_error(rank)
         other = self.global_ranks[peer]
         return RendezvousError(
             f"rank {self.global_ranks[rank]} and rank {other} have read different values at the store, of: "
@@ -123,24 +123,24 @@ class Directory:
             rank=other,
         )
 
-    def _receive(self, peer: int, sock: socket.socket, deadline: Deadline, explain: Callable[[bool], None]) -> bytes:
+    def _receive(self, peer: int, sock: socket.socket, deadline: Deadline, check: Callable[[bool], None]) -> bytes:
         """Return one message and its checksum."""
-        length = self._receive_exactly(_LENGTH_BYTES, peer, sock, deadline, explain)
+        length = self._receive_exactly(_LENGTH_BYTES, peer, sock, deadline, check)
         # Bounded, as data may be corrupted: then the checksum does not match.
         body_bytes = min(int.from_bytes(length, "big"), _MAX_BYTES)
-        return self._receive_exactly(body_bytes + SUM_BYTES, peer, sock, deadline, explain)
+        return self._receive_exactly(body_bytes + SUM_BYTES, peer, sock, deadline, check)
 
     def _receive_exactly(
-        self, count: int, peer: int, sock: socket.socket, deadline: Deadline, explain: Callable[[bool], None]
+        self, count: int, peer: int, sock: socket.socket, deadline: Deadline, check: Callable[[bool], None]
     ) -> bytes:
         """Return `count` bytes. It reads not a byte more: the frames of the first collective may follow."""
         received = bytearray()
         poller = Poller()
         while len(received) < count:
             if not poller.wait([sock], [], deadline, POLL_SECONDS):
-                explain(deadline.passed())
+                check(deadline.passed())
                 if deadline.passed():
-                    raise self._unheard(
+                    raise self._unheard_error(
                         peer,
                         f"did not send its records for comparison within {deadline.seconds:.3g} s: it is not connected "
                         "to all others, or large packets get lost. Look at its output, and at the MTU of the network "
@@ -152,16 +152,16 @@ class Directory:
             except BlockingIOError:
                 continue
             except TimeoutError:  # from the kernel, as the socket does not block
-                raise self._unheard(peer, f"cannot be reached: {LOST_PACKETS}.") from None
+                raise self._unheard_error(peer, f"cannot be reached: {LOST_PACKETS}.") from None
             except OSError:
                 part = b""
             if not part:
-                explain(True)
-                raise ended(self.global_ranks[peer])
+                check(True)
+                raise ended_error(self.global_ranks[peer])
             received += part
         return bytes(received)
 
-    def _unheard(self, peer: int, problem: str) -> RendezvousError:
+    def _unheard_error(self, peer: int, problem: str) -> RendezvousError:
         record = self.records[peer]
         global_rank = self.global_ranks[peer]
         return RendezvousError(f"rank {global_rank} at {record.host}:{record.port} {problem}", rank=global_rank)

@@ -9,12 +9,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
-from cyxtrain.ring.rendezvous.record import RankRecord, cannot_join, foreign_value, refuse_ended, refuse_exited
+from cyxtrain.ring.rendezvous.record import RankRecord, cannot_join_error, check_alive, check_not_exited, foreign_error
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.wire.frames import FrameError, json_object
 from cyxtrain.ring.wire.link import POLL_SECONDS, Deadline
@@ -86,7 +87,7 @@ class Membership:
             self.report_failure(error)
             raise
         except BaseException as error:  # such as Ctrl-C: the others must not wait
-            self.report_failure(cannot_join(self._global_rank, error))
+            self.report_failure(cannot_join_error(self._global_rank, error))
             raise
 
     def claim(self) -> None:
@@ -107,7 +108,7 @@ class Membership:
             before = self.store.get(key)
             last_life, holder = _parse_claim(before)
             if last_life and holder != token:
-                error = self._taken(last_life)
+                error = self._taken_error(last_life)
                 if self._options.is_restarted:
                     self._await_previous_store_end()
                 raise error
@@ -149,7 +150,7 @@ class Membership:
         self.check()
         self._read_records()
         missing = self._missing()
-        refuse_exited([self._global_ranks[rank] for rank in missing], self._world_size)
+        check_not_exited([self._global_ranks[rank] for rank in missing], self._world_size)
         return not missing
 
     def _missing(self) -> list[int]:
@@ -163,7 +164,7 @@ class Membership:
         with self._store_of_rank_0():
             verdict = self.store.get(self._key("verdict"))
             if verdict is not None:
-                self._apply(verdict)
+                self._raise_verdict(verdict)
             refusal = self.store.refusal()
             if refusal:
                 time.sleep(_READERS_SECONDS)  # for others of the refused world, which are about to connect
@@ -172,7 +173,7 @@ class Membership:
         if self._examine_deadline.passed():  # not at each poll: asking about every other process takes time
             self._rewrite()
             self._examine_deadline = Deadline(EXAMINE_SECONDS)
-            refuse_ended(self._own, {self._global_ranks[rank]: record for rank, record in self._records.items()})
+            check_alive(self._own, {self._global_ranks[rank]: record for rank, record in self._records.items()})
 
     def check_groups(self) -> None:
         """Raise the error of another group of this world that has lost a rank."""
@@ -201,12 +202,12 @@ class Membership:
         """Return how many ranks, besides rank 0, have written a key of this kind."""
         return sum(self.store.has(self._key(f"{kind}/{rank}")) for rank in range(1, self._world_size))
 
-    def _apply(self, verdict: bytes) -> None:
+    def _raise_verdict(self, verdict: bytes) -> NoReturn:
         self.store.set(self._key(f"heard/{self._rank}"), "yes")
         try:
             raise error_from_facts(json_object(verdict))
         except FrameError as error:
-            raise foreign_value(error) from None
+            raise foreign_error(error) from None
 
     def _key(self, name: str) -> str:
         return f"{self._life}/{name}"
@@ -240,7 +241,7 @@ class Membership:
             if self.store.get(key) != text.encode():
                 self.store.set(key, text)
 
-    def _taken(self, life: int) -> RankTakenError:
+    def _taken_error(self, life: int) -> RankTakenError:
         """Return the error for a rank that another process has claimed for that life."""
         holder = self._record_of(self._rank, life)
         first = self._record_of(0, life)

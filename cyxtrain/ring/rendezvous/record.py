@@ -77,7 +77,7 @@ class RankRecord:
             record = _from_facts(cls, facts | {"process": process})
             record._check_values()
         except (FrameError, ValueError, TypeError, KeyError) as error:
-            raise foreign_value(error) from None
+            raise foreign_error(error) from None
         return record
 
     def _check_values(self) -> None:
@@ -159,7 +159,7 @@ def parse_record(kind: type[_Record], text: bytes) -> _Record:
                 facts[name] = printable(fact)
         return _from_facts(kind, facts)
     except (FrameError, ValueError, TypeError, KeyError) as error:
-        raise foreign_value(error) from None
+        raise foreign_error(error) from None
 
 
 def _from_facts(kind: type[_Record], facts: dict[str, Any]) -> _Record:
@@ -175,7 +175,7 @@ def _from_facts(kind: type[_Record], facts: dict[str, Any]) -> _Record:
     return made
 
 
-def foreign_value(error: Exception) -> RendezvousError:
+def foreign_error(error: Exception) -> RendezvousError:
     """Return the error for a value in the store that no rank can have written."""
     return RendezvousError(
         f"the store at which the ranks meet holds what no rank has written ({error!r}). Does another program "
@@ -183,7 +183,7 @@ def foreign_value(error: Exception) -> RendezvousError:
     )
 
 
-def ended(global_rank: int) -> RendezvousError:
+def ended_error(global_rank: int) -> RendezvousError:
     """Return the error for a rank whose process has ended during rendezvous."""
     return RendezvousError(
         f"rank {global_rank} died: its process ended during rendezvous (killed, or out of memory?). "
@@ -192,23 +192,23 @@ def ended(global_rank: int) -> RendezvousError:
     )
 
 
-def cannot_join(global_rank: int, error: BaseException) -> RendezvousError:
+def cannot_join_error(global_rank: int, error: BaseException) -> RendezvousError:
     """Return the error that tells the others of an exception that is not cyxtrain's."""
     reason = exhausted(error) or type(error).__name__  # only the type: the message may contain private data
     return RendezvousError(f"rank {global_rank} cannot join: {reason}. Look at its output.", rank=global_rank)
 
 
-def refuse_ended(own: RankRecord, others: Mapping[int, RankRecord]) -> None:
+def check_alive(own: RankRecord, others: Mapping[int, RankRecord]) -> None:
     """Raise the error for a rank whose process has ended; `others` is by global rank.
 
     Cost: about 60 us for each rank on this machine.
     """
     for global_rank, record in others.items():
         if state_of(record.process, own.process) is State.GONE:
-            raise ended(global_rank)
+            raise ended_error(global_rank)
 
 
-def refuse_exited(awaited: Container[int], world_size: int) -> None:
+def check_not_exited(awaited: Container[int], world_size: int) -> None:
     """Raise if the launcher has seen one of these ranks, which are global, exit: it will not join."""
     for rank in process_env.exited_ranks(world_size):
         if rank in awaited:

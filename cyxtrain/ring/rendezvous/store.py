@@ -25,7 +25,7 @@ from cyxtrain.ring.rendezvous.dial import ClosedError, authenticate, family_of
 from cyxtrain.ring.rendezvous.handshake import HandshakeError, Hello, RefusedError, Role
 from cyxtrain.ring.rendezvous.key_values import Connection, KeyValueServer, KeyValueStore
 from cyxtrain.ring.rendezvous.listen import own_address
-from cyxtrain.ring.rendezvous.record import refuse_exited
+from cyxtrain.ring.rendezvous.record import check_not_exited
 from cyxtrain.ring.rendezvous.store_client import attempt_in_thread, root_of
 from cyxtrain.ring.wire.link import Deadline
 
@@ -57,12 +57,12 @@ def serve_store(
     except OSError as error:
         if exhausted(error):
             raise
-        raise _cannot_listen(address, port, error) from error
+        raise _cannot_listen_error(address, port, error) from error
     deadline = Deadline(seconds)
     try:
         failure = await_listener(address, port, deadline.left())
         if failure is not None:
-            raise _leads_elsewhere(address, port, failure)
+            raise _leads_elsewhere_error(address, port, failure)
         server = KeyValueServer(listener, secret or _NO_SECRET, world_size)
     except BaseException:
         listener.close()
@@ -80,7 +80,7 @@ def serve_store(
     return KeyValueStore(server, address, timedelta(seconds=seconds))
 
 
-def _cannot_listen(address: str, port: int, error: OSError) -> RendezvousError:
+def _cannot_listen_error(address: str, port: int, error: OSError) -> RendezvousError:
     message = f"rank 0 cannot wait at {address}:{port}: {_cause(error)}. Choose another MASTER_PORT."
     if error.errno == errno.EADDRINUSE:
         message = (
@@ -91,7 +91,7 @@ def _cannot_listen(address: str, port: int, error: OSError) -> RendezvousError:
     return RendezvousError(message, rank=0)
 
 
-def _leads_elsewhere(address: str, port: int, failure: str) -> RendezvousError:
+def _leads_elsewhere_error(address: str, port: int, failure: str) -> RendezvousError:
     return RendezvousError(
         f"rank 0 listens on port {port}, and {address}:{port} does not lead there: {failure}. "
         "MASTER_ADDR (or master_addr) must be the host name or an address of rank 0's machine.",
@@ -114,8 +114,8 @@ def reach_store(
         sock, failure = _connect(address, port, deadline, world_size)
         if sock is None:
             if rejected_proofs >= _WARN_AFTER_PROOFS:  # the run that rejected them has ended since
-                raise _rejected(rank, place, seconds, secret)
-            raise _not_reached(rank, address, port, seconds, failure)
+                raise _rejected_error(rank, place, seconds, secret)
+            raise _not_reached_error(rank, address, port, seconds, failure)
         try:
             return KeyValueStore(_authenticated(sock, hello, secret, deadline), address, timedelta(seconds=seconds))
         except RefusedError as refused:
@@ -128,8 +128,8 @@ def reach_store(
                     _warn_about_rejection(rank, place, secret, deadline)
         if deadline.left() <= _RETRY_SECONDS:
             if rejected_proofs >= _WARN_AFTER_PROOFS:
-                raise _rejected(rank, place, seconds, secret)
-            raise _foreign_service(rank, place, failure)
+                raise _rejected_error(rank, place, seconds, secret)
+            raise _foreign_service_error(rank, place, failure)
         time.sleep(_RETRY_SECONDS)  # the previous store may be closing
 
 
@@ -155,7 +155,7 @@ def _warn_about_rejection(rank: int, place: str, secret: bytes | None, deadline:
     )
 
 
-def _foreign_service(rank: int, place: str, detail: str) -> RendezvousError:
+def _foreign_service_error(rank: int, place: str, detail: str) -> RendezvousError:
     """Return the error for another program that answers at the address of rank 0."""
     if detail:
         detail = f" ({detail})"
@@ -166,7 +166,7 @@ def _foreign_service(rank: int, place: str, detail: str) -> RendezvousError:
     )
 
 
-def _rejected(rank: int, place: str, seconds: float, secret: bytes | None) -> RendezvousError:
+def _rejected_error(rank: int, place: str, seconds: float, secret: bytes | None) -> RendezvousError:
     return RendezvousError(
         f"another run has {place}, or rank {rank} and rank 0 were started with different secrets: rank 0 there "
         f"rejected the proof of rank {rank} for {seconds:.3g} s. If two runs use one port, choose another MASTER_PORT; "
@@ -179,7 +179,7 @@ def _is_set(secret: bytes | None) -> str:
     return "is not set" if secret is None else "is set"
 
 
-def _not_reached(rank: int, address: str, port: int, seconds: float, failure: str) -> RendezvousError:
+def _not_reached_error(rank: int, address: str, port: int, seconds: float, failure: str) -> RendezvousError:
     """Return the error for a rank 0 that could not be reached."""
     return RendezvousError(
         f"rank {rank} could not reach rank 0 at {address}:{port} within {seconds:.3g} s: {failure}. "
@@ -225,7 +225,7 @@ def _connect(address: str, port: int, deadline: Deadline, world_size: int = 0) -
         if sock is not None:
             return sock, ""
         # Without this, ranks would wait until the deadline for one that has exited without joining.
-        refuse_exited(range(world_size), world_size)
+        check_not_exited(range(world_size), world_size)
         if deadline.passed():
             return None, f"{cause} ({tries} tries)"
         time.sleep(min(deadline.left(), nap_seconds))  # rank 0 may not listen yet
@@ -233,17 +233,20 @@ def _connect(address: str, port: int, deadline: Deadline, world_size: int = 0) -
 
 
 def _try_to_connect(address: str, port: int, seconds: float) -> tuple[socket.socket | None, str]:
+    sock: socket.socket | None = None
     try:
         sock = socket.create_connection((address, port), timeout=seconds)
-        if sock.getsockname() == sock.getpeername():
-            # By chance, the kernel chose that very port for this end: the socket is connected to itself.
-            sock.close()
-            return None, "connection refused"
+        if sock.getsockname() != sock.getpeername():
+            return sock, ""
+        # By chance, the kernel chose that very port for this end: the socket is connected to itself.
+        cause = "connection refused"
     except OSError as error:
         if exhausted(error):
             raise
-        return None, _cause(error)
-    return sock, ""
+        cause = _cause(error)
+    if sock is not None:
+        sock.close()
+    return None, cause
 
 
 def _cause(error: OSError) -> str:
@@ -308,7 +311,7 @@ def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout
     while True:
         failure = await_listener(address, port, deadline.left())
         if failure is not None:
-            raise _not_reached(rank, address, port, timeout_seconds, failure)
+            raise _not_reached_error(rank, address, port, timeout_seconds, failure)
         # Something listens there now: a store, or a program that never answers PyTorch's client.
         left = timedelta(seconds=max(deadline.left(), 0.1))
         connect = functools.partial(TCPStore, address, port, world_size, False, left, wait_for_workers=False)
@@ -317,5 +320,5 @@ def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout
             return opened
         if deadline.left() <= _RETRY_SECONDS:
             detail = "" if isinstance(opened, TimeoutError) else reason_of(opened)
-            raise _foreign_service(rank, f"{address}:{port}", detail)
+            raise _foreign_service_error(rank, f"{address}:{port}", detail)
         time.sleep(_RETRY_SECONDS)  # the previous store may be closing

@@ -88,7 +88,7 @@ def make_segment(ranks: Ranks, sizes: Sequence[int], timeout: timedelta | None =
     try:
         memory = _share_memory(ranks, places[-1], timeout)
     except CyxtrainError as error:
-        raise _called_by_the_ring(error) from None
+        raise _own_call_error(error) from None
     if memory is None:
         return None
     return SharedMemorySegment(memory, places)
@@ -121,7 +121,7 @@ def _share_memory(ranks: Ranks, row_bytes: int, timeout: timedelta | None) -> mm
     return memory if everywhere.item() else None
 
 
-def _called_by_the_ring(error: CyxtrainError) -> CyxtrainError:
+def _own_call_error(error: CyxtrainError) -> CyxtrainError:
     """Return the error of a collective that the ring called, with a sentence on it: no program calls it."""
     if error.during is None:
         return error

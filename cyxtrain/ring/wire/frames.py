@@ -20,7 +20,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrameError, error_from_facts, printable
+from cyxtrain.errors import (
+    CollectiveMismatchError,
+    CyxtrainError,
+    DamagedFrameError,
+    error_from_facts,
+    printable,
+    reported,
+)
 from cyxtrain.ring.schedules.kernels import Reduction
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 
@@ -169,14 +176,6 @@ class Numbered(Protocol):
         """As `Operation.describe`."""
 
 
-def in_call(error: CyxtrainError, here: str) -> CyxtrainError:
-    """Return a copy of a group's error that names the call, or the operation, in which this rank was."""
-    message = str(error)
-    if here not in message:
-        message = append_sentence(message, f"This rank was in {here}.")
-    return error_from_facts(error.to_facts() | {"message": message, "during": here})
-
-
 def append_sentence(message: str, sentence: str) -> str:
     """Return an error's message with one more sentence."""
     # The last line of a message with a traceback has ended already.
@@ -217,7 +216,7 @@ def is_damaged(head: bytes | bytearray, checksums: Checksums | None) -> bool:
     return checksums is not None and checksums.of(head[:-SUM_BYTES]) != head[-SUM_BYTES:]
 
 
-def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> CollectiveMismatchError:
+def mismatch_error(rank: int, operation: Numbered, peer: int, found: bytes) -> CollectiveMismatchError:
     """Return the error of `rank` in `operation`, which received the header `found` of another one from `peer`."""
     ours = operation.describe()
     try:
@@ -243,7 +242,7 @@ def _may_be_handshake(call: str) -> bool:
     return call.startswith("all_gather ") and call.endswith("(int64 [1])")
 
 
-def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
+def damaged_error(peer: int, rank: int, during: str) -> DamagedFrameError:
     """Return the error for data that was corrupted in transit."""
     return DamagedFrameError(
         f"data from rank {peer} to rank {rank} was corrupted in transit, in {during}: memory, a network card or a "
@@ -330,6 +329,11 @@ def take_control_frame(received: bytearray, checksums: Checksums) -> tuple[Contr
         if isinstance(fact, str):
             facts[name] = printable(fact)
     return Control(kind), facts
+
+
+def abort_error(facts: dict[str, Any], peer: int) -> CyxtrainError:
+    """Return the error in an abort frame of `peer`; its message names the rank that reported it first."""
+    return error_from_facts(facts | {"message": reported(facts.get("message"), peer)})
 
 
 def json_object(data: bytes) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Link:
     def receive(self, into: memoryview) -> int:
         """Receive what has arrived, at most `len(into)` bytes; return its bytes, or raise `LinkBroken`."""
         try:
-            return self._sock.recv_into(into) or self._ended()
+            return self._sock.recv_into(into) or self._raise_closed()
         except OSError as error:
             return self._nothing(error)
 
@@ -189,7 +189,7 @@ class Link:
         if sys.platform == "win32":
             return self.receive(first)
         try:
-            return self._sock.recvmsg_into((first, second))[0] or self._ended()
+            return self._sock.recvmsg_into((first, second))[0] or self._raise_closed()
         except OSError as error:
             return self._nothing(error)
 
@@ -207,7 +207,7 @@ class Link:
         except OSError as error:
             return self._nothing(error) > 0, -1
         if not data:
-            self._ended()
+            self._raise_closed()
         return True, descriptors[0] if descriptors else -1
 
     def peek(self, size: int) -> bytes:
@@ -222,7 +222,7 @@ class Link:
             return 0
         raise LinkBroken(self.rank, reason_of(error)) from None
 
-    def _ended(self) -> NoReturn:
+    def _raise_closed(self) -> NoReturn:
         raise LinkBroken(self.rank, "the connection was closed")
 
     def stop(self) -> None:

@@ -55,7 +55,7 @@ def fit(loss: str, accumulation_steps: int, effective_batch_size: int) -> dict[s
     model = Watching()
     trainer = cx.DistributedTrainer(model, LOSSES[loss], torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9))
     group: Any = dist.group.WORLD
-    before = group._group.sequence
+    before = group.group.engine.sequence
     history = trainer.fit(
         *make_rows(ROWS),
         epochs=2,
@@ -67,7 +67,7 @@ def fit(loss: str, accumulation_steps: int, effective_batch_size: int) -> dict[s
         "parameters": flat(model.parameters()),
         "history": [*history.train_losses, *history.train_accuracies],
         "effective": history.effective_batch_size,
-        "calls": group._group.sequence - before,
+        "calls": group.group.engine.sequence - before,
         "seen": model.seen,
     }
 

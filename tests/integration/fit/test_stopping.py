@@ -176,7 +176,7 @@ def twice_while_the_main_thread_waits_in_c() -> None:
 
 
 def until_the_group_has_ended() -> None:
-    wait_until(lambda: dist.group.WORLD.group.failure("a callback"))
+    wait_until(lambda: dist.group.WORLD.group.failure.error)
 
 
 def fit_or_error(*arguments: Any) -> dict[str, Any]:

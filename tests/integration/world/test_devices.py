@@ -172,7 +172,7 @@ def train_over_groups_of_gpus(folder: str) -> None:
     cx.init(cx.DistributedConfig(collective_timeout_ms=7000))
     beside = runtime.cpu_group()
     assert beside is not group
-    assert beside._group.timeout == timedelta(seconds=7)
+    assert beside.group.engine.timeout == timedelta(seconds=7)
     assert consensus.backends_of() == {"cuda": "gloo"}
     assert runtime.current().gather("here") == ["here"] * 2
     mine = torch.ones(3)
@@ -194,7 +194,7 @@ def train_over_groups_of_gpus(folder: str) -> None:
     join._make_nccl = make
     with cx.init(cx.DistributedConfig(collective_timeout_ms=9000)):
         assert runtime.cpu_group() is not dist.group.WORLD
-        assert runtime.cpu_group()._group.timeout == runtime._joined.store.timeout == timedelta(seconds=9)  # type: ignore[union-attr]
+        assert runtime.cpu_group().group.engine.timeout == runtime._joined.store.timeout == timedelta(seconds=9)  # type: ignore[union-attr]
         assert fit()[1] == expected
 
 

@@ -347,7 +347,7 @@ def test_pytorch_inside_the_tested_range_gets_none(version, monkeypatch, recwarn
 
 def test_collective_timeout_is_that_of_the_config():
     cx.init(cx.DistributedConfig(collective_timeout_ms=1234))
-    assert dist.group.WORLD._group.timeout == timedelta(milliseconds=1234)
+    assert dist.group.WORLD.group.engine.timeout == timedelta(milliseconds=1234)
 
 
 def test_a_group_answers_what_pytorch_asks_one_written_in_python():
@@ -358,7 +358,7 @@ def test_a_group_answers_what_pytorch_asks_one_written_in_python():
         group.get_group_store().set("who", "we")
         assert group.get_group_store().get("who") == b"we"
         group._set_default_timeout(timedelta(seconds=7))
-        assert group._group.timeout == timedelta(seconds=7)
+        assert group.group.engine.timeout == timedelta(seconds=7)
         before = group._get_sequence_number_for_group()
         cx.all_reduce(torch.ones(1))
         assert group._get_sequence_number_for_group() == before + 1

@@ -63,7 +63,7 @@ INSIDE = {
         "monitoring",
         "messages",
         "executor",
-        "connections",
+        "engine",
         "group",
         "work sparse",
         "gradient_buffer",
