@@ -11,6 +11,7 @@ import time
 
 import pytest
 import ring_ranks
+import unchanged
 from forked_programs import ForkedProgram
 from rank_processes import environment, run_ranks, values
 from worlds import free_port, start_processes, wait_until
@@ -27,10 +28,12 @@ IN_THREES = ["parts_of_the_world_are_groups_of_their_own"]
 
 
 @pytest.fixture(scope="module")
-def pair(rank_server):
+def pair(rank_server, tmp_path_factory):
     """What went wrong in each case, on each of two ranks."""
     ports = " ".join(str(free_port()) for _ in range(3))
-    return values(run_ranks(2, ring_ranks.run_cases, [*CASES, *IN_PAIRS], seconds=100.0, MORE_PORTS=ports))
+    folder = str(tmp_path_factory.mktemp("pair"))
+    cases = "ring_ranks", [*CASES, *IN_PAIRS], folder
+    return values(run_ranks(2, unchanged.run_cases, *cases, seconds=100.0, MORE_PORTS=ports))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +73,8 @@ def test_a_process_that_comes_as_a_rank_that_is_taken_is_refused_and_harms_nobod
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [4, 5])
 @pytest.mark.usefixtures("rank_server")
-def test_on_more_ranks(world_size):
-    for found in values(run_ranks(world_size, ring_ranks.run_cases, CASES, seconds=110.0)):
+def test_on_more_ranks(world_size, tmp_path):
+    for found in values(run_ranks(world_size, unchanged.run_cases, "ring_ranks", CASES, str(tmp_path), seconds=110.0)):
         assert found == dict.fromkeys(CASES)
 
 

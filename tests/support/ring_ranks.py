@@ -6,7 +6,6 @@ import dataclasses
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 from torch.nn.parallel import DistributedDataParallel
+from unchanged import run_cases
 from worlds import wait_until
 
 import cyxtrain
@@ -28,20 +28,6 @@ from cyxtrain.world.join import forget_store, open_world_store
 FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
 MIB = 2**20
 SIXTY_SECONDS = timedelta(seconds=60)
-
-
-def run_cases(names: list[str]) -> dict[str, str | None]:
-    """Run cases in one world; return for each None, or its traceback."""
-    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            globals()[name]()
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    dist.destroy_process_group()
-    return found
 
 
 # --- cases ----------------------------------------------------------------------------------------------------------
@@ -173,7 +159,7 @@ def join_as_a_rank_that_may_be_taken(names: list[str]) -> str | dict[str, str | 
     wait_until(lambda: noted("refused"))
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
-    return run_cases(names)
+    return run_cases("ring_ranks", names, os.environ["TEST_FOLDER"])
 
 
 # --- a world that goes on without rank 0 ----------------------------------------------------------------------------
