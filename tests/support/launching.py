@@ -19,6 +19,7 @@ from unittest import mock
 from worlds import wait_until
 
 from cyxtrain.environment import uncaught
+from cyxtrain.errors import CyxtrainError
 from cyxtrain.launch.command_line import main
 
 SECONDS = 20.0  # for anything that a test waits for
@@ -83,22 +84,25 @@ def run(*words: object, env: dict[str, str] | None = None, stdin: bytes = b"") -
         streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
         streams[0].write(stdin)
         streams[0].seek(0)
-        with _standard_streams(streams), command_line_of_its_own():
-            code = main(command, environment() if env is None else env)
+        with _standard_streams(streams):
+            code = call_command_line(command, environment() if env is None else env)
         for stream in streams:
             stream.seek(0)
         return subprocess.CompletedProcess(command, code, streams[1].read(), streams[2].read())
 
 
-@contextlib.contextmanager
-def command_line_of_its_own() -> Iterator[None]:
-    """Undo what a command line changes for the rest of its process."""
+def call_command_line(words: Sequence[str], env: dict[str, str]) -> int:
+    """Return the exit code of a command line, and undo what it changes for the rest of its process."""
     with (
         mock.patch.object(sys, "excepthook", sys.excepthook),
         mock.patch.object(sys, "path", list(sys.path)),
         mock.patch.object(uncaught, "_hook", None),
     ):
-        yield
+        try:
+            return main(words, env)
+        except CyxtrainError as error:
+            sys.excepthook(type(error), error, None)
+            return 1
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import pytest
 from forked_programs import run_python
-from launching import command_line_of_its_own
+from launching import call_command_line
 from markers import by_night
 from rank_processes import environment, run_processes, values
 from worlds import child_environment, free_port
@@ -33,12 +33,9 @@ def command(folder: str, *words: str) -> tuple[int, str]:
     """What a rank says, and its exit code; an error as the one line that it becomes."""
     os.chdir(folder)
     said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), command_line_of_its_own():
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            code = command_line.main(words, dict(os.environ))
-        except cx.CyxtrainError as error:
-            sys.excepthook(type(error), error, None)
-            code = 1
+            code = call_command_line(words, dict(os.environ))
         finally:
             cx.finalize()
     return code, said.getvalue()
