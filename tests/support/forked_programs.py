@@ -123,6 +123,7 @@ def _run_program(words: Sequence[str]) -> NoReturn:
     except BaseException as error:
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         error.__traceback__ = _below(words[0], error.__traceback__)
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     if not isinstance(code, int):
         print(code, file=sys.stderr)

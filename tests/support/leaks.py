@@ -54,7 +54,10 @@ def nothing_left_behind(folder: Path, seconds: float = 5.0) -> Iterator[None]:
     finally:
         os.chdir(home)
         for file in folder.iterdir():  # the next test begins in an empty folder, too
-            shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file)
+            else:
+                file.unlink()
 
 
 def what_stays(find: Callable[[], Counter[str]], deadline: float) -> Counter[str]:

@@ -28,7 +28,7 @@ import cyxtrain as cx
 
 SECONDS = 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STARTERS = {
+STARTERS: dict[str, tuple[str, ...]] = {
     "alone": (),
     "by hand": (),
     "launch": ("-m", "cyxtrain.launch", "2", "--"),

@@ -279,7 +279,7 @@ def joined_with_uneven_inputs() -> None:
 def joined_with_a_divisor_that_shrinks() -> None:
     """PyTorch's C++ alone holds the work of the collective that counts the ranks, and waits for it in backward."""
 
-    def join(ddp: DistributedDataParallel, _: Any) -> Join:
+    def join(ddp: DistributedDataParallel, _: Any) -> Any:
         return ddp.join(divide_by_initial_world_size=False)
 
     ours, theirs = (trained(group, linear, sgd, steps=2 + dist.get_rank(), around=join)[0] for group in (None, gloo()))
