@@ -70,10 +70,16 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return (yield) + 1
 
 
+@pytest.fixture(scope="session")
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests begin: one folder for all, as pytest takes the longer to make one the more there are."""
+    return tmp_path_factory.mktemp("cwd")
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def nothing_left_behind(empty_folder: Path) -> Iterator[None]:
     """Compares threads, processes, descriptors, environment and files before and after a test."""
-    with leaks.nothing_left_behind(tmp_path_factory.mktemp("cwd")):
+    with leaks.nothing_left_behind(empty_folder):
         yield
 
 

@@ -41,6 +41,21 @@ def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree(path)))
 
 
+def last_name(node: ast.AST) -> str:
+    """Return the last part of a name such as `torch.nn.Linear`; "" for what is not one."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dotted_name(node: ast.AST) -> str:
+    """Return a name such as `torch.nn.Linear` as a whole; "" for what is not one."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted_name(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return last_name(node)
+
+
 @functools.cache
 def imports(root: Path) -> dict[str, set[str]]:
     """Return which modules of the package each of them imports, in functions and for types too."""

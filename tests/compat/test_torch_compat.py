@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import cyxtrain
 from cyxtrain import CyxtrainError
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring import RingProcessGroup
+from tests.structure import last_name, nodes
 
 PACKAGE = Path(cyxtrain.__file__).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,26 +40,27 @@ IN_A_HOT_PATH = {("parallel/consistency/broadcasting.py", name) for name in ("_b
 LAST_PARTS = {re.split(r"[.:]", entry.name)[-1] for entry in torch_compat.PRIVATE_NAMES}
 
 
-_OWN = ("self", "cls")
+@functools.cache
+def files() -> dict[str, list[ast.AST]]:
+    """The syntax nodes of every file of the package but the one that holds the names, by its path in it."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "torch_compat.py"]
+    return {path.relative_to(PACKAGE).as_posix(): nodes(path) for path in paths}
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Every file of the package but the one that holds the names: its path in it, and its tree."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name != "torch_compat.py":
-            yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+def is_own(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def foreign_names(tree: ast.Module) -> Iterator[str]:
+def foreign_names(tree: Iterable[ast.AST]) -> Iterator[str]:
     """The private names that a file reads of what is not its own `self`, or imports from PyTorch."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in _OWN:
+    for node in tree:
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node.value):
             yield node.attr
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "delattr"):
+        if isinstance(node, ast.Call) and last_name(node.func) in ("getattr", "setattr", "delattr"):
             named = node.args[1] if len(node.args) > 1 else None
             if isinstance(named, ast.Constant) and is_private(str(named.value)):
                 yield str(named.value)
@@ -72,11 +75,11 @@ def foreign_names(tree: ast.Module) -> Iterator[str]:
 def own_names() -> set[str]:
     """The private names that the package itself defines: methods, functions, attributes, variables."""
     found: set[str] = set()
-    for _, tree in trees():
-        for node in ast.walk(tree):
+    for tree in files().values():
+        for node in tree:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
                 found.add(node.name)
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in _OWN:
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
                 found.add(node.attr)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
@@ -85,7 +88,7 @@ def own_names() -> set[str]:
 
 def test_no_other_file_uses_a_private_name_of_pytorch():
     allowed = (own_names() | set(NOT_PYTORCH) | {"_make", "_fields"}) - LAST_PARTS
-    used = {(path, name) for path, tree in trees() for name in foreign_names(tree) if name not in allowed}
+    used = {(path, name) for path, tree in files().items() for name in foreign_names(tree) if name not in allowed}
     assert used == IN_A_HOT_PATH
 
 
@@ -100,7 +103,7 @@ def test_no_other_file_uses_a_private_name_of_pytorch():
     ],
 )
 def test_private_names_are_recognised(source, found):
-    assert [*foreign_names(ast.parse(source))] == found
+    assert [*foreign_names(ast.walk(ast.parse(source)))] == found
 
 
 def parts(version: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -28,15 +29,12 @@ def pages(*languages: str):
     return pytest.mark.parametrize("page", found, ids=lambda page: page.path.name)
 
 
-def blocks(language: str):
-    """Parametrize over the blocks of a language on all pages."""
-    found = [
-        pytest.param(block, id=f"{page.path.name}:{block.line}")
-        for page in PAGES
-        for block in page.blocks
-        if block.language == language
-    ]
-    return pytest.mark.parametrize("block", found)
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of the blocks of a language on all pages."""
+    for page in PAGES:
+        for block in page.blocks:
+            if block.language == language:
+                yield f"{page.path.name}:{block.line}", block.text
 
 
 def run_alone(page: Page, folder: Path, *, with_slow: bool, seconds: float) -> None:
@@ -86,26 +84,25 @@ def test_marks_of_blocks_are_valid(page):
     assert len(files) == len(set(files)), f"{page.path.name}: two blocks write one file"
 
 
-@blocks("python")
-def test_blocks_are_python(block):
-    compile(block.text, "block", "exec")
+def test_blocks_are_python():
+    for place, text in blocks("python"):
+        compile(text, place, "exec")
 
 
-@blocks("yaml")
-def test_blocks_are_yaml(block):
-    yaml.safe_load(block.text)
+def test_blocks_are_yaml():
+    for place, text in blocks("yaml"):
+        assert yaml.safe_load(text), place
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are for bash")
 def test_blocks_are_commands_of_a_shell():
-    text = "\n".join(block.text for page in PAGES for block in page.blocks if block.language == "sh")
+    text = "\n".join(text for _, text in blocks("sh"))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
 
 
-@blocks("sh")
-def test_cyxtrain_understands_its_commands(block):
+def test_cyxtrain_understands_its_commands():
     """Every `cyxtrain ...`, also after `--`, has an existing command and valid options and arguments."""
-    for line in block.text.replace("\\\n", " ").splitlines():
+    for line in (line for _, text in blocks("sh") for line in text.replace("\\\n", " ").splitlines()):
         words = shlex.split(line, comments=True)
         starts = [place for place, word in enumerate(words) if word == "cyxtrain"]
         for start in starts:

@@ -42,20 +42,20 @@ def shown(module: str) -> list[str]:
     return re.findall(r"^\.\. (?:auto)?(?:class|function|exception):: (\w+)", "\n".join(found), flags=re.MULTILINE)
 
 
-def functions() -> Iterator[Any]:
+def functions() -> Iterator[tuple[Any, Any]]:
     """Yield (documented object, function) of every public function, constructor and method."""
     for module_name, module in MODULES.items():
         for name in shown(module_name):
             found = getattr(module, name)
             if inspect.isfunction(found):
-                yield pytest.param(found, found, id=name)
+                yield found, found
             elif found.__module__.startswith("cyxtrain") and not name.endswith("Error"):
                 if "__init__" in vars(found) and not hasattr(found, "__dataclass_fields__"):
-                    yield pytest.param(found, found.__init__, id=name)
+                    yield found, found.__init__
                 for member, value in vars(found).items():
                     function = getattr(value, "__func__", getattr(value, "fget", value))
                     if not member.startswith("_") and inspect.isfunction(function):
-                        yield pytest.param(function, function, id=f"{name}.{member}")
+                        yield function, function
 
 
 def test_reference_has_every_public_name_in_order():
@@ -96,27 +96,28 @@ def test_every_field_of_settings_has_a_docstring():
                 assert said, f"{config.__name__}.{field.target.id}"
 
 
-@pytest.mark.parametrize(("documented", "function"), [*functions()])
-def test_docstrings_name_every_argument(documented, function):
+def test_docstrings_name_every_argument():
     """Arguments are in "Args:" or in a sentence; those of hooks are documented in Callback."""
-    if function.__qualname__.split(".")[-1] in dir(cx.callbacks.Callback) and inspect.isfunction(documented):
-        return
-    docstring = inspect.getdoc(documented) or ""
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name not in ("self", "cls") and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            listed = re.search(rf"^    \*{{0,2}}{name}: \S", docstring, flags=re.MULTILINE)
-            assert listed or f"`{name}`" in docstring, f"{name} is not documented"
+    for documented, function in functions():
+        if function.__name__ in dir(cx.callbacks.Callback) and inspect.isfunction(documented):
+            continue
+        docstring = inspect.getdoc(documented) or ""
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name not in ("self", "cls") and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                listed = re.search(rf"^    \*{{0,2}}{name}: \S", docstring, flags=re.MULTILINE)
+                assert listed or f"`{name}`" in docstring, f"{function.__qualname__}: {name} is not documented"
 
 
-@pytest.mark.parametrize(("documented", "function"), [*functions()])
-def test_docstrings_name_the_errors_that_are_raised(documented, function):
+def test_docstrings_name_the_errors_that_are_raised():
     """Only errors that the function itself raises; functions that it calls may raise others."""
-    docstring = inspect.getdoc(documented) or ""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
-            name = node.exc.func.id
-            assert not name.endswith("Error") or name in docstring, f"{name} is not documented"
+    for documented, function in functions():
+        docstring = inspect.getdoc(documented) or ""
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+                name = node.exc.func.id
+                is_named = not name.endswith("Error") or name in docstring
+                assert is_named, f"{function.__qualname__}: {name} is not documented"
 
 
 # --- generated tables -----------------------------------------------------------------------------------------------

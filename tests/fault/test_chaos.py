@@ -17,12 +17,12 @@ from faults import (
     Cut,
     Delay,
     Fault,
+    Faults,
     Flip,
     Forge,
     HoldGil,
     Kill,
     OneWay,
-    Plan,
     ProcessFault,
     Reset,
     Slices,
@@ -62,14 +62,6 @@ def undisturbed() -> Callable[[int], World]:
     return at
 
 
-def by_day_and_nightly(by_day: int, nightly: int) -> pytest.MarkDecorator:
-    """The test takes a count and a seed: few by day, many by night."""
-    marks = [pytest.mark.nightly, pytest.mark.timeout(3600)]
-    return pytest.mark.parametrize(
-        ("count", "seed"), [(by_day, SEED), pytest.param(nightly, SEED + 1, marks=marks)], ids=["by day", "nightly"]
-    )
-
-
 # --- what changes nothing -------------------------------------------------------------------------------------------
 
 
@@ -77,10 +69,10 @@ def by_day_and_nightly(by_day: int, nightly: int) -> pytest.MarkDecorator:
     ("scale", "fault"),
     [
         (1, Fault(Slices(1))),
-        (1, Fault(Delay(0.005))),
+        by_night(1, Fault(Delay(0.005))),
         by_night(1, Fault(Delay(0.05), rank=1)),
-        (1, Fault(Throttle(100_000))),
-        (20, Fault(Slices(7), role="messages")),
+        by_night(1, Fault(Throttle(100_000))),
+        by_night(20, Fault(Slices(7), role="messages")),
         by_night(1, Fault(Cut(), after_bytes=500, seconds=0.3)),
         by_night(1, Fault(Cut(), past_handshake=True, seconds=0.5)),
         by_night(1, Fault(OneWay(), rank=0, after_bytes=400, seconds=0.5)),
@@ -91,7 +83,7 @@ def by_day_and_nightly(by_day: int, nightly: int) -> pytest.MarkDecorator:
     ids=repr,
 )
 def test_slow_links_and_short_black_holes_change_no_bit(scale, fault, undisturbed):
-    world = run_world(3, everything, Plan((fault,)), scale=scale)
+    world = run_world(3, everything, [fault], scale=scale)
     assert world.happened
     assert world.errors == [None] * 3
     assert world.results == undisturbed(scale).results
@@ -121,7 +113,7 @@ def ends_of_links(traffic: list[Traffic], steps: int) -> Iterator[Fault]:
 
 
 def check_ends(faults: list[Fault], undisturbed: World) -> None:
-    worlds = run_worlds([Plan((f,)) for f in faults], lambda plan: run_world(3, everything, plan, join_seconds=10.0))
+    worlds = run_worlds([[f] for f in faults], lambda plan: run_world(3, everything, plan, join_seconds=10.0))
     counts: Counter[str] = Counter()
     slowest = 0.0
     for fault, world in zip(faults, worlds, strict=True):
@@ -147,7 +139,7 @@ def check_ends(faults: list[Fault], undisturbed: World) -> None:
 
 def test_the_end_of_a_link_names_its_ranks_on_every_rank(undisturbed):
     every = list(ends_of_links(undisturbed(1).traffic, 5))
-    check_ends(random.Random(SEED).sample(every, 30), undisturbed(1))
+    check_ends(random.Random(SEED).sample(every, 12), undisturbed(1))
 
 
 @pytest.mark.nightly
@@ -171,14 +163,17 @@ def drawn_flips(count: int, seed: int, traffic: list[Traffic], *roles: str) -> l
     return found
 
 
-@by_day_and_nightly(25, 1500)
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize(
+    ("count", "seed"), [(10, SEED), pytest.param(1500, SEED + 1, marks=NIGHTLY)], ids=["day", "night"]
+)
 def test_every_flipped_bit_is_found_and_the_link_named(count, seed):
     clean = run_world(3, everything, options=CHECKED)
     assert clean.errors == [None] * 3
     faults = drawn_flips(count, seed, clean.traffic, "collectives", "messages")
-    worlds = run_worlds(
-        [Plan((f,), seed) for f in faults], lambda plan: run_world(3, everything, plan, options=CHECKED)
-    )
+    worlds = run_worlds([[f] for f in faults], lambda plan: run_world(3, everything, plan, options=CHECKED))
     found: Counter[str] = Counter()
     for fault, world in zip(faults, worlds, strict=True):
         # A flip counts only once its byte was sent on, and if the rank that read it said so, of the right link.
@@ -197,7 +192,7 @@ def test_a_flipped_bit_is_not_noticed_without_checksums(undisturbed):
     flow = next(flow for flow in undisturbed(1).traffic if flow.role == "messages")
     assert flow.handshake is not None
     last = 8 * (flow.sent - flow.handshake) - 1
-    world = run_world(3, everything, Plan((Fault(Flip(last), flow.rank, flow.peer, flow.role, past_handshake=True),)))
+    world = run_world(3, everything, [Fault(Flip(last), flow.rank, flow.peer, flow.role, past_handshake=True)])
     assert len(world.happened) == 1
     assert world.errors == [None] * 3
     differing = [rank for rank in range(3) if world.results[rank] != undisturbed(1).results[rank]]
@@ -206,7 +201,7 @@ def test_a_flipped_bit_is_not_noticed_without_checksums(undisturbed):
 
 @pytest.mark.parametrize("role", ["collectives", "messages"])
 def test_checksums_that_somebody_without_the_secret_calculates_anew_do_not_fit(role, monkeypatch):
-    forging = Plan((Fault(Forge(), 1, 0, role, past_handshake=True),))
+    forging = [Fault(Forge(), 1, 0, role, past_handshake=True)]
     world = run_world(2, everything, forging, options=CHECKED)
     for error in world.errors:
         assert isinstance(error, DamagedFrameError)
@@ -224,14 +219,15 @@ def test_a_flipped_bit_of_what_ranks_decide_by_is_found():
     [flow] = [flow for flow in clean.traffic if (flow.rank, flow.role) == (1, "collectives")]
     assert flow.handshake is not None
     fault = Fault(Flip(8 * (flow.handshake - 20)), 1, 0, "collectives")  # its last field; behind it are 8 bytes of sum
-    found = run_world(2, everything, Plan((fault,))).errors[0]
+    found = run_world(2, everything, [fault]).errors[0]
     assert isinstance(found, DamagedFrameError)
     assert (found.rank, "in the comparison of records" in str(found)) == (1, True)
 
 
 @pytest.mark.nightly
-@by_day_and_nightly(4, 300)
-def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
+@pytest.mark.timeout(3600)
+def test_every_flipped_bit_of_a_handshake_is_refused():
+    count, seed = 300, SEED + 1
     clean = run_world(2, everything, options=CHECKED)
     generator, faults = random.Random(seed), []
     for _ in range(count):
@@ -239,12 +235,12 @@ def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
         assert flow.handshake is not None
         faults.append(Fault(Flip(generator.randrange(8 * flow.handshake)), flow.rank, flow.peer, flow.role))
 
-    def run(plan: Plan) -> World:
+    def run(plan: Faults) -> World:
         return run_world(2, everything, plan, options=CHECKED, join_seconds=5.0)
 
     # Where a link is refused, both wait out the time they have to join: many may wait at once, and a rank that the
     # machine is slow to start must still have sent what is to be flipped.
-    plans = [Plan((f,), seed) for f in faults]
+    plans = [[f] for f in faults]
     worlds = run_worlds(plans, run, at_once=16)
     # Where the machine was too slow for so many at once, nothing has been flipped: once more, by itself.
     worlds = [world if world.happened else run(plan) for plan, world in zip(plans, worlds, strict=True)]
@@ -261,14 +257,15 @@ def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
     print(f"\nseed {seed}: {count} bits flipped in handshakes, {refused} refused; of the errors {dict(counts)}")
 
 
-def test_a_flipped_bit_in_what_is_said_beside_the_ring_names_its_rank():
+@pytest.mark.parametrize("every", [47, by_night(11)])
+def test_a_flipped_bit_in_what_is_said_beside_the_ring_names_its_rank(every):
     def listening(group, scale):
         wait_until(lambda: group.group.failure.error is not None, 10.0)
         group.barrier()
 
-    faults = [Fault(Flip(bit), 1, 0, "control", past_handshake=True) for bit in range(3, 26 * 8 * 2, 11)]
+    faults = [Fault(Flip(bit), 1, 0, "control", past_handshake=True) for bit in range(3, 26 * 8 * 2, every)]
     beating = RingOptions(secret="known", heartbeat_timeout_seconds=1.0)  # a sign of life ten times as often
-    worlds = run_worlds([Plan((f,)) for f in faults], lambda plan: run_world(2, listening, plan, options=beating))
+    worlds = run_worlds([[f] for f in faults], lambda plan: run_world(2, listening, plan, options=beating))
     for fault, world in zip(faults, worlds, strict=True):
         assert len(world.happened) == 1, fault
         for error in world.errors:
@@ -283,17 +280,19 @@ def test_a_flipped_bit_in_what_is_said_beside_the_ring_names_its_rank():
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("what", [Stop(1.2), HoldGil(1.2)], ids=repr)
 def test_a_short_stop_and_a_held_gil_change_no_bit(what):
-    clean = run_ranks(3, sums_under, Plan(), 10)
-    hit = run_ranks(3, sums_under, Plan((ProcessFault(what, rank=1, at_collective=5),)), 10)
+    clean = run_ranks(3, sums_under, [], 10)
+    hit = run_ranks(3, sums_under, [ProcessFault(what, rank=1, at_collective=5)], 10)
     assert [ended.kind for ended in hit] == [None] * 3, hit
     assert [ended.value[0] for ended in hit] == [ended.value[0] for ended in clean]
     assert all(ended.value[1] >= 1.1 for ended in hit), "it did not fall into a collective"
 
 
 @pytest.mark.usefixtures("rank_server")
-@pytest.mark.parametrize("when", [{"at_call": 1}, {"at_call": 7}, {"at_call": 40}, {"at_collective": 3}], ids=repr)
+@pytest.mark.parametrize(
+    "when", [by_night({"at_call": 1}), by_night({"at_call": 7}), {"at_call": 40}, {"at_collective": 3}], ids=repr
+)
 def test_a_rank_that_is_killed_at_a_call_is_named_by_the_others(when):
-    ended = run_ranks(3, sums_under, Plan((ProcessFault(Kill(), rank=1, **when),)), 30)
+    ended = run_ranks(3, sums_under, [ProcessFault(Kill(), rank=1, **when)], 30)
     assert ended[1].kind == "Killed"
     assert [(end.kind, end.error["rank"]) for end in (ended[0], ended[2])] == [("PeerLostError", 1)] * 2
 
@@ -302,7 +301,7 @@ def test_a_rank_that_is_killed_at_a_call_is_named_by_the_others(when):
 def test_processes_behind_a_proxy_fare_as_threads_do(undisturbed):
     def run(*faults: Fault) -> list[Ended]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with Proxy(3, Plan(faults)) as proxy:
+        with Proxy(3, faults) as proxy:
             return run_ranks(3, everything_behind, proxy.ports, store.port, CHECKED)
 
     assert [ended.value for ended in run(Fault(Slices(5)))] == undisturbed(1).results

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from markers import by_night
-from stopped_fits import Cell, Outcome, Program, every_cell
+from stopped_fits import SIGNALS, Cell, Outcome, Program, every_cell
 
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.environment import loader_workers, torch_compat
@@ -89,15 +89,15 @@ def check(cells: Sequence[Cell], folder: Path) -> None:
 
 
 def by_day() -> list[Cell]:
-    """Some 40 cells: each signal with each starter and target, moments and workers in turns."""
-    chosen, turn = [], itertools.count()
-    for _, cells in itertools.groupby(
-        sorted(EVERY_CELL, key=lambda cell: (cell.number, cell.starter, cell.target)),
-        key=lambda cell: (cell.number, cell.starter, cell.target),
-    ):
-        among = [cell for cell in cells if cell.starter != "torchrun"]
-        if among:
-            chosen.append(among[5 * next(turn) % len(among)])
+    """Each signal with each starter: targets, moments and workers in turns."""
+    chosen: list[Cell] = []
+    for starter in ("alone", "by hand", "launch"):
+        cells = [cell for cell in EVERY_CELL if cell.starter == starter]
+        targets = itertools.cycle(dict.fromkeys(cell.target for cell in cells))
+        for number in SIGNALS:
+            target = next(targets)
+            among = [cell for cell in cells if (cell.number, cell.target) == (number, target)]
+            chosen.append(among[5 * len(chosen) % len(among)])
     return chosen
 
 
@@ -108,7 +108,7 @@ def test_signals_stop_a_fit_and_save_whoever_gets_them(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("starter", ["alone", "by hand", "launch", "torchrun"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_every_pair_of_a_signal_and_a_program(number, starter, tmp_path):
     check([cell for cell in EVERY_CELL if (cell.number, cell.starter) == (number, starter)], tmp_path)
 
@@ -124,7 +124,7 @@ def late(folder: Path, *cells: Cell, **variables: str) -> list[Outcome]:
             program.wait_until_there()
             program.send(cell.number, cell.target, twice=cell.twice)
             if cell.target == "rank":  # the other one has no signal, and its step ends
-                program.wait(lambda ended=program.processes[-1]: not ended.is_alive())
+                program.wait(lambda ended=program.programs[-1]: not ended.process.is_alive())
                 program.go_on()
     finally:
         found = [program.end() for program in programs]
@@ -198,7 +198,7 @@ def test_workers_outlive_signals_and_end_with_their_rank(more, tmp_path):
     try:
         program.wait_until_there()
         workers = program.workers()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for number in SIGNALS:
             for worker in workers:
                 os.kill(worker, number)
         program.send(signal.SIGSTOP, "ranks")  # so that it cannot end them
@@ -234,7 +234,7 @@ def strike(seed: int, folder: Path) -> str:
         if workers:
             places["worker"] = program.workers()
         if starter == "launch":
-            places |= {"launcher": [int(program.processes[0].pid or 0)], "guard": program.guards()}
+            places |= {"launcher": [program.programs[0].pid], "guard": program.guards()}
         victim = draw.choice(sorted(name for name, pids in places.items() if pids))
         os.kill(draw.choice(places[victim]), number)
         ends = (victim, number) not in {

@@ -75,7 +75,7 @@ def test_a_worker_that_outlives_its_rank_does_not_hide_that_the_rank_was_killed(
 
 # --- ranks that are stopped, busy or slow: for seconds, so all of these worlds live at the same time ------------------
 
-STOP = faults.Plan((faults.ProcessFault(faults.Stop(2.5), 1, at_call=150),))
+STOP = [faults.ProcessFault(faults.Stop(2.5), 1, at_call=150)]
 SCENARIOS = {
     "stopped for 2.5 s": lambda folder: survival.stopped_at(folder, survival_ranks.reduce_under, STOP, 40),
     "stopped for ever": lambda folder: survival.stopped_for_ever(folder / "notes", 1, False),

@@ -48,10 +48,10 @@ def test_20_stops_of_two_and_a_half_seconds_change_no_bit(seed, tmp_path):
     victim = draw.randrange(3)
     if seed % 2:
         fault = faults.ProcessFault(faults.Stop(2.5), victim, at_collective=draw.randrange(1, 40))
-        quiet, stopped = survival.stopped_at(tmp_path, survival_ranks.fit_under, faults.Plan((fault,), seed))
+        quiet, stopped = survival.stopped_at(tmp_path, survival_ranks.fit_under, [fault])
     else:
         fault = faults.ProcessFault(faults.Stop(2.5), victim, at_call=draw.randrange(1, 300))
-        quiet, stopped = survival.stopped_at(tmp_path, survival_ranks.reduce_under, faults.Plan((fault,), seed), 40)
+        quiet, stopped = survival.stopped_at(tmp_path, survival_ranks.reduce_under, [fault], 40)
     assert stopped == quiet, fault
     assert all(found == quiet[0] for found in quiet)
 

@@ -17,7 +17,7 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.handshake import HandshakeClient, HandshakeError, HandshakeServer, message, take_message
 from cyxtrain.ring.rendezvous.record import RankRecord
 
-BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+BY_DAY = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 NIGHTLY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None)
 
 
@@ -72,6 +72,7 @@ def check_take_message(parts: list[bytes]) -> None:
     assert taken + received == whole[: len(taken) + len(received)]
 
 
+@example(b'{"proof": "\\ud800"}', b'{"proof": "\\ud800"}')
 def check_listener(hello: bytes, proof: bytes) -> None:
     listener = HandshakeServer(KEY)
     with contextlib.suppress(HandshakeError):
@@ -83,6 +84,7 @@ def check_listener(hello: bytes, proof: bytes) -> None:
         listener.check(proof)
 
 
+@example(b'{"nonce": "' + b"\\ud800" * 32 + b'"}', b'{"refused": "\\ud800", "proof": ""}')
 def check_caller(answer: bytes, verdict: bytes) -> None:
     caller = HandshakeClient(CLAIM, KEY)
     with contextlib.suppress(HandshakeError):
@@ -101,6 +103,12 @@ ENTRY_OBJECTS = st.dictionaries(
 )
 
 
+@example(b"[" * 100_000)
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "host": null}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": "../..", "started": 0}}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "key": "no number"}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "heartbeat_timeout_seconds": NaN}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "heartbeat_timeout_seconds": 0.0}')
 def check_entry(data: bytes) -> None:
     with contextlib.suppress(RendezvousError):
         entry = RankRecord.from_json(data)
@@ -137,55 +145,28 @@ ENTRIES = (
 )
 
 
-@pytest.mark.nightly
-@BY_DAY
-@given(SPLITS)
-def test_any_bytes_in_any_parts_are_messages_or_a_handshake_error(parts):
-    check_take_message(parts)
+CHECKS = {
+    "messages": (check_take_message, SPLITS),
+    "listener": (check_listener, _like(_hello()), _like(VERDICT)),
+    "caller": (check_caller, _like(ANSWER), _like(VERDICT)),
+    "entry": (check_entry, ENTRIES),
+}
 
 
-@BY_DAY
-@given(_like(_hello()), _like(VERDICT))
-@example(b'{"proof": "\\ud800"}', b'{"proof": "\\ud800"}')
-def test_whatever_a_listener_hears_it_lets_nobody_in_and_raises_nothing_else(hello, proof):
-    check_listener(hello, proof)
+def go_through(what: str, examples: settings) -> None:
+    check, *strategies = CHECKS[what]
+    examples(given(*strategies)(check))()
 
 
-@pytest.mark.nightly
-@BY_DAY
-@given(_like(ANSWER), _like(VERDICT))
-@example(b'{"nonce": "' + b"\\ud800" * 32 + b'"}', b'{"refused": "\\ud800", "proof": ""}')
-def test_whatever_a_caller_hears_it_believes_nobody_and_raises_nothing_else(answer, verdict):
-    check_caller(answer, verdict)
-
-
-@pytest.mark.nightly
-@BY_DAY
-@given(ENTRIES)
-@example(b"[" * 100_000)
-@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "host": null}')
-@example(b'{"world_size": 2, "process": {"machine": "", "pid": "../..", "started": 0}}')
-@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "key": "no number"}')
-@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "heartbeat_timeout_seconds": NaN}')
-@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "heartbeat_timeout_seconds": 0.0}')
-def test_whatever_the_store_holds_it_is_an_entry_or_a_rendezvous_error(data):
-    check_entry(data)
+def test_whatever_a_listener_hears_it_lets_nobody_in_and_raises_nothing_else():
+    go_through("listener", BY_DAY)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("check", "strategies"),
-    [
-        (check_take_message, (SPLITS,)),
-        (check_listener, (_like(_hello()), _like(VERDICT))),
-        (check_caller, (_like(ANSWER), _like(VERDICT))),
-        (check_entry, (ENTRIES,)),
-    ],
-    ids=["messages", "listener", "caller", "entry"],
-)
-def test_twenty_thousand_times_nothing_but_protocol_errors(check, strategies):
-    NIGHTLY(given(*strategies)(check))()
+@pytest.mark.parametrize("what", CHECKS)
+def test_twenty_thousand_times_nothing_but_protocol_errors(what):
+    go_through(what, NIGHTLY)
 
 
 def test_an_entry_arrives_as_it_was_said_also_from_a_later_version_that_says_more():

@@ -181,12 +181,12 @@ HELLO = json.loads(body(HandshakeClient(CLAIM, KEY).hello()))
 
 
 @pytest.mark.parametrize("name", sorted(HELLO))
-@pytest.mark.parametrize("value", [None, [], {}, -1, 2**32, 1.0, "x", True], ids=repr)
-def test_a_hello_says_everything_in_its_type_and_bounds(name, value):
-    allowed = (name in ("run", "to_place") and value == "x") or (name == "checksums" and value is True)
-    for changed in (HELLO | {name: value}, {other: HELLO[other] for other in HELLO if other != name}):
+def test_a_hello_says_everything_in_its_type_and_bounds(name):
+    wrong = [HELLO | {name: value} for value in (None, [], {}, -1, 2**32, 1.0, "x", True)]
+    for changed in (*wrong, {other: HELLO[other] for other in HELLO if other != name}):
+        value = changed.get(name)
         listener = HandshakeServer(KEY)
-        if allowed and name in changed:
+        if (name in ("run", "to_place") and value == "x") or (name == "checksums" and value is True):
             listener.answer(json.dumps(changed).encode())
             continue
         with pytest.raises(HandshakeError, match=f"its {name} is (missing or )?(invalid|unknown)"):

@@ -1,4 +1,4 @@
-"""A proxy that stands between every pair of ranks and does to their links what a plan says.
+"""A proxy that stands between every pair of ranks and does to their links what faults say.
 
 One thread moves all bytes. Each rank has a port here; `ChaosStore`, given to the ranks instead of their store, tells
 the proxy where a rank really listens, and leads connections that go there to the proxy: as somebody on the network
@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from chaos_links import Connection
 from chaos_records import Happened, Traffic
-from faults import Plan
+from faults import Fault, Faults
 
 from cyxtrain.ring.rendezvous import dial
 
@@ -35,8 +35,6 @@ HELLO = b"CYXT"
 _HERE = b"HERE"
 """The magic of what a `ChaosStore` says: where a rank listens."""
 _LONGEST_HELLO = 1 << 16
-_LOOK_SECONDS = 0.002
-"""How often signals that are not set yet are looked at."""
 _IDLE_SECONDS = 60.0
 _END_SECONDS = 10.0
 
@@ -134,17 +132,16 @@ class Proxy:
 
     Args:
         world_size: How many ranks.
-        plan: What happens to their links; faults of processes in it are none of the proxy's business.
+        faults: What happens to their links; those of processes are none of the proxy's business.
 
     Attributes:
         ports: Where it stands for each rank, on 127.0.0.1.
         happened: Every fault that has begun, in the order of time.
     """
 
-    def __init__(self, world_size: int, plan: Plan | None = None) -> None:
-        self.plan = plan or Plan()
+    def __init__(self, world_size: int, faults: Faults = ()) -> None:
         self.happened: list[Happened] = []
-        self._faults = self.plan.of_links()
+        self._faults = [fault for fault in faults if isinstance(fault, Fault)]
         self._real: dict[int, tuple[str, int]] = {}
         self._listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in range(world_size)]
         self.ports = [int(listener.getsockname()[1]) for listener in self._listeners]
@@ -197,8 +194,6 @@ class Proxy:
         for connection in [connection for connection in self._connections if connection.over]:
             self._connections.remove(connection)
             connection.close(self._selector)
-        if any(connection.looks_out for connection in self._connections):
-            again = min(again, now + _LOOK_SECONDS)
         for connection in self._connections:
             connection.watch(self._selector)
         for key, ready in self._selector.select(max(again - time.monotonic(), 0.0)):

@@ -155,7 +155,7 @@ class _Flow:
                 count = min(count, active.fault.what.size)
             elif isinstance(active.fault.what, Throttle) and active.running(now):
                 count = min(count, max(1, int(active.fault.what.bytes_per_second / _PIECES_PER_SECOND)))
-            elif active.may_begin and threshold is not None and threshold > self.sent:
+            elif active.begun is None and threshold is not None and threshold > self.sent:
                 count = min(count, threshold - self.sent)
         return count
 
@@ -176,7 +176,7 @@ class _Flow:
             flipped = self._flipped_byte(active.fault)
             if flipped is not None:
                 threshold = flipped + 1
-            if not active.may_begin or threshold is None or self.sent < threshold:
+            if active.begun is not None or threshold is None or self.sent < threshold:
                 continue
             if active.fault.past_handshake and not self._connection.opposite(self).shook:
                 continue
@@ -256,10 +256,6 @@ class Connection:
         self._draining: set[socket.socket] = set()
         self._watched: dict[socket.socket, int] = {}
         self._there.take(received, 0.0)
-
-    @property
-    def looks_out(self) -> bool:
-        return not self.stopped and any(active.looks_out for flow in self._flows for active in flow.actives)
 
     def pump(self, now: float) -> float:
         """Sends what may go now, both ways; returns when to come again."""

@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from chaos import ChaosStore, Proxy
 from chaos_records import Happened, Traffic
-from faults import Plan
+from faults import Faults
 from torch import Tensor
 from worlds import join_threads
 
@@ -50,15 +50,11 @@ class World:
     def errors(self) -> list[BaseException | None]:
         return [result if isinstance(result, BaseException) else None for result in self.results]
 
-    def facts(self) -> list[tuple[str, Any]]:
-        """(type, rank) of each rank's error; ("", None) where it had none."""
-        return [(type(e).__name__, vars(e).get("rank")) if e else ("", None) for e in self.errors]
-
 
 def run_world(
     world_size: int,
     program: Program,
-    plan: Plan | None = None,
+    plan: Faults = (),
     *,
     scale: int = 1,
     options: RingOptions | None = None,
@@ -116,7 +112,7 @@ def _last_words(group: RingProcessGroup, rank: int, results: list[Any], ended: l
         results[rank], ended[rank] = error, time.monotonic()
 
 
-def run_worlds(plans: list[Plan], run: Callable[[Plan], World], at_once: int = AT_ONCE) -> list[World]:
+def run_worlds(plans: Sequence[Faults], run: Callable[[Faults], World], at_once: int = AT_ONCE) -> list[World]:
     """Runs a world for each plan, several at a time."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(run, plans))
@@ -166,7 +162,7 @@ def everything(group: RingProcessGroup, scale: int) -> str:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def sums_under(plan: Plan, rounds: int) -> tuple[str, float]:
+def sums_under(plan: Faults, rounds: int) -> tuple[str, float]:
     """Joins the world, with this rank's faults; returns a hash of its sums, and the longest time that one took."""
     os.environ["CYXTRAIN_SECRET"] = "known"
     faults.install(plan, int(os.environ["RANK"]))

@@ -87,30 +87,15 @@ class Handshake:
 
 
 class Active:
-    """A fault at one flow: whether it has begun, and whether it has healed."""
+    """A fault at one flow: whether it has begun, and when it heals."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.begun: float | None = None
-        self._healed = False
-
-    @property
-    def may_begin(self) -> bool:
-        return self.begun is None and (self.fault.when is None or self.fault.when.is_set())
 
     def running(self, now: float) -> bool:
-        if self.begun is None or self._healed:
-            return False
-        self._healed = now >= self.heals_at or (self.fault.until is not None and self.fault.until.is_set())
-        return not self._healed
+        return self.begun is not None and now < self.heals_at
 
     @property
     def heals_at(self) -> float:
         return math.inf if self.begun is None or self.fault.seconds is None else self.begun + self.fault.seconds
-
-    @property
-    def looks_out(self) -> bool:
-        """Whether it waits for a signal, which nothing but a look can tell."""
-        return (self.begun is None and self.fault.when is not None) or (
-            self.begun is not None and not self._healed and self.fault.until is not None
-        )

@@ -1,7 +1,6 @@
 """Faults as data: which link or rank fails, how, when, and until when.
 
-A plan is a value. Its `repr` is Python that `read` takes back: a failing test prints its plan, and the plan repeats
-the test. Faults of links are done by the proxy in `chaos.py`, faults of processes by `install` in the process itself.
+Faults of links are done by the proxy in `chaos.py`, faults of processes by `install` in the process itself.
 """
 
 from __future__ import annotations
@@ -11,40 +10,11 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 ROLES = ("collectives", "messages", "control")
-
-
-class Signal:
-    """An event with a name: signals of the same name are equal, so that plans can be compared and printed.
-
-    Args:
-        name: What it is that happens.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def __repr__(self) -> str:
-        return f"Signal({self.name!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signal) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
 
 # --- what happens to a link -----------------------------------------------------------------------------------------
@@ -117,9 +87,7 @@ class Fault:
         role: Of the link, one of `ROLES`; None: all three.
         after_bytes: It begins when exactly so many bytes have gone from rank to peer on that link.
         past_handshake: They are counted from the end of the handshake on, which must be over both ways.
-        when: It begins not before this is set.
         seconds: It heals so long after it began; None: never.
-        until: It heals when this is set; None: never.
         times: On how many connections at most; None: on all, also on those that are made anew.
     """
 
@@ -129,14 +97,11 @@ class Fault:
     role: str | None = None
     after_bytes: int = 0
     past_handshake: bool = False
-    when: Signal | None = None
     seconds: float | None = None
-    until: Signal | None = None
     times: int | None = None
 
     def __post_init__(self) -> None:
         assert self.role is None or self.role in ROLES, self.role
-        assert self.when is None or not isinstance(self.what, Flip), "a bit is found by its number alone"
 
     def concerns(self, rank: int | None, peer: int | None, role: str | None) -> bool:
         """Returns whether it is about what goes from `rank` to `peer` on the link of that role."""
@@ -185,36 +150,14 @@ class ProcessFault:
         assert (self.at_call is None) != (self.at_collective is None), "one of the two"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that goes wrong in one test.
-
-    Attributes:
-        faults: Of links and of processes.
-        seed: What they were drawn from, where they were.
-    """
-
-    faults: tuple[Fault | ProcessFault, ...] = ()
-    seed: int | None = None
-
-    def of_links(self) -> tuple[Fault, ...]:
-        return tuple(fault for fault in self.faults if isinstance(fault, Fault))
-
-    def of_rank(self, rank: int) -> tuple[ProcessFault, ...]:
-        return tuple(fault for fault in self.faults if isinstance(fault, ProcessFault) and fault.rank == rank)
-
-
-def read(text: str) -> Plan:
-    """Returns the plan that printed itself so."""
-    plan = eval(text, dict(vars(sys.modules[__name__])))
-    assert isinstance(plan, Plan)
-    return plan
+Faults = Sequence[Fault | ProcessFault]
+"""Everything that goes wrong in one test."""
 
 
 # --- doing it to the own process ------------------------------------------------------------------------------------
 
 
-def install(plan: Plan, rank: int) -> None:
+def install(faults: Faults, rank: int) -> None:
     """Makes the faults of a process happen to this one, which is `rank`, from the next call on.
 
     It counts by wrapping the methods of `Link` that move bytes, and those of `Executor` that do a collective, for the
@@ -223,7 +166,7 @@ def install(plan: Plan, rank: int) -> None:
     from cyxtrain.ring.executor import Executor
     from cyxtrain.ring.wire.link import Link
 
-    mine = plan.of_rank(rank)
+    mine = [fault for fault in faults if isinstance(fault, ProcessFault) and fault.rank == rank]
     calls = {fault.at_call: fault.what for fault in mine if fault.at_call is not None}
     collectives = {fault.at_collective: fault.what for fault in mine if fault.at_collective is not None}
     if calls:

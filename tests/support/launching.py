@@ -1,4 +1,4 @@
-"""Starts the launcher on scripts that do not import torch, and looks at what runs."""
+"""Runs the launcher on scripts that do not import torch: in this process, or in one that a test watches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest import mock
+
+from worlds import wait_until
+
+from cyxtrain.environment import uncaught
+from cyxtrain.errors import CyxtrainError
+from cyxtrain.launch.command_line import main
 
 SECONDS = 20.0  # for anything that a test waits for
 
@@ -70,15 +77,51 @@ def environment(**variables: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in decided} | variables
 
 
-def run(*words: object, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        LAUNCHER + [str(word) for word in words],
-        env=env or environment(),
-        capture_output=True,
-        timeout=SECONDS,
-        check=False,
-        **options,
-    )
+def run(*words: object, env: dict[str, str] | None = None, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run the launcher in this process, with standard streams of its own; its ranks are processes as ever."""
+    command = ["launch", *map(str, words)]
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        streams[0].write(stdin)
+        streams[0].seek(0)
+        with _standard_streams(streams):
+            code = call_command_line(command, environment() if env is None else env)
+        for stream in streams:
+            stream.seek(0)
+        return subprocess.CompletedProcess(command, code, streams[1].read(), streams[2].read())
+
+
+def call_command_line(words: Sequence[str], env: dict[str, str]) -> int:
+    """Return the exit code of a command line, and undo what it changes for the rest of its process."""
+    with (
+        mock.patch.object(sys, "excepthook", sys.excepthook),
+        mock.patch.object(sys, "path", list(sys.path)),
+        mock.patch.object(uncaught, "_hook", None),
+    ):
+        try:
+            return main(words, env)
+        except CyxtrainError as error:
+            sys.excepthook(type(error), error, None)
+            return 1
+
+
+@contextlib.contextmanager
+def _standard_streams(files: Sequence[IO[bytes]]) -> Iterator[None]:
+    kept = [os.dup(number) for number in range(3)]
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file.fileno(), number)
+        with (
+            open(1, "w", closefd=False) as out,
+            open(2, "w", closefd=False) as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            yield
+    finally:
+        for number, descriptor in enumerate(kept):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def run_script(
@@ -118,13 +161,6 @@ def runs(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
 
 
 def wait_for_ranks(folder: Path, num_ranks: int) -> list[int]:

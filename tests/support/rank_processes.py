@@ -82,13 +82,19 @@ def run_processes(
 
     The function is found by its name: it must be at the top of its module.
     """
-    name = (function.__module__, function.__qualname__)
-    started = [start_process(_serve, variables, name, arguments) for variables in environments]
+    started = [start_serving(function, variables, arguments) for variables in environments]
     ends, processes = [end for end, _ in started], [process for _, process in started]
     try:
         return collect(ends, seconds)
     finally:
         end_processes(ends, processes)
+
+
+def start_serving(
+    function: Callable[..., Any], variables: dict[str, str], arguments: tuple[Any, ...]
+) -> tuple[Connection, ForkServerProcess]:
+    """Start a process that calls `function(*arguments)`; return the end of the connection for `collect`, too."""
+    return start_process(_serve, variables, (function.__module__, function.__qualname__), arguments)
 
 
 def start_process(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 from torch.nn.parallel import DistributedDataParallel
+from unchanged import run_cases
 from worlds import wait_until
 
 import cyxtrain
@@ -29,20 +28,6 @@ from cyxtrain.world.join import forget_store, open_world_store
 FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
 MIB = 2**20
 SIXTY_SECONDS = timedelta(seconds=60)
-
-
-def run_cases(names: list[str]) -> dict[str, str | None]:
-    """Run cases in one world; return for each None, or its traceback."""
-    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            globals()[name]()
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    dist.destroy_process_group()
-    return found
 
 
 # --- cases ----------------------------------------------------------------------------------------------------------
@@ -61,44 +46,6 @@ def all_reduce_is_right_at_every_size() -> None:
         dist.all_reduce(tensor)
         assert tensor[0] == -sum(range(size)), payload_bytes
         assert bool((tensor[1:] == sum(range(1, size + 1))).all()), payload_bytes
-
-
-def every_collective_works_under_its_public_name() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine, ranks = torch.tensor([float(rank)]), [float(other) for other in range(size)]
-    total, last = sum(ranks), size - 1
-
-    tensor = mine.clone()
-    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
-    work.wait()
-    assert tensor == last
-    tensor = mine.clone()
-    dist.broadcast(tensor, last)
-    assert tensor == last
-    tensor = mine.clone()
-    dist.reduce(tensor, last, dist.ReduceOp.AVG)
-    assert tensor == (total / size if rank == last else rank)
-    outputs = [torch.empty(1) for _ in ranks]
-    dist.all_gather(outputs, mine)
-    assert [float(output) for output in outputs] == ranks
-    whole = torch.empty(size)
-    dist.all_gather_into_tensor(whole, mine)
-    assert whole.tolist() == ranks
-    dist.reduce_scatter(tensor, [torch.full((1,), other) for other in ranks])
-    assert tensor == size * rank
-    dist.reduce_scatter_tensor(tensor, torch.tensor(ranks))
-    assert tensor == size * rank
-    gathered = [torch.empty(1) for _ in ranks] if rank == last else None
-    dist.gather(mine, gathered, dst=last)
-    assert gathered is None or [float(output) for output in gathered] == ranks
-    dist.scatter(tensor, [torch.tensor([10 + other]) for other in ranks] if rank == 0 else None)
-    assert tensor == 10 + rank
-    outputs = [torch.empty(1) for _ in ranks]
-    dist.all_to_all(outputs, [torch.tensor([10.0 * rank + other]) for other in ranks])
-    assert [float(output) for output in outputs] == [10 * other + rank for other in ranks]
-    dist.all_to_all_single(whole, torch.tensor([10.0 * rank + other for other in ranks]))
-    assert whole.tolist() == [10 * other + rank for other in ranks]
-    dist.barrier()
 
 
 def every_collective_on_objects_works() -> None:
@@ -123,30 +70,6 @@ def every_collective_on_objects_works() -> None:
         output = [None, None]
         assert dist.recv_object_list(output, src=0) == 0
         assert output == [everyone[0], "more"]
-
-
-def messages_work_under_their_public_names() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    ahead, behind = (rank + 1) % size, (rank - 1) % size
-    large, came = torch.full((3 * MIB,), float(rank)), torch.empty(3 * MIB)
-    for work in (dist.isend(large, ahead, tag=5), dist.irecv(came, behind, tag=5)):
-        assert work is not None
-        work.wait()
-    assert bool((came == behind).all())
-    came.zero_()
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, large, ahead), dist.P2POp(dist.irecv, came, behind)]):
-        work.wait()
-    assert bool((came == behind).all())
-    tensor = torch.tensor([float(rank)])
-    if rank > 0:
-        dist.send(tensor, 0)
-        dist.recv(tensor, 0)
-        assert tensor == 100 + rank
-        return
-    sources = {dist.recv(tensor) for _ in range(1, size)}
-    assert sources == set(range(1, size))
-    for other in sources:
-        dist.send(torch.tensor([100.0 + other]), other)
 
 
 def parts_of_the_world_are_groups_of_their_own() -> None:
@@ -174,26 +97,6 @@ def parts_of_the_world_are_groups_of_their_own() -> None:
         assert "rank 2 is in all_reduce #3 (SUM, float32 [3])" in error["message"]
     dist.all_reduce(tensor.fill_(rank))  # the world has not failed
     assert tensor == 3
-
-
-def pytorchs_own_ddp_trains_as_over_gloo() -> None:
-    rank = dist.get_rank()
-    gloo: Any = dist.new_group(backend="gloo")
-
-    def trained(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
-        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001)
-        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1, momentum=0.9)
-        torch.manual_seed(1 + rank)
-        for _ in range(3):
-            optimizer.zero_grad()
-            wrapped(torch.randn(8, 20)).square().mean().backward()
-            optimizer.step()
-        return model.state_dict()
-
-    ours, theirs = trained(None), trained(gloo)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def a_world_can_be_left_and_made_again() -> None:
@@ -236,33 +139,6 @@ def noted(name: str) -> bool:
     return (FOLDER / name).exists()
 
 
-def reduce_for_ever() -> dict[str, Any] | None:
-    """All ranks reduce 64 MiB, again and again; rank 3 says when it is in the middle of that."""
-    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
-    tensor = torch.ones(16 * MIB)
-
-    def reduce() -> None:
-        for turn in range(1000):
-            if turn == 2:
-                note(f"busy{dist.get_rank()}")
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-
-    return end_of_world(reduce)
-
-
-def wait_for_a_rank_that_dies() -> dict[str, Any] | None:
-    """Ranks 0 and 1 wait in a collective, rank 2 does something else, rank 3 does nothing any more."""
-    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
-    dist.barrier()
-    rank = dist.get_rank()
-    note(f"busy{rank}")
-    if rank == 3:
-        signal.pause()
-    if rank == 2:
-        wait_until(lambda: noted("killed"))
-    return end_of_world(lambda: dist.all_reduce(torch.ones(10)))
-
-
 def wait_until_interrupted() -> dict[str, Any] | None:
     """Rank 1 waits in a collective until it gets a signal, rank 0 for a message."""
     dist.init_process_group("ring", timeout=SIXTY_SECONDS)
@@ -283,7 +159,7 @@ def join_as_a_rank_that_may_be_taken(names: list[str]) -> str | dict[str, str | 
     wait_until(lambda: noted("refused"))
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
-    return run_cases(names)
+    return run_cases("ring_ranks", names, os.environ["TEST_FOLDER"])
 
 
 # --- a world that goes on without rank 0 ----------------------------------------------------------------------------

@@ -1,33 +1,25 @@
 """Fits that get signals at a chosen moment: alone, under the launcher or torchrun; all are forks of the rank server.
 
-A program is a process of its own, which leads a session, works in its own folder and writes its output to a file there.
-Launcher and torchrun start their ranks by `ForkedPopen`: a world of two costs half a second instead of six.
+A program leads a session, works in its own folder and writes its output to a file there.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import importlib
-import inspect
 import multiprocessing.connection
 import os
-import runpy
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
 from fitting import CLASSES, FEATURES, make_rows, seeded
-from rank_processes import become, environment, start_process
+from forked_programs import ForkedProgram
+from rank_processes import environment
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from worlds import free_port, wait_until
@@ -36,8 +28,17 @@ import cyxtrain as cx
 
 SECONDS = 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_PROGRAM = "stopped_fits.program"
-"""What a command names instead of a script."""
+STARTERS: dict[str, tuple[str, ...]] = {
+    "alone": (),
+    "by hand": (),
+    "launch": ("-m", "cyxtrain.launch", "2", "--"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+}
+SCRIPT = """from stopped_fits import program
+
+if __name__ == "__main__":
+    program({!r}, {}, {})
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,99 +182,6 @@ def program(moment: str, workers: int, epochs: int = 3) -> None:
     print("the fit has ended")
 
 
-# --- processes that are forked instead of started ------------------------------------------------------------------
-
-
-_SUBPROCESSES = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-_EXECUTE_CHILD = list(inspect.signature(subprocess.Popen._execute_child).parameters)[2:]  # type: ignore[attr-defined]
-
-
-class ForkedPopen(subprocess.Popen[bytes]):
-    """Does as Popen; a command that names the program is a fork of this process."""
-
-    def _execute_child(self, args: Any, *rest: Any) -> None:
-        words = [str(word) for word in args] if isinstance(args, (list, tuple)) else [str(args)]
-        if _PROGRAM not in words:
-            super()._execute_child(args, *rest)  # type: ignore[misc]
-            return
-        given = dict(zip(_EXECUTE_CHILD, rest, strict=True))
-        sys.stdout.flush(), sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            for file, descriptor in (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2)):
-                if given[file] != -1:
-                    os.dup2(given[file], descriptor)
-            os.closerange(3, 1024)
-            vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # of the process that forked
-            os.environ.clear()
-            os.environ.update(given["env"])
-            end_as_python(lambda: program(*_arguments(words)))
-        self._child_created = True
-        for file in ("p2cread", "c2pwrite", "errwrite"):
-            if given[file] > 2:
-                os.close(given[file])
-        devnull = getattr(self, "_devnull", None)
-        if devnull is not None and devnull not in (given["p2cread"], given["c2pwrite"], given["errwrite"]):
-            os.close(devnull)
-
-
-def _arguments(words: Sequence[str]) -> tuple[str, int, int]:
-    moment, workers, epochs = words[words.index(_PROGRAM) + 1 :][:3]
-    return moment, int(workers), int(epochs)
-
-
-def end_as_python(run: Callable[[], Any]) -> NoReturn:
-    """Run a program in this fork, and end as the interpreter does."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = 0
-    try:
-        try:
-            code = run() or 0
-        finally:
-            atexit._run_exitfuncs()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException as error:
-        code = 1
-        if isinstance(error, KeyboardInterrupt):
-            code = 128 + signal.SIGINT
-        with contextlib.suppress(Exception):
-            sys.excepthook(type(error), error, error.__traceback__)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush(), sys.stderr.flush()
-    os._exit(code)
-
-
-def _begin(end: Connection, variables: dict[str, str], folder: str, starter: str, words: list[str]) -> None:
-    """Run a program in a fork of the rank server."""
-    become(variables)
-    os.setsid()
-    os.chdir(folder)
-    file = os.open(f"output{os.environ.get('RANK', '')}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    vars(subprocess)["Popen"] = ForkedPopen
-    end_as_python(lambda: _start(starter, words))
-
-
-def _start(starter: str, words: list[str]) -> int:
-    if starter in ("alone", "by hand"):
-        program(*_arguments(words))
-        return 0
-    if starter == "torchrun":
-        vars(importlib.import_module(_SUBPROCESSES))["Popen"] = ForkedPopen
-        sys.argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python", *words]
-        runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
-        return 0
-    from cyxtrain.launch.command_line import main
-
-    return main(["launch", "2", "--", *words], dict(os.environ))
-
-
 # --- the one who sends ----------------------------------------------------------------------------------------------
 
 
@@ -285,7 +193,6 @@ class Outcome:
     output: str
     files: list[str]
     left: list[str]
-    seconds: float = 0.0
 
     def lines(self, *words: str) -> list[str]:
         return [line for line in self.output.splitlines() if any(word in line for word in words)]
@@ -299,21 +206,31 @@ class Program:
         self.moment = moment
         self.num_ranks = 1 if starter == "alone" else 2
         folder.mkdir(parents=True)
-        words = [_PROGRAM, moment, str(workers), str(epochs)]
+        script = folder / "train.py"
+        script.write_text(SCRIPT.format(moment, workers, epochs))
         environments: list[dict[str, str]] = [more]
         if starter == "by hand":
             port = free_port()
             environments = [environment(rank, 2, port, CYXTRAIN_SECRET="known", **more) for rank in range(2)]
-        started = [start_process(_begin, each, str(folder), starter, words) for each in environments]
-        self._ends = [end for end, _ in started]
-        self.processes = [process for _, process in started]
+        self.programs = []
+        for number, variables in enumerate(environments):
+            output = folder / f"output{number}"
+            words = [*STARTERS[starter], str(script)]
+            self.programs.append(
+                ForkedProgram(
+                    words, folder, variables, outputs=(output, output), forks=starter in ("launch", "torchrun")
+                )
+            )
+
+    def is_running(self) -> bool:
+        return any(each.process.is_alive() for each in self.programs)
 
     def wait(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
         """Wait for a condition; fail with the output if the program ends without it."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output()
-            assert any(each.is_alive() for each in self.processes), self.output()
+            assert self.is_running(), self.output()
             time.sleep(0.005)
 
     def wait_until_there(self) -> None:
@@ -331,7 +248,7 @@ class Program:
 
     def guards(self) -> list[int]:
         """The guards of the launcher, which work in no folder of ours."""
-        children = psutil.Process(self.processes[0].pid).children()
+        children = psutil.Process(self.programs[0].pid).children()
         return [child.pid for child in children if any("guard.py" in word for word in child.cmdline())]
 
     def everything(self) -> list[int]:
@@ -343,7 +260,7 @@ class Program:
         return bool(process.info["cwd"] == str(self.folder))
 
     def send(self, number: int, target: str, *, twice: bool = False) -> None:
-        starters = [int(each.pid or 0) for each in self.processes]
+        starters = [each.pid for each in self.programs]
         pids = {"starter": starters, "rank": self.ranks()[-1:], "ranks": self.ranks(), "all": self.everything()}
         for pid in pids[target]:
             for _ in range(1 + twice):
@@ -353,30 +270,22 @@ class Program:
     def go_on(self) -> None:
         (self.folder / "sent").touch()
 
-    def end(self, seconds: float = SECONDS) -> Outcome:
+    def end(self) -> Outcome:
         """Return what is left when the program has ended; nothing outlives the call."""
-        began = time.monotonic()
-        for process in self.processes:
-            process.join(max(0.0, began + seconds - time.monotonic()))
-        hung = [f"pid {process.pid} hangs" for process in self.processes if process.is_alive()]
-        took = time.monotonic() - began
+        deadline = time.monotonic() + SECONDS
+        for each in self.programs:
+            each.process.join(max(0.0, deadline - time.monotonic()))
+        hung = [f"pid {each.pid} hangs" for each in self.programs if each.process.is_alive()]
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.everything(), 0.1 if hung else 8.0)
         left = hung + [_describe(pid) for pid in self.everything()]
         for pid in self.everything():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        codes = []
-        for process, end in zip(self.processes, self._ends, strict=True):
-            process.kill()
-            process.join()
-            code = process.exitcode or 0
-            codes.append(code if code >= 0 else 128 - code)
-            process.close()
-            end.close()
+        codes = [each.close() for each in self.programs]
         files = sorted(path.name for path in (self.folder / "ck").glob("*"))
         files += sorted(path.name for path in (self.folder / "ck").glob(".*"))
-        return Outcome(codes, self.output(), files, left, took)
+        return Outcome([code if code >= 0 else 128 - code for code in codes], self.output(), files, left)
 
     def output(self) -> str:
         return "".join(path.read_text("utf-8", "replace") for path in sorted(self.folder.glob("output*")))

@@ -17,7 +17,7 @@ from typing import Any
 import busy_ranks
 import faults
 import survival_ranks
-from rank_processes import _CONTEXT, Ended, _serve, collect, environment, values
+from rank_processes import Ended, collect, end_processes, environment, start_serving, values
 from worlds import free_port, wait_until
 
 from cyxtrain.ring.rendezvous import handshake
@@ -52,14 +52,10 @@ class World:
         self._ends: list[Any] = []
 
     def start(self, function: Callable[..., Any], variables: dict[str, str], arguments: tuple[Any, ...]) -> None:
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        name = (function.__module__, function.__qualname__)
-        process = _CONTEXT.Process(target=_serve, args=(theirs, variables, name, arguments))
         with _multiprocessing:
-            process.start()
-        theirs.close()
+            end, process = start_serving(function, variables, arguments)
         self._processes.append(process)
-        self._ends.append(ours)
+        self._ends.append(end)
 
     def wait_for_all(self, name: str) -> None:
         self.wait_for(*(f"{name}{rank}" for rank in range(len(self._processes))))
@@ -93,10 +89,7 @@ class World:
         with _multiprocessing:
             for process in self._processes:
                 process.kill()
-                process.join()
-                process.close()
-        for end in self._ends:
-            end.close()
+            end_processes(self._ends, self._processes)
 
 
 @contextlib.contextmanager
@@ -151,11 +144,11 @@ def seconds_to_learn_of_a_kill(
         assert "RendezvousError" in {ended.value["type"] for ended in outcomes if ended.value is not None}, story
     else:
         plan, moment = _moment(draw, activity, victim)
-        story += f", {plan}" if plan.faults else f", after {moment:.4f} s"
+        story += f", {plan}" if plan else f", after {moment:.4f} s"
         name = ACTIVITIES[activity]
         live, arguments = survival_ranks.live_until_the_end, (str(folder), name, plan)
         with living(folder, world_size, live, *arguments, transport=transport) as world:
-            if plan.faults:
+            if plan:
                 outcomes = world.outcomes(_HANG_SECONDS)
                 killed = float((folder / "at").read_text())
             else:
@@ -167,15 +160,15 @@ def seconds_to_learn_of_a_kill(
     return _check_survivors(outcomes, victim, types, killed, story)
 
 
-def _moment(draw: random.Random, activity: str, victim: int) -> tuple[faults.Plan, float]:
+def _moment(draw: random.Random, activity: str, victim: int) -> tuple[faults.Faults, float]:
     """Draws when it happens: at a system call, before a collective, or after some time."""
     if activity == "in the middle of a chunk":
         fault = faults.ProcessFault(faults.Kill(), victim, at_call=draw.randrange(1, 400))
     elif activity == "between buckets":
         fault = faults.ProcessFault(faults.Kill(), victim, at_collective=draw.randrange(20, 300))
     else:
-        return faults.Plan(), draw.uniform(0.0, 0.4)
-    return faults.Plan((fault,)), 0.0
+        return [], draw.uniform(0.0, 0.4)
+    return [fault], 0.0
 
 
 def _check_survivors(outcomes: list[Ended], victim: int, types: set[str], killed: float, story: str) -> list[float]:
@@ -202,12 +195,12 @@ def seconds_to_learn(ranks: int) -> float:
 # --- scenarios: each is a world to which something happens, and returns what its test looks at -----------------------
 
 
-def stopped_at(folder: Path, function: Callable[..., Any], plan: faults.Plan, *arguments: Any) -> tuple[Any, Any]:
+def stopped_at(folder: Path, function: Callable[..., Any], plan: faults.Faults, *arguments: Any) -> tuple[Any, Any]:
     """Returns what three ranks return in peace, and what they return while one is stopped as planned."""
     folder.mkdir(exist_ok=True)
-    quiet = run_alone(folder / "quiet", 3, function, faults.Plan(), *arguments)
+    quiet = run_alone(folder / "quiet", 3, function, [], *arguments)
     stopped = run_alone(folder / "stopped", 3, function, plan, *arguments)
-    assert sum(count for _, count in stopped) == len(plan.faults), f"{plan}: it ended before anything happened"
+    assert sum(count for _, count in stopped) == len(plan), f"{plan}: it ended before anything happened"
     return [found for found, _ in quiet], [found for found, _ in stopped]
 
 

@@ -155,7 +155,7 @@ def pass_on(begin: Callable[[], None]) -> None:
         cx.barrier()
 
 
-def live_until_the_end(folder: str, activity: str, plan: faults.Plan) -> Facts:
+def live_until_the_end(folder: str, activity: str, plan: faults.Faults) -> Facts:
     """Joins, goes on until the world ends, and returns how this rank learnt of it."""
     faults.suffer = functools.partial(suffer_and_note, folder, faults.suffer)
     try:
@@ -167,7 +167,7 @@ def live_until_the_end(folder: str, activity: str, plan: faults.Plan) -> Facts:
     raise AssertionError("the world goes on")
 
 
-def begin(folder: str, plan: faults.Plan) -> None:
+def begin(folder: str, plan: faults.Faults) -> None:
     """From here on it may happen."""
     faults.install(plan, cx.get_rank())
     note(folder, f"busy{cx.get_rank()}")
@@ -264,8 +264,8 @@ def feed_from_a_worker(folder: str) -> Facts:
 # --- stops ----------------------------------------------------------------------------------------------------------
 
 
-def reduce_under(plan: faults.Plan, turns: int) -> tuple[str, int]:
-    """Reduces other numbers in every turn; returns a hash of all results, and how much of the plan happened here."""
+def reduce_under(plan: faults.Faults, turns: int) -> tuple[str, int]:
+    """Reduces other numbers in every turn; returns a hash of all results, and how many of the faults happened here."""
     rank = int(os.environ["RANK"])
     digest, generator = hashlib.sha256(), torch.Generator().manual_seed(rank)
     with cx.init():
@@ -277,8 +277,8 @@ def reduce_under(plan: faults.Plan, turns: int) -> tuple[str, int]:
     return digest.hexdigest(), len(suffered)
 
 
-def fit_under(plan: faults.Plan) -> tuple[tuple[str, list[float]], int]:
-    """Fits; returns a hash of all parameters with the losses, and how much of the plan happened here."""
+def fit_under(plan: faults.Faults) -> tuple[tuple[str, list[float]], int]:
+    """Fits; returns a hash of all parameters with the losses, and how many of the faults happened here."""
     with cx.init():
         suffered = install(plan, int(os.environ["RANK"]))
         trainer = cx.DistributedTrainer(small_model(), nn.CrossEntropyLoss())
@@ -286,7 +286,7 @@ def fit_under(plan: faults.Plan) -> tuple[tuple[str, list[float]], int]:
         return (fingerprint(trainer.model), history.train_losses), len(suffered)
 
 
-def install(plan: faults.Plan, rank: int) -> list[Any]:
+def install(plan: faults.Faults, rank: int) -> list[Any]:
     """Makes faults happen; returns a list of those that have."""
     suffered: list[Any] = []
     suffer = faults.suffer

@@ -224,72 +224,85 @@ def sync_batch_norm_wants_a_gpu_over_gloo_too() -> None:
         assert "SyncBatchNorm expected input tensor to be on GPU" in str(error), error
 
 
-# --- uneven inputs --------------------------------------------------------------------------------------------------
+# --- other optimizers, uneven inputs, sparse gradients --------------------------------------------------------------
+
+
+def trained(
+    group: dist.ProcessGroup | None,
+    make: Callable[[], nn.Module],
+    make_optimizer: Callable[[DistributedDataParallel], torch.optim.Optimizer],
+    *,
+    steps: int = STEPS,
+    around: Callable[[DistributedDataParallel, Any], contextlib.AbstractContextManager[Any]] | None = None,
+) -> tuple[nn.Module, Any]:
+    """Train a model under DDP in one group for some steps, within a context; return it and its optimizer."""
+    torch.manual_seed(0)
+    model = make()
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer = make_optimizer(ddp)
+    torch.manual_seed(dist.get_rank())
+    with contextlib.nullcontext() if around is None else around(ddp, optimizer):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 13)).square().mean().backward()
+            optimizer.step()
+    return model, optimizer
+
+
+def linear() -> nn.Module:
+    return nn.Linear(13, 3)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 3))
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def sgd(ddp: DistributedDataParallel) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 
 def joined_with_uneven_inputs() -> None:
-    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 3))
-        ddp = DistributedDataParallel(model, process_group=group)
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
-        torch.manual_seed(dist.get_rank())
-        with Join([ddp, optimizer]):
-            for _ in range(2 + 3 * dist.get_rank()):
-                optimizer.zero_grad()
-                ddp(torch.randn(8, 13)).square().mean().backward()
-                optimizer.step()
-        return model.state_dict()
+    def state(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+        def sharded(ddp: DistributedDataParallel) -> torch.optim.Optimizer:
+            return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
 
-    assert_same(trained(None), trained(gloo()), rounding())
+        steps = 2 + 3 * dist.get_rank()
+        return trained(group, two_layers, sharded, steps=steps, around=lambda *both: Join([*both]))[0].state_dict()
+
+    assert_same(state(None), state(gloo()), rounding())
 
 
 def joined_with_a_divisor_that_shrinks() -> None:
     """PyTorch's C++ alone holds the work of the collective that counts the ranks, and waits for it in backward."""
 
-    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(13, 3)
-        ddp = DistributedDataParallel(model, process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        torch.manual_seed(dist.get_rank())
-        with ddp.join(divide_by_initial_world_size=False):
-            for _ in range(2 + dist.get_rank()):
-                optimizer.zero_grad()
-                ddp(torch.randn(8, 13)).square().mean().backward()
-                optimizer.step()
-        return model.state_dict()
+    def join(ddp: DistributedDataParallel, _: Any) -> Any:
+        return ddp.join(divide_by_initial_world_size=False)
 
-    assert_same(trained(None), trained(gloo()), rounding())
+    ours, theirs = (trained(group, linear, sgd, steps=2 + dist.get_rank(), around=join)[0] for group in (None, gloo()))
+    assert_same(ours.state_dict(), theirs.state_dict(), rounding())
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 5, sparse=True)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.table((x[:, 0].abs() * 5).long().clamp(max=19)))
+        return output
 
 
 def with_sparse_gradients() -> None:
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(20, 5, sparse=True)
-            self.last = nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.last(self.table((x[:, 0].abs() * 5).long().clamp(max=19)))
-            return output
-
-    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = Embedded()
-        ddp = DistributedDataParallel(model, process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 13)).square().mean().backward()
-            gradient = model.table.weight.grad
-            assert gradient is not None
-            assert gradient.is_sparse
-            optimizer.step()
-        return model.state_dict()
-
-    assert_same(trained(None), trained(gloo()), rounding())
+    ours, theirs = (trained(group, Embedded, sgd)[0] for group in (None, gloo()))
+    gradient = ours.get_parameter("table.weight").grad
+    assert gradient is not None
+    assert gradient.is_sparse
+    assert_same(ours.state_dict(), theirs.state_dict(), rounding())
 
 
 def joined_with_a_throw_on_early_end() -> None:
@@ -365,23 +378,17 @@ def the_batched_power_sgd_hook_fails_over_gloo_too() -> None:
 
 
 def the_post_local_sgd_hook() -> None:
-    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-        subgroup = dist.new_subgroups(group_size=1, backend=dist.get_backend(group))[0]
-        torch.manual_seed(0)
-        model = nn.Linear(13, 3)
-        ddp = DistributedDataParallel(model, process_group=group)
-        state = post_localSGD_hook.PostLocalSGDState(process_group=group, subgroup=subgroup, start_localSGD_iter=2)
-        ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        averager = averagers.PeriodicModelAverager(period=2, warmup_steps=2, process_group=group)
-        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), 0.1), averager)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(7):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 13)).square().mean().backward()
-            optimizer.step()
-        return model.state_dict()
+    def state(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+        def averaging(ddp: DistributedDataParallel) -> torch.optim.Optimizer:
+            subgroup = dist.new_subgroups(group_size=1, backend=dist.get_backend(group))[0]
+            hooked = post_localSGD_hook.PostLocalSGDState(process_group=group, subgroup=subgroup, start_localSGD_iter=2)
+            ddp.register_comm_hook(hooked, post_localSGD_hook.post_localSGD_hook)
+            averager = averagers.PeriodicModelAverager(period=2, warmup_steps=2, process_group=group)
+            return PostLocalSGDOptimizer(sgd(ddp), averager)
 
-    assert_same(trained(None), trained(gloo()), rounding())
+        return trained(group, linear, averaging, steps=7)[0].state_dict()
+
+    assert_same(state(None), state(gloo()), rounding())
 
 
 def the_quantization_hooks() -> None:
@@ -407,41 +414,24 @@ def builtin_hooks() -> None:
 
 
 def the_zero_redundancy_optimizer() -> None:
-    def trained(group: dist.ProcessGroup | None, views: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 3))
-        ddp = DistributedDataParallel(model, process_group=group)
-        optimizer = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.Adam, process_group=group, parameters_as_bucket_view=views, lr=0.01
-        )
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 13)).square().mean().backward()
-            optimizer.step()
+    def state(group: dist.ProcessGroup | None, views: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        def sharded(ddp: DistributedDataParallel) -> torch.optim.Optimizer:
+            return ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.Adam, process_group=group, parameters_as_bucket_view=views, lr=0.01
+            )
+
+        model, optimizer = trained(group, three_layers, sharded)
         optimizer.consolidate_state_dict(to=1)
-        state = optimizer.state_dict() if dist.get_rank() == 1 else None
-        return model.state_dict(), state
+        return model.state_dict(), optimizer.state_dict() if dist.get_rank() == 1 else None
 
-    def replicated() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 3))
-        ddp = DistributedDataParallel(model)
-        optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 13)).square().mean().backward()
-            optimizer.step()
-        return model.state_dict(), optimizer.state_dict()
-
-    weights, moments = replicated()
+    model, replicated = trained(None, three_layers, lambda ddp: torch.optim.Adam(ddp.parameters(), lr=0.01))
+    moments = replicated.state_dict()["state"]
     for views in (False, True):
-        ours, theirs = trained(None, views), trained(gloo(), views)
+        ours, theirs = state(None, views), state(gloo(), views)
         assert_same(ours[0], theirs[0], rounding())
-        assert_same(ours[0], weights)  # sharding the state changes no bit
+        assert_same(ours[0], model.state_dict())  # sharding the state changes no bit
         if dist.get_rank() == 1:
             assert ours[1] is not None
-            assert len(ours[1]["state"]) == len(moments["state"]) == 6
-            for index, slot in moments["state"].items():
+            assert len(ours[1]["state"]) == len(moments) == 6
+            for index, slot in moments.items():
                 assert torch.equal(slot["exp_avg_sq"], ours[1]["state"][index]["exp_avg_sq"])

@@ -14,6 +14,7 @@ from typing import Any
 import click
 import pytest
 from forked_programs import run_python
+from launching import call_command_line
 from markers import by_night
 from rank_processes import environment, run_processes, values
 from worlds import child_environment, free_port
@@ -31,16 +32,12 @@ SECONDS = 60.0
 def command(folder: str, *words: str) -> tuple[int, str]:
     """What a rank says, and its exit code; an error as the one line that it becomes."""
     os.chdir(folder)
-    said, hook = io.StringIO(), sys.excepthook
+    said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            code = command_line.main(words, dict(os.environ))
-        except cx.CyxtrainError as error:
-            sys.excepthook(type(error), error, None)
-            code = 1
+            code = call_command_line(words, dict(os.environ))
         finally:
             cx.finalize()
-            sys.excepthook = hook
     return code, said.getvalue()
 
 
@@ -50,6 +47,11 @@ def on_ranks(environments: list[dict[str, str]], *words: str) -> list[tuple[int,
 
 def alone(*words: str) -> tuple[int, str]:
     return on_ranks([{}], *words)[0]
+
+
+def here(*words: str) -> tuple[int, str]:
+    """Do so in this process: for what starts no world."""
+    return command(os.getcwd(), *words)
 
 
 def measures(text: str) -> list[str]:
@@ -153,7 +155,7 @@ def test_it_goes_on_and_evaluates_what_it_has_kept(by_one_rank, tmp_path, monkey
 
 def test_settings_are_shown_with_all_that_decides_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, text = alone("fit", CONFIG, "training.clip_norm=1e-1", "--print-config")
+    code, text = here("fit", CONFIG, "training.clip_norm=1e-1", "--print-config")
     assert code == 0
     Path("shown.yaml").write_text(text)
     assert cx.Config.from_file("shown.yaml") == cx.Config.from_file(CONFIG, ["training.clip_norm=0.1"])
@@ -190,7 +192,7 @@ def test_settings_are_shown_with_all_that_decides_them(tmp_path, monkeypatch):
     ],
 )
 def test_an_error_is_one_line(words, says, code):
-    found, text = alone(*words)
+    found, text = here(*words)
     assert (found, text.count("\n")) == (code, 1), text
     assert re.match(says, text), text
 
@@ -226,7 +228,7 @@ def test_doctor_and_bench_are_commands_with_their_exit_codes():
     code, text = alone("doctor")
     assert code == 0
     assert "nothing is broken here" in text
-    code, text = alone("bench")
+    code, text = here("bench")
     assert (code, text.count("\n")) == (2, 1)
     assert "cyxtrain launch -n 2 -- cyxtrain bench" in text
     port = free_port()
@@ -261,7 +263,7 @@ def test_an_error_of_ones_own_is_itself(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words", [[], ["fit"], ["evaluate"], ["launch"], ["doctor"], ["bench"], ["completion"]])
 def test_help_has_examples(words):
-    code, text = alone(*words, "--help")
+    code, text = here(*words, "--help")
     assert code == 0
     assert text.startswith("Usage: cyxtrain")
     assert "examples:" in text or words == ["completion"]
@@ -269,7 +271,7 @@ def test_help_has_examples(words):
 
 @pytest.mark.parametrize("shell", ["bash", by_night("zsh"), by_night("fish")])
 def test_a_shell_is_told_how_to_complete(shell):
-    code, text = alone("completion", shell)
+    code, text = here("completion", shell)
     assert code == 0
     assert f"_CYXTRAIN_COMPLETE={shell}_complete" in text
 
@@ -286,7 +288,7 @@ def test_a_shell_gets_what_it_asks_for(typed, gives, tmp_path):
 
 def test_torchs_local_rank_is_accepted() -> Any:
     for option in ("--local-rank=1", "--local_rank=1"):
-        assert alone(option, "fit", CONFIG, "--print-config")[0] == 0
+        assert here(option, "fit", CONFIG, "--print-config")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["", *command_line.cyxtrain.commands])

@@ -22,9 +22,9 @@ from launching import (
     run,
     run_script,
     started,
-    wait_until,
     write_script,
 )
+from worlds import wait_until
 
 from cyxtrain.launch import local
 from cyxtrain.workers import output
@@ -198,9 +198,12 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux restricts a process to cores")
 def test_only_the_cores_that_we_may_use_are_shared(tmp_path: Path) -> None:
-    done = run_script(
-        tmp_path, 1, "print(os.environ['OMP_NUM_THREADS'])", preexec_fn=lambda: os.sched_setaffinity(0, {0})
-    )
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        done = run_script(tmp_path, 1, "print(os.environ['OMP_NUM_THREADS'])")
+    finally:
+        os.sched_setaffinity(0, cores)
     assert done.stdout == b"1\n"
 
 
@@ -239,7 +242,7 @@ def test_any_program_can_be_a_rank(tmp_path: Path) -> None:
 
 
 def test_several_ranks_have_an_empty_stdin(tmp_path: Path) -> None:
-    done = run_script(tmp_path, 2, "print(repr(sys.stdin.read()))", input=b"not for them")
+    done = run_script(tmp_path, 2, "print(repr(sys.stdin.read()))", stdin=b"not for them")
     assert sorted(done.stdout.splitlines()) == [b"[rank 0] ''", b"[rank 1] ''"]
 
 
@@ -402,7 +405,7 @@ def test_no_run_needs_a_temporary_folder(folder: str, monkeypatch: pytest.Monkey
 
 def test_one_rank_alone_writes_and_reads_as_if_nothing_stood_between(tmp_path: Path) -> None:
     source = r"print(sys.stdin.read()); os.write(2, b'a bar\ranother'); sys.exit(7)"
-    done = run_script(tmp_path, 1, source, input=b"from stdin")
+    done = run_script(tmp_path, 1, source, stdin=b"from stdin")
     assert (done.stdout, done.stderr, done.returncode) == (b"from stdin\n", b"a bar\ranother", 7)
 
 
@@ -502,6 +505,7 @@ def test_the_launcher_itself_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=SECONDS)
 
 
+@pytest.mark.nightly
 def test_the_shell_script_starts_ranks_and_passes_everything_on(tmp_path: Path) -> None:
     script = write_script(tmp_path, "print(sys.argv[1:]); sys.exit(5 * rank)")
     done = subprocess.run(
@@ -515,20 +519,21 @@ def test_the_shell_script_starts_ranks_and_passes_everything_on(tmp_path: Path) 
     assert done.returncode == 5
 
 
-@pytest.mark.parametrize("name", ["python", "python3"])
-def test_the_shell_script_finds_python(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "is_named"), [("python", False), ("python3", False), ("my own", True)])
+def test_the_shell_script_finds_python_and_passes_everything_on(tmp_path: Path, name: str, is_named: bool) -> None:
     fake = tmp_path / name
-    fake.write_text('#!/bin/sh\necho "$0" "$@"\n')
+    fake.write_text('#!/bin/sh\nprintf "%s|" "$0" "$@"\nexit 5\n')
     fake.chmod(0o755)
     bash = subprocess.run(["sh", "-c", "command -v bash"], capture_output=True, check=True).stdout.decode().strip()
     done = subprocess.run(
-        [bash, ROOT / "launch_distributed.sh", "2", "x"],
-        env={"PATH": str(tmp_path)},
+        [bash, ROOT / "launch_distributed.sh", "2", "x", "two words", ""],
+        env={"PYTHON": str(fake)} if is_named else {"PATH": str(tmp_path)},
         capture_output=True,
         timeout=SECONDS,
         check=False,
     )
-    assert done.stdout.decode() == f"{fake} -m cyxtrain launch 2 x\n"
+    assert done.stdout.decode() == f"{fake}|-m|cyxtrain|launch|2|x|two words||"
+    assert done.returncode == 5
 
 
 def test_the_batch_file_calls_the_same_python() -> None:

@@ -27,13 +27,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import run_python
 from launching import LAUNCHER
 from markers import by_night
 from worlds import child_environment, wait_until
 
 from cyxtrain.environment.uncaught import HEADER
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these ranks get POSIX signals")
+pytestmark = [
+    pytest.mark.usefixtures("rank_server"),
+    pytest.mark.skipif(sys.platform == "win32", reason="these ranks get POSIX signals"),
+]
 SECONDS = 120.0
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 LAUNCHERS = {
@@ -120,11 +124,10 @@ GOLDEN = {
 """The message of each mistake."""
 
 
-def start(folder: Path, launcher: int | str, mistake: str, **variables: str) -> subprocess.Popen[str]:
+def start(folder: Path, launcher: str, mistake: str, **variables: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
-    words = LAUNCHERS[launcher if isinstance(launcher, str) else {1: "python", 2: "launch 2"}[launcher]]
     return subprocess.Popen(
-        [*words, "train.py", mistake],
+        [*LAUNCHERS[launcher], "train.py", mistake],
         cwd=folder,
         env=child_environment(PYTHONUNBUFFERED="1", PYTHONWARNINGS="ignore", **variables),
         stdout=subprocess.PIPE,
@@ -133,7 +136,7 @@ def start(folder: Path, launcher: int | str, mistake: str, **variables: str) -> 
     )
 
 
-def lines_of(folder: Path, launcher: int | str, mistake: str, **variables: str) -> tuple[int, list[str]]:
+def lines_of(folder: Path, launcher: str, mistake: str, **variables: str) -> tuple[int, list[str]]:
     """Return the exit code of a program, and its lines on stderr; it prints nothing on stdout."""
     process = start(folder, launcher, mistake, **variables)
     try:
@@ -142,6 +145,15 @@ def lines_of(folder: Path, launcher: int | str, mistake: str, **variables: str) 
         process.kill()
     assert out == ""
     return process.returncode, err.splitlines()
+
+
+def lines_of_fork(folder: Path, num_ranks: int, mistake: str, **variables: str) -> tuple[int, list[str]]:
+    """Do the same where the program, a launcher and its ranks are forks; by night all of them are started."""
+    (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
+    launcher = ["-m", "cyxtrain.launch", str(num_ranks), "--"] if num_ranks > 1 else []
+    ended = run_python([*launcher, "train.py", mistake], folder, variables, forks=True)
+    assert ended.stdout == ""
+    return ended.returncode, ended.stderr.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +170,7 @@ def lines_of(folder: Path, launcher: int | str, mistake: str, **variables: str) 
     ],
 )
 def test_a_mistake_is_the_users_own_lines_and_the_message_once(mistake, message, num_ranks, tmp_path):
-    code, lines = lines_of(tmp_path, num_ranks, mistake)
+    code, lines = lines_of_fork(tmp_path, num_ranks, mistake)
     assert code == 1
     if num_ranks == 2:
         [label] = {line[: len("[rank 0] ")] for line in lines}
@@ -173,14 +185,14 @@ def test_a_mistake_is_the_users_own_lines_and_the_message_once(mistake, message,
 
 @pytest.mark.nightly
 def test_the_environment_asks_for_all_of_the_traceback(tmp_path):
-    _, lines = lines_of(tmp_path, 1, "shape", CYXTRAIN_TRACEBACK="full")
+    _, lines = lines_of_fork(tmp_path, 1, "shape", CYXTRAIN_TRACEBACK="full")
     assert lines[0] == "Traceback (most recent call last):"
     assert any("dry_run.py" in line for line in lines)
     assert "The above exception was the direct cause of the following exception:" in lines
 
 
 def test_the_error_of_one_ranks_own_code_has_its_whole_traceback_and_one_prefix(tmp_path):
-    code, lines = lines_of(tmp_path, 2, "raises")
+    code, lines = lines_of_fork(tmp_path, 2, "raises")
     assert code == 1
     own = [line.removeprefix("[rank 1] ") for line in lines if line.startswith("[rank 1] ")]
     assert own[0] == "Traceback (most recent call last):"
@@ -243,7 +255,7 @@ def test_a_rank_that_exits_without_joining_ends_the_run_at_once(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ctrl_c_in_a_fit_is_one_line_of_the_launcher(num_ranks, tmp_path):
-    process = start(tmp_path, num_ranks, "ctrl-c")
+    process = start(tmp_path, {1: "python", 2: "launch 2"}[num_ranks], "ctrl-c")
     try:
         wait_until(lambda: len(list(tmp_path.glob("ready?"))) == num_ranks, SECONDS)
         process.send_signal(signal.SIGINT)

@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
-from launching import SECONDS, runs, wait_until
+from launching import SECONDS, runs
 from markers import by_night
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from worlds import wait_until
 
 import cyxtrain as cx
 from cyxtrain.environment import process_env

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import children_of, runs, wait_until
+from launching import children_of, runs
 from lazy import LazyModule
+from worlds import wait_until
 
 import cyxtrain as cx
 

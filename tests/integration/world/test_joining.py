@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_programs import ForkedProgram
 from joined_ranks import join, own_rank
 from kept_worlds import on_ranks
 from markers import by_night
@@ -167,8 +168,7 @@ def end(how):
 
 @pytest.mark.parametrize("backend", ["cpu", by_night("gloo")])
 def test_three_ranks_join_and_leave_three_times_at_the_same_port(backend):
-    for _ in range(5 if backend == "cpu" else 1):
-        values(run_ranks(3, join_three_times, backend))
+    values(run_ranks(3, join_three_times, backend))
 
 
 @pytest.mark.nightly
@@ -390,7 +390,7 @@ def test_good_end_is_no_loss():
     assert "rank 1 has left" in ended[0].message
 
 
-# --- whole programs, started from nothing ---------------------------------------------------------------------------
+# --- whole programs ------------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import os, sys
@@ -411,40 +411,28 @@ cx.barrier()
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
+def program(tmp_path: Path) -> str:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM, encoding="utf-8")
-    return path
-
-
-def start(program: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(program), *arguments]
-    return subprocess.Popen(
-        command, env=child_environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return str(path)
 
 
 @pytest.mark.nightly
 def test_program_under_torchrun_joins_as_it_is(program):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(program)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", program]
     ran = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     assert sorted(ran.stdout.splitlines()) == ["rank 0 of 2, local 0: 2", "rank 1 of 2, local 1: 2"]
 
 
-def test_exception_in_a_program_is_told_and_all_exit_codes_are_1(program):
-    port = str(free_port())
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with start(program, "fail", RANK="1", **variables) as last, start(program, "fail", RANK="0", **variables) as first:
-        try:
-            messages = [process.communicate(timeout=60)[1] for process in (first, last)]
-        finally:
-            first.kill()
-            last.kill()
+def test_exception_in_a_program_is_told_and_all_exit_codes_are_1(program, tmp_path):
+    port = free_port()
+    ranks = [ForkedProgram([program, "fail"], tmp_path, environment(rank, 2, port)) for rank in (0, 1)]
+    first, last = [rank.wait() for rank in ranks]
     assert (first.returncode, last.returncode) == (1, 1)
-    assert "PeerLostError: rank 1 has ended: KeyError: 'what is wrong'" in messages[0]
-    assert "KeyError: 'what is wrong'" in messages[1]
-    assert "PeerLostError" not in messages[1]
+    assert "PeerLostError: rank 1 has ended: KeyError: 'what is wrong'" in first.stderr
+    assert "KeyError: 'what is wrong'" in last.stderr
+    assert "PeerLostError" not in last.stderr
 
 
 def test_what_another_backend_cannot_do_is_said_with_what_to_do(monkeypatch):

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from markers import nightly_where
 
 import cyxtrain as cx
 
@@ -102,7 +101,6 @@ WRONG = {
     },
 }
 CASES = [(cls, name, value) for cls, fields in WRONG.items() for name, values in fields.items() for value in values]
-IDS = [f"{cls.__name__}.{name}={value!r}" for cls, name, value in CASES]
 
 
 def made(cls, **fields):
@@ -122,23 +120,32 @@ def test_defaults_are_right(cls):
     cls().validate()
 
 
-@nightly_where(lambda cls, name, value: (cls, name, value) == (cx.DistributedTrainingConfig, "warmup_steps", "3"))
-@pytest.mark.parametrize(("cls", "name", "value"), CASES, ids=IDS)
-def test_wrong_value_is_refused_with_its_field_and_itself(cls, name, value):
-    with pytest.raises(cx.ConfigError) as caught:
+def refusal_of(call, *arguments):
+    """The message with which a call is refused; "": it is not."""
+    try:
+        call(*arguments)
+    except cx.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_wrong_values_are_refused_with_their_field_and_themselves():
+    def validate(cls, name, value):
         made(cls, **{name: value}).validate()
-    assert name in str(caught.value)
-    assert repr(value) in str(caught.value) or str(value) in str(caught.value)
+
+    taken = []
+    for cls, name, value in CASES:
+        text = refusal_of(validate, cls, name, value)
+        if name not in text or (repr(value) not in text and str(value) not in text):
+            taken.append((cls.__name__, name, value, text))
+    assert taken == []
 
 
-@pytest.mark.parametrize(
-    ("cls", "name", "value"), CASES[::7], ids=[f"{c.__name__}.{n}={v!r}" for c, n, v in CASES[::7]]
-)
-def test_wrong_value_is_refused_also_when_it_is_assigned(cls, name, value):
-    config = made(cls)
-    setattr(config, name, value)
-    with pytest.raises(cx.ConfigError):
-        config.validate()
+def test_wrong_values_are_refused_also_when_they_are_assigned():
+    for cls, name, value in CASES:
+        config = made(cls)
+        setattr(config, name, value)
+        assert refusal_of(config.validate), (cls.__name__, name, value)
 
 
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)

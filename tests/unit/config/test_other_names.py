@@ -160,9 +160,10 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ANSWERS.items() for name in names])
-def test_a_name_of_another_library_is_answered_by_its_meaning(kind, name):
-    assert ANSWERS[kind][name] in nearest(name, OURS[kind], kind)
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_names_of_other_libraries_are_answered_by_their_meaning(kind):
+    found = {name: nearest(name, OURS[kind], kind) for name in ANSWERS[kind]}
+    assert {name: text for name, text in found.items() if ANSWERS[kind][name] not in text} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Claims about batches: what the ranks see together is what one rank sees alone."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -31,25 +33,23 @@ def joined(batches, size):
     return result.tolist()
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("size", SIZES)
-def test_joined_batches_of_all_ranks_are_the_batches_of_one_rank(size, world_size, batch_size):
-    ranks = iterators(size, world_size, batch_size)
-    (alone,) = iterators(size, 1, batch_size * world_size)
-    assert {len(rank) for rank in ranks} == {len(alone)}
-    for number, (batches, expected) in enumerate(zip(zip(*ranks, strict=True), alone, strict=True)):
-        assert joined(batches, len(expected)) == expected.tolist()
-        assert ranks[0].global_batch_size(number) == len(expected) == sum(len(batch) for batch in batches)
+def test_joined_batches_of_all_ranks_are_the_batches_of_one_rank(world_size):
+    for size, batch_size in itertools.product(SIZES, BATCH_SIZES):
+        ranks = iterators(size, world_size, batch_size)
+        (alone,) = iterators(size, 1, batch_size * world_size)
+        assert {len(rank) for rank in ranks} == {len(alone)}
+        for number, (batches, expected) in enumerate(zip(zip(*ranks, strict=True), alone, strict=True)):
+            assert joined(batches, len(expected)) == expected.tolist(), (size, batch_size)
+            assert ranks[0].global_batch_size(number) == len(expected) == sum(len(batch) for batch in batches)
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("size", SIZES)
-def test_an_epoch_visits_every_index_once(size, world_size, batch_size):
-    batches = [batch for rank in iterators(size, world_size, batch_size) for batch in rank]
-    assert sorted(np.concatenate(batches).tolist()) == list(range(size))
-    assert all(batch.dtype == np.int64 and len(batch) <= batch_size for batch in batches)
+def test_an_epoch_visits_every_index_once(world_size):
+    for size, batch_size in itertools.product(SIZES, BATCH_SIZES):
+        batches = [batch for rank in iterators(size, world_size, batch_size) for batch in rank]
+        assert sorted(np.concatenate(batches).tolist()) == list(range(size)), (size, batch_size)
+        assert all(batch.dtype == np.int64 and len(batch) <= batch_size for batch in batches)
 
 
 def test_a_batch_is_the_callers_own():
@@ -61,14 +61,13 @@ def test_a_batch_is_the_callers_own():
     assert [batch.tolist() for batch in iterator] == before
 
 
-@pytest.mark.parametrize("effective_batch_size", [1, 4, 10, 64])
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("size", SIZES)
-def test_an_effective_batch_size_gives_the_same_batches_on_any_number_of_ranks(size, world_size, effective_batch_size):
-    ranks = iterators(size, world_size, 3, effective_batch_size)
-    (alone,) = iterators(size, 1, effective_batch_size)
-    for batches, expected in zip(zip(*ranks, strict=True), alone, strict=True):
-        assert joined(batches, len(expected)) == expected.tolist()
+def test_an_effective_batch_size_gives_the_same_batches_on_any_number_of_ranks(world_size):
+    for size, effective_batch_size in itertools.product(SIZES, [1, 4, 10, 64]):
+        ranks = iterators(size, world_size, 3, effective_batch_size)
+        (alone,) = iterators(size, 1, effective_batch_size)
+        for batches, expected in zip(zip(*ranks, strict=True), alone, strict=True):
+            assert joined(batches, len(expected)) == expected.tolist(), (size, effective_batch_size)
 
 
 @pytest.mark.parametrize("options", [{"pad": True}, {"drop_last": True}])

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from launching import environment
+from launching import QUICK_LAUNCH, environment
 from markers import by_night
 from worlds import free_port
 
@@ -73,10 +73,20 @@ def test_importing_opens_the_null_device_where_a_stream_is_absent_before_pytorch
     assert [bool(done.stdout), bool(done.stderr)] == [not closed[1], not closed[2]]
 
 
+# As `cyxtrain launch`, but the import of cyxtrain ends where PyTorch's would begin.
+QUICK_START = f"""
+import sys
+sys.modules["torch"] = None
+try:
+    import cyxtrain
+except ImportError:
+    pass
+{QUICK_LAUNCH}"""
 STARTERS = {
     "cyxtrain launch": [sys.executable, "-m", "cyxtrain", "launch"],
     "cyxtrain.launch": [sys.executable, "-m", "cyxtrain.launch"],
     "script": [sys.executable, "-c", "import sys; from cyxtrain.__main__ import main; sys.exit(main())", "launch"],
+    "without PyTorch": [sys.executable, "-c", QUICK_START],
     "launch_distributed.sh": [str(ROOT / "launch_distributed.sh")],
 }
 
@@ -84,7 +94,8 @@ STARTERS = {
 @pytest.mark.parametrize(
     ("starter", "num_ranks", "absent"),
     [
-        ("cyxtrain launch", "2", ">&-"),
+        ("without PyTorch", "2", ">&-"),
+        by_night("cyxtrain launch", "2", ">&-"),
         *(
             by_night(starter, num_ranks, absent)
             for starter in STARTERS

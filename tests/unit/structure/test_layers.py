@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cyxtrain
-from tests.structure import nodes
+from tests.structure import dotted_name, nodes
 
 PACKAGE = Path(cyxtrain.__file__).parent
 READERS_OF_THE_ENVIRONMENT = {
@@ -33,12 +33,13 @@ def test_every_tensor_that_is_made_says_on_which_device():
     """Else it would be on the one that a user has given to torch.set_default_device."""
     makers = {"tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "rand", "randn", "randint", "randperm"}
     makers |= {"eye", "asarray", "as_tensor", "scalar_tensor", "sparse_coo_tensor", "sparse_compressed_tensor"}
+    makers = {f"torch.{name}" for name in makers}
     silent = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for path, tree, _ in files()
         for node in tree
-        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in makers
-        if ast.unparse(node.func).startswith("torch.") and "device" not in {each.arg for each in node.keywords}
+        if isinstance(node, ast.Call) and dotted_name(node.func) in makers
+        if "device" not in {each.arg for each in node.keywords}
     ]
     assert silent == []
 
@@ -64,7 +65,7 @@ def test_the_ranks_are_an_argument_above_the_world():
         for path, tree, _ in files()
         if not path.startswith(("world/", "ring/"))
         for node in tree
-        if (isinstance(node, ast.Call) and ast.unparse(node.func) in asked)
+        if (isinstance(node, ast.Call) and dotted_name(node.func) in asked)
         or (isinstance(node, ast.Name) and node.id == "RingProcessGroup")
     ]
     assert found == []

@@ -23,10 +23,10 @@ from launching import (
     runs,
     started,
     wait_for_ranks,
-    wait_until,
     write_script,
 )
 from markers import by_night
+from worlds import wait_until
 
 from cyxtrain.environment.uncaught import HEADER
 from cyxtrain.workers import output, process, supervisor
