@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ddp_models import EXACT, assert_close, batch, gradients, loss_on, mean_grad
 from kept_worlds import on_ranks
 from markers import by_night
 from rank_processes import run_ranks
+from refusals import refuses
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -97,20 +99,18 @@ def test_before_init_the_wrapper_says_what_to_call():
         cx.DistributedDataParallel(network())
 
 
-@pytest.mark.usefixtures("world_of_one")
-def test_wrong_arguments_are_refused():
-    with pytest.raises(cx.ConfigError, match=r"'bucket_cap_mb'.*Did you mean 'bucket_size_mb'"):
-        cx.DistributedDataParallel(network(), bucket_cap_mb=25)
-    with pytest.raises(cx.ConfigError, match="bucket_size_mb"):
-        cx.DistributedDataParallel(network(), bucket_size_mb=0)
-    with pytest.raises(cx.ConfigError, match="one process drives one device"):
-        cx.DistributedDataParallel(network(), device_ids=[0, 1])
-    with pytest.raises(cx.ConfigError, match="config must be a DDPConfig, got int"):
-        cx.DistributedDataParallel(network(), 25)
-    with pytest.raises(cx.ConfigError, match=r"model must be a torch\.nn\.Module, got function"):
-        cx.DistributedDataParallel(network)
-    with pytest.raises(cx.ConfigError, match=r"0\.weight has no shape yet"):
-        cx.DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
+def wrap(model: Any, *arguments: Any, **fields: Any) -> None:
+    cx.DistributedDataParallel(model, *arguments, **fields)
+
+
+test_wrong_arguments_are_refused = refuses(
+    (lambda: wrap(network(), bucket_cap_mb=25), r"'bucket_cap_mb'.*Did you mean 'bucket_size_mb'"),
+    (lambda: wrap(network(), bucket_size_mb=0), "bucket_size_mb"),
+    (lambda: wrap(network(), device_ids=[0, 1]), "one process drives one device"),
+    (lambda: wrap(network(), 25), "config must be a DDPConfig, got int"),
+    (lambda: wrap(network), r"model must be a torch\.nn\.Module, got function"),
+    (lambda: wrap(nn.Sequential(nn.LazyLinear(3))), r"0\.weight has no shape yet"),
+)
 
 
 @pytest.mark.usefixtures("world_of_one")
