@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,16 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return (yield) + 1
 
 
+@pytest.fixture(scope="session")
+def empty_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the folders that tests work in: pytest looks through all of its own for a free number."""
+    return tmp_path_factory.mktemp("cwd")
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def nothing_left_behind(empty_folders: Path) -> Iterator[None]:
     """Compares threads, processes, descriptors, environment and files before and after a test."""
-    with leaks.nothing_left_behind(tmp_path_factory.mktemp("cwd")):
+    with tempfile.TemporaryDirectory(dir=empty_folders) as folder, leaks.nothing_left_behind(Path(folder)):
         yield
 
 
@@ -113,6 +120,15 @@ def rank_server() -> None:
     import rank_processes
 
     rank_processes.start_server()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make this process a world of one."""
+    import fitting
+
+    with fitting.one_process():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ def first_gradients(case: Case, world_size: int) -> Floats:
     model = make_model(dtype)
     optimizer = RecordingSGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), optimizer)
-    trainer.fit(*make_rows(samples), epochs=1, effective_batch_size=batch_size * world_size, verbose=False)
+    trainer.fit(*make_rows(samples), max_steps=1, effective_batch_size=batch_size * world_size, verbose=False)
     gradients: Floats = optimizer.gradients
     return gradients
 

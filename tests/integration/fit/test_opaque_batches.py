@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Makes this process a world of one."""
-    with one_process():
-        yield
 
 
 ALONE = pytest.mark.usefixtures("alone")

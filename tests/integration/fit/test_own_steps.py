@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -110,11 +111,16 @@ def fitted(name: str, own: bool, **settings: Any) -> dict[str, Any]:
     return {"parameters": flat(model.parameters()), "history": dict(history.history)}
 
 
+@functools.cache
+def built_in(name: str) -> dict[str, Any]:
+    with one_process():
+        return fitted(name, own=False)
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_computes_the_same_trains_the_same_on_any_number_of_ranks(world_size, name):
-    with one_process():
-        expected = fitted(name, own=False)
+    expected = built_in(name)
     for found in everywhere(world_size, fitted, name, True):
         np.testing.assert_allclose(found["parameters"], expected["parameters"], rtol=1e-12)
         shared = expected["history"].keys() - ({"accuracy"} if name in ("plain", "pairs") else set())

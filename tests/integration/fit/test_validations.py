@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import os
 import re
@@ -47,6 +48,14 @@ def steps_of(history: cx.TrainingHistory) -> list[tuple[float, float]]:
     return [(row["epoch"], row["step"]) for row in history.validations]
 
 
+@functools.cache
+def plain(max_steps: int | None) -> tuple[str, list[float]]:
+    """What a fit comes to that validates after each epoch."""
+    with one_process():
+        trainer = fit(max_steps=max_steps)
+    return fingerprint(trainer.model), trainer.history.train_losses
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -65,10 +74,8 @@ def steps_of(history: cx.TrainingHistory) -> list[tuple[float, float]]:
 def test_validations_come_when_they_are_asked_for_and_training_stays_the_same(settings, steps):
     with one_process():
         found = fit(**settings)
-        plain = fit(**{**settings, "validation_freq": 1, "validate_every_n_steps": 0, "validate_every_n_minutes": 0.0})
     assert steps_of(found.history) == steps
-    assert fingerprint(found.model) == fingerprint(plain.model)
-    assert found.history.train_losses == plain.history.train_losses
+    assert (fingerprint(found.model), found.history.train_losses) == plain(settings.get("max_steps"))
     last = {row["epoch"]: row["val_loss"] for row in found.history.validations}
     assert [last.get(epoch) for epoch in found.history.epochs][-1] == found.history.val_losses[-1]
 
@@ -154,7 +161,7 @@ def test_a_fit_resumes_between_and_within_validations(freq, tmp_path):
         whole = run(checkpoint_every_n_steps=2, callbacks=[StopsAt(0, tmp_path)])
         paths = [*sorted(tmp_path.glob("by-hand-*")), *sorted(tmp_path.glob("runs/step-*"))]
         assert len(paths) == 30
-        for path in (paths[3], paths[4], paths[9], paths[11], paths[-7], paths[-5], paths[-1]):
+        for path in (paths[3], paths[4], paths[9], paths[-5]):
             assert run(resume=str(path)) == whole
         for step in (4, 8, 20):  # within an epoch; in the last one; at its end
             for path in tmp_path.glob("runs/*"):

@@ -28,12 +28,6 @@ import cyxtrain as cx
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 
-@pytest.fixture
-def world_of_one():
-    with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
-        yield
-
-
 @on_ranks(2)
 def test_pytorchs_hooks_are_taken():
     for hook, tolerance in (
@@ -113,7 +107,7 @@ test_wrong_arguments_are_refused = refuses(
 )
 
 
-@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.usefixtures("alone")
 def test_in_a_world_of_one_the_wrapper_is_inert():
     model, alone = network(), network()
     ddp = cx.DistributedDataParallel(model)
@@ -129,7 +123,7 @@ def test_in_a_world_of_one_the_wrapper_is_inert():
     assert pointers == [p.grad.data_ptr() for p in model.parameters()]
 
 
-@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.usefixtures("alone")
 def test_in_a_world_of_one_the_verbs_do_their_work():
     model, alone = network(), network()
     ddp = cx.DistributedDataParallel(model)
