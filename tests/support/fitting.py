@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,3 +113,22 @@ class Trace(cx.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.rates.append(float(self.trainer.optimizer.param_groups[0]["lr"]))
+
+
+def keep_only(folder: Path, step: int) -> None:
+    """Removes all checkpoints of a folder but the one of a step."""
+    for path in folder.glob("*.ckpt"):
+        if path.name != f"step-{step:08d}.ckpt":
+            path.unlink()
+
+
+class SaveAt(cx.callbacks.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, path: str | Path, step: int) -> None:
+        super().__init__()
+        self.path, self.at = path, step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.step == self.at:
+            self.trainer.save_checkpoint(self.path)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world, seeded
+from fitting import FEATURES, adam, fingerprint, make_model, make_rows, run_world, seeded
 from rank_processes import run_ranks, values
 from torch import Tensor, nn
 
@@ -19,12 +19,6 @@ import cyxtrain as cx
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 INPUTS, TARGETS = make_rows(12)
-
-
-@pytest.fixture
-def alone():
-    with one_process():
-        yield
 
 
 def trained(inputs: Any = INPUTS, targets: Any = TARGETS, loss_fn: Any = "cross_entropy", **keywords: Any) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, one_process, run_world, seeded
+from refusals import refuses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -150,22 +151,17 @@ def test_a_held_out_part_keeps_the_lengths_of_the_others():
             assert spread(steps) < 6
 
 
-@pytest.mark.parametrize(
-    ("data", "asked", "message"),
-    [
-        ("arrays", True, "X is arrays: give the length of each sample"),
-        ("loader", LENGTHS[1:], r"group_by_length has the shape \[119\] and the type int64, and X has 120 samples"),
-        ("loader", ["long"] * COUNT, "group_by_length has the shape"),
-        ("stream", True, "X gives batches one after the other"),
-        ("sampler", True, "leave the sampler out"),
-    ],
+def group(asked: Any, *data: Any) -> None:
+    steps_of(*data, group_by_length=asked, effective_batch_size=None)
+
+
+test_what_cannot_be_grouped_is_refused = refuses(
+    (lambda: group(True, *arrays()), "X is arrays: give the length of each sample"),
+    (lambda: group(LENGTHS[1:], loader()), r"has the shape \[119\] and the type int64, and X has 120 samples"),
+    (lambda: group(["long"] * COUNT, loader()), "group_by_length has the shape"),
+    (lambda: group(True, lambda: iter(loader())), "X gives batches one after the other"),
+    (
+        lambda: group(True, loader(shuffle=None, sampler=RandomSampler(Texts(), replacement=True))),
+        "leave the sampler out",
+    ),
 )
-def test_what_cannot_be_grouped_is_refused(data, asked, message):
-    made = {
-        "arrays": arrays,
-        "loader": lambda: (loader(),),
-        "stream": lambda: (lambda: iter(loader()),),
-        "sampler": lambda: (loader(shuffle=None, sampler=RandomSampler(Texts(), replacement=True)),),
-    }[data]()
-    with one_process(), pytest.raises(cx.ConfigError, match=message):
-        steps_of(*made, group_by_length=asked, effective_batch_size=None)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_rows, one_process, run_world, seeded
-from lazy import LazyParameter, resolve
 from markers import by_night
-from rank_processes import run_ranks
+from refusals import refusal, refuses
 from torch import nn
 from torch.nn import functional
 
@@ -161,13 +160,13 @@ def fit_weighted(kind: str) -> tuple[Any, list[float]]:
     return flat(trainer.model.parameters()), [*history.train_losses, *history.val_losses, evaluation.loss]
 
 
-def test_two_targets_with_a_loss_of_ones_own_on_any_number_of_ranks():
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
+def test_two_targets_with_a_loss_of_ones_own_on_any_number_of_ranks(world_size):
     [(parameters, losses)] = everywhere(1, fit_two_heads)
     assert losses[1] < losses[0]
-    for world_size in (2, 4):
-        for found in run_world(world_size, fit_two_heads):
-            assert abs(found[0] - parameters).max() < 1e-5
-            assert found[1] == pytest.approx(losses, rel=1e-5)
+    for found in run_world(world_size, fit_two_heads):
+        assert abs(found[0] - parameters).max() < 1e-5
+        assert found[1] == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +178,12 @@ def test_two_targets_with_a_loss_of_ones_own_on_any_number_of_ranks():
         *map(by_night, ("sum", "ignoring", "elements")),
     ],
 )
-def test_rows_with_weights_on_any_number_of_ranks(kind):
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
+def test_rows_with_weights_on_any_number_of_ranks(world_size, kind):
     [(parameters, losses)] = everywhere(1, fit_weighted, kind)
-    for world_size in (2, 4):
-        for found in run_world(world_size, fit_weighted, kind):
-            assert abs(found[0] - parameters).max() < 1e-5
-            assert found[1] == pytest.approx(losses, rel=1e-5)
+    for found in run_world(world_size, fit_weighted, kind):
+        assert abs(found[0] - parameters).max() < 1e-5
+        assert found[1] == pytest.approx(losses, rel=1e-5)
 
 
 def by_hand(weigh: Any, loss: Any) -> Any:
@@ -298,46 +297,35 @@ def sparse_eye() -> Any:
     return sparse.eye(12, format="csr")
 
 
-@pytest.mark.parametrize(
-    ("inputs", "targets", "more", "words"),
-    [
-        (
-            {"left": LEFT, "right": RIGHT[:5]},
-            TARGETS,
-            {},
-            r"X\['left'\] and X\['right'\] have different lengths: 12 and 5",
-        ),
-        ((LEFT, RIGHT), TARGETS[:5], {}, r"X\[0\] and y have different lengths: 12 and 5"),
-        ({1: LEFT}, TARGETS, {}, "keys must be strings, got 1"),
-        ({}, TARGETS, {}, "X has no samples"),
-        ({"left": LEFT, "right": "text"}, TARGETS, {}, r"X\['right'\]"),
-        ((LEFT, RIGHT), {"a": TARGETS}, {}, "CrossEntropyLoss compares one output with one y, and y has 1 parts"),
-        ((LEFT, RIGHT), TARGETS, {"sample_weight": np.ones(5)}, "X.0. and sample_weight have different lengths"),
-        ((LEFT, RIGHT), TARGETS, {"sample_weight": np.ones((12, 1))}, "one number per sample, shape"),
-        ((LEFT, RIGHT), TARGETS, {"sample_weight": -np.ones(12)}, "must not be negative"),
-        ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0}}, "for class 1, 2, which y holds; it has one for class 0"),
-        ((LEFT, RIGHT), TARGETS, {"class_weight": {0: 1.0, 1: "x", 2: 1.0}}, "numbers of at least 0, got 'x'"),
-        ((LEFT, RIGHT), TARGETS, {"class_weight": [1.0, 2.0]}, r"must be a dictionary, as dict"),
-        ((LEFT, RIGHT), LEFT, {"class_weight": {0: 1.0}}, "class_weight needs one class number per sample"),
-        (torch.eye(12).to_sparse(), TARGETS, {}, r"X is a sparse tensor, .*: give X.to_dense\(\)"),
-        (LazyParameter(sparse_eye), TARGETS, {}, r"X is a csr_\w+, .*: give X.toarray\(\)"),
-        ((LEFT, RIGHT), TARGETS, {"validation_data": ((LEFT, RIGHT),)}, "or .X_val, y_val, sample_weight."),
-    ],
+def fit_parts(inputs: Any = (LEFT, RIGHT), targets: Any = TARGETS, loss: Any = "cross_entropy", **more: Any) -> None:
+    trained(TwoInputs, inputs, targets, loss, **more)
+
+
+test_what_cannot_be_rows_is_refused = refuses(
+    (lambda: fit_parts({"left": LEFT, "right": RIGHT[:5]}), r"X\['left'\] and X\['right'\] have different .* 12 and 5"),
+    (lambda: fit_parts(targets=TARGETS[:5]), r"X\[0\] and y have different lengths: 12 and 5"),
+    (lambda: fit_parts({1: LEFT}), "keys must be strings, got 1"),
+    (lambda: fit_parts({}), "X has no samples"),
+    (lambda: fit_parts({"left": LEFT, "right": "text"}), r"X\['right'\]"),
+    (lambda: fit_parts(targets={"a": TARGETS}), "CrossEntropyLoss compares one output with one y, and y has 1 parts"),
+    (lambda: fit_parts(torch.eye(12).to_sparse()), r"X is a sparse tensor, .*: give X.to_dense\(\)"),
+    (lambda: fit_parts(sparse_eye()), r"X is a csr_\w+, .*: give X.toarray\(\)"),
+    (lambda: fit_parts(validation_data=((LEFT, RIGHT),)), "or .X_val, y_val, sample_weight."),
 )
-def test_what_cannot_be_rows_is_refused(inputs, targets, more, words):
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        trained(TwoInputs, resolve(inputs), targets, **more)
-
-
-def test_weights_need_a_loss_of_each_row():
-    weights = np.ones(12)
-    with one_process():
-        with pytest.raises(cx.ConfigError, match=r"loss_fn must return one per sample, shape \(6,\) .* shape \[\]"):
-            trained(
-                TwoInputs, (LEFT, RIGHT), TARGETS, lambda *pair: functional.cross_entropy(*pair), sample_weight=weights
-            )
-        with pytest.raises(cx.ConfigError, match="this model computes its own"):
-            trained(OwnLoss, (LEFT, RIGHT), TARGETS, None, sample_weight=weights)
+test_weights_that_cannot_be_are_refused = refuses(
+    (lambda: fit_parts(sample_weight=np.ones(5)), "X.0. and sample_weight have different lengths"),
+    (lambda: fit_parts(sample_weight=np.ones((12, 1))), "one number per sample, shape"),
+    (lambda: fit_parts(sample_weight=-np.ones(12)), "must not be negative"),
+    (lambda: fit_parts(class_weight={0: 1.0}), "for class 1, 2, which y holds; it has one for class 0"),
+    (lambda: fit_parts(class_weight={0: 1.0, 1: "x", 2: 1.0}), "numbers of at least 0, got 'x'"),
+    (lambda: fit_parts(class_weight=[1.0, 2.0]), r"must be a dictionary, as dict"),
+    (lambda: fit_parts(targets=LEFT, class_weight={0: 1.0}), "class_weight needs one class number per sample"),
+    (
+        lambda: fit_parts(loss=lambda *pair: functional.cross_entropy(*pair), sample_weight=np.ones(12)),
+        r"loss_fn must return one per sample, shape \(6,\) .* shape \[\]",
+    ),
+    (lambda: trained(OwnLoss, (LEFT, RIGHT), TARGETS, None, sample_weight=np.ones(12)), "this model computes its own"),
+)
 
 
 def test_rows_of_a_part_that_are_not_finite_are_named():
@@ -378,22 +366,17 @@ def test_the_class_that_does_not_count_needs_no_weight():
         trained(TwoInputs, (left, right), ignoring, class_weight=weights)
 
 
-def weigh_differently() -> None:
+def weigh_differently() -> str:
     left, right, targets = parts()
     rare = targets.clone()
     rare[5] = 2
     factors = {0: 1.0, 1: 1.0, 2: 1.0 + cx.get_rank()}
-    trained(TwoInputs, (left, right), rare, class_weight=factors)
+    return refusal(trained, TwoInputs, (left, right), rare, class_weight=factors)
 
 
 def test_ranks_with_other_weights_are_refused():
-    for ended in run_ranks(2, in_world, "weigh_differently"):
-        assert "differs from rank 0 in training sample_weight" in ended.message
-
-
-def in_world(name: str) -> None:
-    with cx.init():
-        globals()[name]()
+    for text in run_world(2, weigh_differently):
+        assert "differs from rank 0 in training sample_weight" in text
 
 
 def test_floats_that_become_others_are_said(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import random
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
+from fitting import FEATURES, everywhere, fingerprint, flat, keep_only, make_model, make_rows, one_process, seeded
 from kept_worlds import close_worlds
 from markers import by_night, nightly_where
-from rank_processes import run_ranks
+from refusals import ending, refusal, refuses
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -140,13 +141,12 @@ KINDS += ["dealt already", "drop_last", "a batch sampler", "own batches"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_train_on_the_rows_of_one_also_where_they_are_augmented(kind):
     alone = everywhere(1, fit_kind, kind)[0]
-    for world_size in (2,):
-        found = everywhere(world_size, fit_kind, kind)
-        assert len({each["bits"] for each in found}) == 1
-        np.testing.assert_allclose(found[0]["parameters"], alone["parameters"], atol=1e-12)
-        np.testing.assert_allclose(found[0]["history"]["loss"], alone["history"]["loss"], atol=1e-12)
-        assert sorted(row for each in found for row in each["seen"]) == sorted(alone["seen"])
-        assert alone["step"] == found[0]["step"]
+    found = everywhere(2, fit_kind, kind)
+    assert len({each["bits"] for each in found}) == 1
+    np.testing.assert_allclose(found[0]["parameters"], alone["parameters"], atol=1e-12)
+    np.testing.assert_allclose(found[0]["history"]["loss"], alone["history"]["loss"], atol=1e-12)
+    assert sorted(row for each in found for row in each["seen"]) == sorted(alone["seen"])
+    assert alone["step"] == found[0]["step"]
     counts = np.bincount(alone["seen"], minlength=ROWS)
     if kind == "drop_last":
         assert counts.sum() == 2 * 36
@@ -201,11 +201,9 @@ def interrupted(kind: str, folder: str, resume: str | None, steps: int) -> dict[
     return trained(loader_of(kind, 2), drop=0.3, epochs=3, resume=resume, **saving)
 
 
-def check_resumed(kind: str, ranks: int, folder: Path, steps: int, kept: str) -> None:
+def check_resumed(kind: str, ranks: int, folder: Path, steps: int) -> None:
     through = everywhere(ranks, interrupted, kind, str(folder), None, steps)
-    for path in folder.glob("*.ckpt"):
-        if path.name != kept:
-            path.unlink()
+    keep_only(folder, steps)
     close_worlds()  # what resumes is another process
     again = everywhere(ranks, interrupted, kind, str(folder), "auto", steps)
     for before, after in zip(through, again, strict=True):
@@ -217,11 +215,11 @@ def check_resumed(kind: str, ranks: int, folder: Path, steps: int, kept: str) ->
 
 @pytest.mark.parametrize("kind", [by_night("workers"), by_night("kept workers"), "weighted", by_night("own batches")])
 def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, tmp_path):
-    check_resumed(kind, 2, tmp_path, 6, "step-00000006.ckpt")
+    check_resumed(kind, 2, tmp_path, 6)
 
 
 def test_one_rank_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(tmp_path):
-    check_resumed("shuffled", 1, tmp_path, 6, "step-00000006.ckpt")
+    check_resumed("shuffled", 1, tmp_path, 6)
 
 
 def rows_of_kind(kind: str, folder: str, resume: str | None) -> list[int]:
@@ -232,9 +230,7 @@ def rows_of_kind(kind: str, folder: str, resume: str | None) -> list[int]:
 @pytest.mark.parametrize("kind", ["shuffled", by_night("weighted"), by_night("own batches")])
 def test_another_number_of_ranks_goes_on_with_the_same_rows(kind, tmp_path):
     through = everywhere(2, rows_of_kind, kind, str(tmp_path), None)
-    for path in tmp_path.glob("*.ckpt"):
-        if path.name != "step-00000002.ckpt":
-            path.unlink()
+    keep_only(tmp_path, 2)
     again = everywhere(1, rows_of_kind, kind, str(tmp_path), "auto")[0]
     # Two steps of two ranks have 12 rows each; what is left comes alone.
     left = [row for each in through for row in each[12:]]
@@ -260,16 +256,12 @@ def fit_stubborn(same: bool, folder: str = "", resume: str | None = None) -> dic
     return trained(DataLoader(Plain(), BATCH, sampler=sampler), resume=resume, **more)
 
 
-def refusals(*arguments: Any) -> str:
-    try:
-        fit_stubborn(*arguments)
-    except cx.ConfigError as error:
-        return str(error)
-    return ""
+def refused(*arguments: Any) -> str:
+    return refusal(fit_stubborn, *arguments)
 
 
 def test_a_sampler_that_differs_between_ranks_is_refused():
-    for said in everywhere(2, refusals, False):
+    for said in everywhere(2, refused, False):
         assert "rank 1" in said
         assert "the order of the training data: hash" in said
 
@@ -277,10 +269,8 @@ def test_a_sampler_that_differs_between_ranks_is_refused():
 def test_a_sampler_that_gives_another_order_where_a_fit_goes_on_is_refused(tmp_path):
     with one_process():
         fit_stubborn(True, str(tmp_path))
-        for path in tmp_path.glob("*.ckpt"):
-            if path.name != "step-00000014.ckpt":  # in the middle of the second epoch
-                path.unlink()
-        said = refusals(True, str(tmp_path), "auto")
+        keep_only(tmp_path, 14)  # in the middle of the second epoch
+        said = refused(True, str(tmp_path), "auto")
     assert "a different order of this epoch" in said
     shutil.rmtree(tmp_path)
 
@@ -446,52 +436,31 @@ class Miscounted(list):
         return ROWS
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no length": (NoLength(), {}, "NoLength has no length"),
-    "y beside it": (DataLoader(Plain(), 4), {"y": torch.zeros(ROWS)}, "X is a DataLoader, which gives y itself"),
-    "weights beside it": (Plain(), {"sample_weight": torch.ones(ROWS)}, "X is a Plain, which gives sample_weight"),
-    "two batch sizes": (DataLoader(Plain(), 4), {"batch_size": 8}, "batch_size=8, and X makes batches of"),
-    "a split": (DataLoader(Plain(), 4), {"validation_split": 0.5}, "validation_split divides arrays"),
-    "four parts": (DataLoader(Four(), 4), {}, r"one has 4 parts"),
-    "no rows": (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), {}, "X has no samples"),
-    "nothing": (DataLoader(Plain(0), 4), {}, "the Plain has no samples"),
-    "halves of rows": (DataLoader(Plain(), 4, sampler=[0.5, 1]), {}, "the DataLoader's list must give sample numbers"),
-    "an empty batch": (DataLoader(Plain(), batch_sampler=[[0, 1], []]), {}, "list gave an empty batch"),
-    "fewer than said": (
-        DataLoader(Plain(), 4, sampler=Miscounted([0, 1])),
-        {},
-        rf"length {ROWS}, but gave 2\.",
-    ),
-    "no count": (DataLoader(Plain(), 4, sampler=map(int, "123")), {}, "the DataLoader's map has no length"),
-    "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "collate_fn turned 2 samples into 1"),
-    "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 samples"),
-    "sizes twice": (
-        DataLoader(Plain(), batch_sampler=Longer(4)),
-        {"effective_batch_size": 8},
-        "batch_sampler determines the batches",
-    ),
-    "own arrays": (torch.zeros(4, FEATURES), {"sharded_data": True}, "sharded_data=True is for data that give"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name):
-    data, settings, words = REFUSED[name]
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        trained(data, **settings)
-
-
-def test_an_evaluation_with_another_batch_size_is_refused():
-    with one_process(), pytest.raises(cx.ConfigError, match="batch_size=8, and X makes batches of 4"):
-        trainer_of().evaluate(DataLoader(Plain(), 4), batch_size=8)
+FOURS = functools.partial(DataLoader, Plain(), 4)
+LISTED = functools.partial(DataLoader, Plain())
+test_what_cannot_work_is_refused = refuses(
+    (lambda: trained(NoLength()), "NoLength has no length"),
+    (lambda: trained(FOURS(), y=torch.zeros(ROWS)), "X is a DataLoader, which gives y itself"),
+    (lambda: trained(Plain(), sample_weight=torch.ones(ROWS)), "X is a Plain, which gives sample_weight"),
+    (lambda: trained(FOURS(), batch_size=8), "batch_size=8, and X makes batches of"),
+    (lambda: trained(FOURS(), validation_split=0.5), "validation_split divides arrays"),
+    (lambda: trained(DataLoader(Four(), 4)), r"one has 4 parts"),
+    (lambda: trained(TensorDataset(torch.zeros(0, 4), torch.zeros(0))), "X has no samples"),
+    (lambda: trained(DataLoader(Plain(0), 4)), "the Plain has no samples"),
+    (lambda: trained(FOURS(sampler=[0.5, 1])), "the DataLoader's list must give sample numbers"),
+    (lambda: trained(LISTED(batch_sampler=[[0, 1], []])), "list gave an empty batch"),
+    (lambda: trained(FOURS(sampler=Miscounted([0, 1]))), rf"length {ROWS}, but gave 2\."),
+    (lambda: trained(FOURS(sampler=map(int, "123"))), "the DataLoader's map has no length"),
+    (lambda: trained(FOURS(collate_fn=halved)), "the DataLoader's collate_fn turned 2 samples into 1"),
+    (lambda: trained(DataLoader(Plain(5), 8, drop_last=True)), "drop_last leaves nothing: 5 samples"),
+    (lambda: trained(LISTED(batch_sampler=Longer(4)), effective_batch_size=8), "batch_sampler determines the batches"),
+    (lambda: trained(torch.zeros(4, FEATURES), sharded_data=True), "sharded_data=True is for data that give"),
+    (lambda: trainer_of().evaluate(FOURS(), batch_size=8), "batch_size=8, and X makes batches of 4"),
+)
 
 
 def lengths_differ() -> str:
-    try:
-        trained(Plain(20 + cx.get_rank()))
-    except cx.ConfigError as error:
-        return str(error)
-    return ""
+    return refusal(trained, Plain(20 + cx.get_rank()))
 
 
 def test_data_sets_of_different_length_are_refused():
@@ -507,16 +476,11 @@ class Failing(Plain):
 
 
 def fit_failing() -> str:
-    with cx.init():
-        try:
-            trained(DataLoader(Failing(), BATCH))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+    return ending(trained, DataLoader(Failing(), BATCH))
 
 
 def test_a_row_that_cannot_be_had_ends_the_fit_on_all_ranks():
-    said = [ended.value or str(ended.error) for ended in run_ranks(2, fit_failing)]
+    said = everywhere(2, fit_failing)
     assert any("row 30 is broken" in each and "KeyError" in each for each in said)
     assert all("row 30 is broken" in each for each in said), said
 
@@ -588,9 +552,7 @@ def test_what_a_collate_fn_draws_is_the_same_with_workers_and_where_a_fit_goes_o
     with one_process():
         whole = fit_mixing(1, str(tmp_path))
         assert whole["bits"] == fit_mixing(0)["bits"]
-        for path in tmp_path.glob("*.ckpt"):
-            if path.name != "step-00000010.ckpt":
-                path.unlink()
+        keep_only(tmp_path, 10)
         again = fit_mixing(1, str(tmp_path), "auto")
         assert 0 < len(again["seen"]) < len(whole["seen"])
         assert again["bits"] == whole["bits"]

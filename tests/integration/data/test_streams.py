@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
+from fitting import FEATURES, everywhere, fingerprint, flat, keep_only, make_model, make_rows, one_process, seeded
 from kept_worlds import close_worlds
 from markers import by_night
-from rank_processes import run_ranks
+from refusals import ending, refuses, warning_texts
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
@@ -302,9 +302,7 @@ def interrupted(kind: str, folder: str, resume: str | None, settings: dict[str, 
 )
 def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, settings, step, tmp_path):
     through = everywhere(2, interrupted, kind, str(tmp_path), None, settings)
-    for path in tmp_path.glob("*.ckpt"):
-        if path.name != f"step-{step:08d}.ckpt":
-            path.unlink()
+    keep_only(tmp_path, step)
     close_worlds()  # what resumes is another process
     again = everywhere(2, interrupted, kind, str(tmp_path), "auto", settings)
     for before, after in zip(through, again, strict=True):
@@ -320,18 +318,9 @@ def rows_of(folder: str, kind: str, resume: str | None, sharded: bool | None = N
     return trained(data, epochs=1, resume=resume, **more)["seen"]
 
 
-def try_rows_of(*arguments: Any) -> Any:
-    try:
-        return rows_of(*arguments)
-    except cx.ConfigError as error:
-        return str(error)
-
-
 def test_another_number_of_ranks_goes_on_where_batches_are_dealt(tmp_path):
     through = everywhere(2, rows_of, str(tmp_path), "dealt", None)
-    for path in tmp_path.glob("*.ckpt"):
-        if path.name != "step-00000002.ckpt":
-            path.unlink()
+    keep_only(tmp_path, 2)
     with one_process():
         again = rows_of(str(tmp_path), "dealt", "auto")
     assert sorted(row for each in through for row in each[10:]) == sorted(again)
@@ -339,12 +328,11 @@ def test_another_number_of_ranks_goes_on_where_batches_are_dealt(tmp_path):
 
 def test_another_number_of_ranks_cannot_go_on_in_the_middle_of_what_each_has(tmp_path):
     everywhere(2, rows_of, str(tmp_path), "own", None)
-    for path in tmp_path.glob("*.ckpt"):
-        if path.name != "step-00000002.ckpt":
-            path.unlink()
+    keep_only(tmp_path, 2)
     with one_process():
-        said = [try_rows_of(str(tmp_path), "own", "auto", sharded) for sharded in (None, True)]
-    assert all("made by 2 ranks in the middle of each rank's own data" in each for each in said)
+        for sharded in (None, True):
+            with pytest.raises(cx.ConfigError, match="made by 2 ranks in the middle of each rank's own data"):
+                rows_of(str(tmp_path), "own", "auto", sharded)
 
 
 # --- steps per epoch ------------------------------------------------------------------------------------------------
@@ -431,43 +419,34 @@ def broken() -> Batches:
         raise OSError("the disk of rank 1 is gone")
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "once and several epochs": (lambda: in_pieces(4), {}, "X gives its batches once, and epochs=2"),
-    "validation once": (
-        lambda: functools.partial(in_pieces, 4),
-        {"validation_data": in_pieces(4)},
-        "validation data: it gives its batches once",
-    ),
-    "a cosine": (lambda: functools.partial(in_pieces, 4), {"scheduler": "cosine"}, "set steps_per_epoch"),
-    "another size": (lambda: functools.partial(in_pieces, 4), {"effective_batch_size": 8}, "effective_batch_size is"),
-    "nothing": (lambda: no_batches, {}, "the no_batches gives no batch"),
-    "no batches": (lambda: lambda: 3, {}, "returned a int"),
-    "targets beside it": (lambda: functools.partial(in_pieces, 4), {"y": torch.zeros(3)}, "which gives y itself"),
-    "texts": (lambda: lambda: iter([(np.array(["a"]), np.array([1]))]), {}, "in a batch of the data, X holds <U1"),
-    "uneven parts": (
-        lambda: lambda: iter([(torch.zeros(3, FEATURES), torch.zeros(2))]),
-        {},
-        "X and y have different lengths",
-    ),
-}
+def weights_later() -> Iterator[Any]:
+    inputs, targets = make_rows(8)
+    yield inputs, targets
+    yield inputs, targets, torch.ones(8)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name):
-    make, settings, words = REFUSED[name]
-    settings = dict(settings)
-    model = make_model()
-    trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd", scheduler=settings.pop("scheduler", None))
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        trainer.fit(make(), **{"epochs": 2, "verbose": False, **settings})
+def fit_stream(data: Any, scheduler: Any = None, **settings: Any) -> None:
+    trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", scheduler=scheduler)
+    trainer.fit(data, **{"epochs": 2, "verbose": False, **settings})
+
+
+FOURS = functools.partial(in_pieces, 4)
+test_what_cannot_work_is_refused = refuses(
+    (lambda: fit_stream(in_pieces(4)), "X gives its batches once, and epochs=2"),
+    (lambda: fit_stream(FOURS, validation_data=in_pieces(4)), "validation data: it gives its batches once"),
+    (lambda: fit_stream(FOURS, scheduler="cosine"), "set steps_per_epoch"),
+    (lambda: fit_stream(FOURS, effective_batch_size=8), "effective_batch_size is"),
+    (lambda: fit_stream(no_batches), "the no_batches gives no batch"),
+    (lambda: fit_stream(lambda: 3), "returned a int"),
+    (lambda: fit_stream(FOURS, y=torch.zeros(3)), "which gives y itself"),
+    (lambda: fit_stream(lambda: iter([(np.array(["a"]), np.array([1]))])), "in a batch of the data, X holds <U1"),
+    (lambda: fit_stream(lambda: iter([(torch.zeros(3, FEATURES), torch.zeros(2))])), "X and y have different lengths"),
+    (lambda: fit_stream(weights_later), "has some sample_weight, and the first one had none"),
+)
 
 
 def said(data: Any) -> str:
-    try:
-        trained(data, sharded_data=True)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return ending(trained, data, sharded_data=True)
 
 
 def test_batches_of_other_types_are_refused_on_all_ranks():
@@ -475,13 +454,8 @@ def test_batches_of_other_types_are_refused_on_all_ranks():
         assert "rank 1 differs from rank 0 in the first batch of its of_another_type: " in text
 
 
-def fit_broken() -> str:
-    with cx.init():
-        return said(broken)
-
-
 def test_an_error_in_one_ranks_generator_ends_the_fit_on_all():
-    found = [ended.value for ended in run_ranks(2, fit_broken)]
+    found = everywhere(2, said, broken)
     assert all("the disk of rank 1 is gone" in text for text in found), found
     assert "OSError" in found[1]
 
@@ -552,21 +526,17 @@ def test_data_that_have_nothing_the_second_time_are_an_error(settings, sharded):
         trained(DataLoader(OnlyOnce(), 2), sharded_data=sharded, **{"epochs": 3, **settings})
 
 
-def fit_with_classes() -> tuple[str, str]:
+def fit_with_classes() -> str:
     inputs, targets = make_rows(12)
-    with cx.init():
-        targets = targets % 2 + cx.get_rank()
-        try:
-            trained(lambda: iter([(inputs, targets)]), sharded_data=True, class_weight={0: 1.0, 1: 1.0})
-        except Exception as error:
-            return type(error).__name__, str(error)
-    return "", ""
+    targets = targets % 2 + cx.get_rank()
+    weights = {0: 1.0, 1: 1.0}
+    return ending(trained, lambda: iter([(inputs, targets)]), sharded_data=True, class_weight=weights)
 
 
 def test_a_class_without_a_weight_on_one_rank_ends_the_fit_on_all():
-    found = [ended.value for ended in run_ranks(2, fit_with_classes, seconds=30)]
-    assert found[1][0] == "ConfigError"
-    assert all("class_weight has no weight for class 2" in text for _, text in found), found
+    found = everywhere(2, fit_with_classes)
+    assert found[1].startswith("ConfigError")
+    assert all("class_weight has no weight for class 2" in text for text in found), found
 
 
 class Evaluating(cx.callbacks.Callback):
@@ -580,40 +550,28 @@ class Evaluating(cx.callbacks.Callback):
             self.trainer.evaluate(self.data, distributed=False)
 
 
-def fit_evaluating() -> tuple[str, str]:
-    with cx.init():
-        try:
-            trained(functools.partial(in_pieces, 5), callbacks=[Evaluating()])
-        except Exception as error:
-            return type(error).__name__, str(error)
-    return "", ""
+def fit_evaluating() -> str:
+    return ending(trained, functools.partial(in_pieces, 5), callbacks=[Evaluating()])
 
 
 def test_an_error_in_an_evaluation_of_one_rank_alone_is_told_to_all():
-    found = [ended.value for ended in run_ranks(2, fit_evaluating, seconds=30)]
-    assert found[0][0] == "ConfigError"
-    assert all("the generator gives no batch" in text for _, text in found), found
+    found = everywhere(2, fit_evaluating)
+    assert found[0].startswith("ConfigError")
+    assert all("the generator gives no batch" in text for text in found), found
 
 
-def shrinking(folder: str, resume: str | None) -> tuple[str, str]:
-    with cx.init():
-        rows = ROWS if resume is None or cx.get_rank() == 0 else 6
-        more = {"checkpoint_every_n_steps": 3, "checkpoint_dir": folder, "sharded_data": False}
-        try:
-            trained(functools.partial(in_pieces, 3, rows), epochs=1, resume=resume, **more)
-        except Exception as error:
-            return type(error).__name__, str(error)
-    return "", ""
+def shrinking(folder: str, resume: str | None) -> str:
+    rows = ROWS if resume is None or cx.get_rank() == 0 else 6
+    more = {"checkpoint_every_n_steps": 3, "checkpoint_dir": folder, "sharded_data": False}
+    return ending(lambda: trained(functools.partial(in_pieces, 3, rows), epochs=1, resume=resume, **more)["step"])
 
 
 def test_data_that_are_others_on_one_rank_end_a_resumed_fit_on_all(tmp_path):
-    assert [ended.value for ended in run_ranks(2, shrinking, str(tmp_path), None)] == [("", "")] * 2
-    for path in tmp_path.glob("*.ckpt"):
-        if path.name != "step-00000003.ckpt":
-            path.unlink()
-    found = [ended.value for ended in run_ranks(2, shrinking, str(tmp_path), "auto", seconds=30)]
-    assert found[1][0] == "ConfigError"
-    assert all("the data have changed since" in text for _, text in found), found
+    assert everywhere(2, shrinking, str(tmp_path), None) == ["returned 7"] * 2
+    keep_only(tmp_path, 3)
+    found = everywhere(2, shrinking, str(tmp_path), "auto")
+    assert found[1].startswith("ConfigError")
+    assert all("the data have changed since" in text for text in found), found
 
 
 class Counting(IterableDataset):
@@ -660,20 +618,8 @@ def fit_generator(folder: str, resume: str | None) -> dict[str, Any]:
 def test_a_loader_with_a_generator_of_its_own_goes_on_with_the_same_bits(tmp_path):
     with one_process():
         whole = fit_generator(str(tmp_path), None)
-        for path in tmp_path.glob("*.ckpt"):
-            if path.name != "step-00000008.ckpt":
-                path.unlink()
+        keep_only(tmp_path, 8)
         assert fit_generator(str(tmp_path), "auto")["bits"] == whole["bits"]
-
-
-def test_all_batches_have_the_parts_of_the_first():
-    def weights_later() -> Iterator[Any]:
-        inputs, targets = make_rows(8)
-        yield inputs, targets
-        yield inputs, targets, torch.ones(8)
-
-    with one_process(), pytest.raises(cx.ConfigError, match="has some sample_weight, and the first one had none"):
-        trained(weights_later)
 
 
 class Pair(NamedTuple):
@@ -732,11 +678,10 @@ def test_a_refused_fit_leaves_the_history_of_the_one_before():
 
 
 def own_without_a_word() -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warning_texts() as said:
         trained(functools.partial(own_rows, 5), epochs=1)
         trained(functools.partial(own_rows, 5), epochs=1, sharded_data=True)
-    return [str(each.message) for each in said if "trains on all of its own" in str(each.message)]
+    return [text for text in said if "trains on all of its own" in text]
 
 
 def test_what_is_taken_for_each_ranks_own_is_said_unless_the_user_has():

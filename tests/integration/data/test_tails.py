@@ -9,6 +9,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_model, make_rows, seeded
 from markers import by_night
+from refusals import refuses
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -120,21 +121,26 @@ class Streamed(IterableDataset[Any]):
         return iter(zip(*make_rows(9), strict=True))
 
 
-def test_batches_of_a_single_row_and_steps_of_them_are_refused_too():
-    in_one = DataLoader(TensorDataset(*make_rows(9)), batch_sampler=[[0, 1, 2], [3], [4, 5]])  # type: ignore[arg-type]
-    thirds = {"effective_batch_size": 3, "accumulation_steps": 2}
-    for data, settings, words in (
-        ((in_one,), {}, "makes a batch of a single sample"),
-        ((DataLoader(Streamed(), batch_size=1),), {}, "Give each of 1 rank at least two samples at once"),
-        (
-            make_rows(6),
-            thirds,
-            "a step has 3 samples, so on 1 rank with micro-batches of up to 2 samples one is a single sample",
-        ),
-    ):
-        trainer = cx.DistributedTrainer(normed("batch")[0], "cross_entropy", "sgd")
-        with cx.init(cx.DistributedConfig(rank=0, world_size=1)), pytest.raises(cx.ConfigError, match=words):
-            trainer.fit(*data, **settings)
+IN_ONE = DataLoader(TensorDataset(*make_rows(9)), batch_sampler=[[0, 1, 2], [3], [4, 5]])
+
+
+def fit_in_batches(*data: Any, **settings: Any) -> None:
+    cx.DistributedTrainer(normed("batch")[0], "cross_entropy", "sgd").fit(*data, **settings)
+
+
+test_tails_that_cannot_be_are_refused = refuses(
+    (lambda: fit_in_batches(IN_ONE), "makes a batch of a single sample"),
+    (lambda: fit_in_batches(DataLoader(Streamed(), 1)), "Give each of 1 rank at least two samples at once"),
+    (
+        lambda: fit_in_batches(*make_rows(6), effective_batch_size=3, accumulation_steps=2),
+        "a step has 3 samples, so on 1 rank with micro-batches of up to 2 samples one is a single",
+    ),
+    (
+        lambda: fit_in_batches(*make_rows(5), batch_size=8, drop_last=True),
+        "drop_last leaves nothing: 5 samples, and a step has 8",
+    ),
+    (lambda: fit_in_batches(lambda: iter([make_rows(5)]), drop_last=True), "the number of samples of X is unknown"),
+)
 
 
 # --- drop_last ------------------------------------------------------------------------------------------------------
@@ -154,12 +160,3 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_on_any_number_of_ranks()
         assert step == 6
         assert abs(found - alone).max() < 1e-12
         assert measured == pytest.approx(losses, rel=1e-12)
-
-
-def test_drop_last_that_leaves_nothing_or_cannot_be_known_is_refused():
-    trainer = cx.DistributedTrainer(make_model(), "cross_entropy")
-    with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
-        with pytest.raises(cx.ConfigError, match="drop_last leaves nothing: 5 samples, and a step has 8"):
-            trainer.fit(*make_rows(5), batch_size=8, drop_last=True)
-        with pytest.raises(cx.ConfigError, match="the number of samples of X is unknown"):
-            trainer.fit(lambda: iter([make_rows(5)]), drop_last=True)

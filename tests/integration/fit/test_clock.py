@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from fitting import everywhere, make_model, make_rows, one_process
 from markers import by_night
+from refusals import warning_texts
 from torch.utils.data import Dataset
 
 import cyxtrain as cx
@@ -136,14 +136,13 @@ def fit_slowly(what: str, who: int | None) -> tuple[list[Any], list[dict[str, fl
     monitor = SlowRankMonitor()
     callbacks: list[Callback] = [monitor] if who in (None, cx.get_rank()) else []
     trainer = cx.DistributedTrainer(make_model(), "cross_entropy")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warning_texts() as said:
         more = {"epochs": 1, "batch_size": 2, "verbose": False}
         if what == "data":
             trainer.fit(SlowRows(SLOW_SECONDS / 2), callbacks=callbacks, **more)
         else:
             trainer.fit(*make_rows(24), callbacks=[*callbacks, Dawdling()], **more)
-    return monitor.slow, trainer.step_seconds, [str(each.message) for each in said if "slow" in str(each.message)]
+    return monitor.slow, trainer.step_seconds, [text for text in said if "slow" in text]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fitting import FEATURES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from markers import by_night
+from refusals import refusal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -270,9 +271,7 @@ def refusals() -> list[str]:
     said = []
     for model, loss, settings in cases:
         trainer = cx.DistributedTrainer(model, loss)
-        with pytest.raises(cx.ConfigError) as caught:
-            trainer.fit(inputs, targets, epochs=1, verbose=False, **settings)
-        said.append(str(caught.value))
+        said.append(refusal(trainer.fit, inputs, targets, epochs=1, verbose=False, **settings))
         assert trainer.step == 0
     return said
 

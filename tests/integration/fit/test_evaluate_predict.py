@@ -17,7 +17,9 @@ import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
-SIZES = range(1, 51)
+SIZES = [*range(1, 14), 50]
+"""Of batches of 3, those of two ranks and one more."""
+EVERY_SIZE = [*range(1, 51)]
 BATCH_SIZES = (3, 64)
 
 
@@ -25,12 +27,12 @@ def trainer_of(model: nn.Module, loss_fn: Any = "cross_entropy") -> cx.Distribut
     return cx.DistributedTrainer(model, loss_fn, adam(model))
 
 
-def evaluate_all() -> dict[tuple[int, int], tuple[list[float], Floats]]:
+def evaluate_all(sizes: list[int]) -> dict[tuple[int, int], tuple[list[float], Floats]]:
     """Evaluates and predicts the first rows, for every size, in small batches and in one."""
     trainer = trainer_of(make_model())
-    inputs, targets = make_rows(max(SIZES))
+    inputs, targets = make_rows(50)
     found = {}
-    for size in SIZES:
+    for size in sizes:
         for batch_size in BATCH_SIZES:
             evaluation = trainer.evaluate(inputs[:size], targets[:size], batch_size=batch_size)
             rows = trainer.predict(inputs[:size].numpy(), batch_size=batch_size)
@@ -38,11 +40,15 @@ def evaluate_all() -> dict[tuple[int, int], tuple[list[float], Floats]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, by_night(3)])
-def test_n_ranks_equal_one_process_in_every_bit_for_every_size_from_1_to_50(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [(2, SIZES), by_night(2, EVERY_SIZE), by_night(3, EVERY_SIZE)],
+    ids=["2-some", "2-every", "3-every"],
+)
+def test_n_ranks_equal_one_process_in_every_bit_for_every_size_from_1_to_50(world_size, sizes):
     with one_process():
-        alone = evaluate_all()
-    for rank in run_world(world_size, evaluate_all):
+        alone = evaluate_all(sizes)
+    for rank in run_world(world_size, evaluate_all, sizes):
         assert list(rank) == list(alone)
         for case, (evaluation, rows) in rank.items():
             assert evaluation == alone[case][0], case
@@ -228,7 +234,7 @@ def several_outputs() -> list[Any]:
     return [kinds, plain, str(found[1]["more"][1].dtype)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_several_outputs_come_in_their_form_on_every_rank(world_size):
     with one_process():
         alone = several_outputs()

@@ -74,34 +74,36 @@ def fit(
     return {"bits": fingerprint(model), "parameters": flat(model.parameters()), "losses": history.train_losses}
 
 
-def assert_n_ranks_are_one(settings: dict[str, Any], double: bool, adam: bool, tolerance: float) -> None:
-    [alone] = everywhere(1, fit, settings, double, adam)
-    for world_size in (2, 3):
-        for found in run_world(world_size, fit, settings, double, adam):
-            np.testing.assert_allclose(found["parameters"], alone["parameters"], rtol=0, atol=tolerance)
-            assert found["losses"] == pytest.approx(alone["losses"], abs=tolerance)
+def assert_n_ranks_are_one(world_size: int, settings: dict[str, Any], double: bool, tolerance: float) -> None:
+    # Where 16 bits decide about the sign of a gradient, SGD steps: `fit` says why.
+    [alone] = everywhere(1, fit, settings, double, double)
+    for found in run_world(world_size, fit, settings, double, double):
+        np.testing.assert_allclose(found["parameters"], alone["parameters"], rtol=0, atol=tolerance)
+        assert found["losses"] == pytest.approx(alone["losses"], abs=tolerance)
 
 
 def each_by_night(features: dict[str, dict[str, Any]]) -> list[Any]:
     return [by_night(value, id=name) for name, value in features.items()]
 
 
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 @pytest.mark.parametrize("settings", [pytest.param(together(EXACT), id="all"), *each_by_night(FEATURES_OF_A_STEP)])
-def test_n_ranks_are_one(settings):
-    assert_n_ranks_are_one(settings, double=True, adam=True, tolerance=1e-8)
+def test_n_ranks_are_one(settings, world_size):
+    assert_n_ranks_are_one(world_size, settings, double=True, tolerance=1e-8)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "settings", each_by_night(IN_16_BITS) + each_by_night({"all": together({**EXACT, **IN_16_BITS})})
 )
-def test_n_ranks_are_one_as_closely_as_16_bits_allow(settings):
-    assert_n_ranks_are_one(settings, double=False, adam=False, tolerance=1e-2)
+def test_n_ranks_are_one_as_closely_as_16_bits_allow(settings, world_size):
+    assert_n_ranks_are_one(world_size, settings, double=False, tolerance=1e-2)
 
 
 def resume_from_each(folder: str, settings: dict[str, Any]) -> list[str]:
     """The bits of an uninterrupted fit, then of one resumed from each of its checkpoints."""
     fields: dict[str, Any] = {"dropout": 0.3, "checkpoint_dir": folder}
-    whole = fit(settings, checkpoint_every_n_steps=2, checkpoint_every_n_epochs=1, **fields)
+    whole = fit(settings, checkpoint_every_n_steps=5, checkpoint_every_n_epochs=1, **fields)
     resumed = [fit(settings, resume=str(path), **fields) for path in sorted(Path(folder).glob("*.ckpt"))]
     return [found["bits"] for found in (whole, *resumed)]
 
@@ -117,5 +119,5 @@ ALL["amp"] = cx.AMPConfig(initial_scale=2.0**22, dynamic_history_size=4)
 def test_a_resumed_fit_is_the_uninterrupted_one(world_size, settings, tmp_path):
     close_worlds()  # what resumes is another process
     for found in everywhere(world_size, resume_from_each, str(tmp_path), settings):
-        assert len(found) == 1 + 6 + 3  # twelve steps, every second; three ends of epochs
+        assert len(found) == 1 + 2 + 3  # twelve steps, every fifth; three ends of epochs
         assert len(set(found)) == 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world
 from markers import by_night
+from refusals import ending, refuses, warning_texts
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -118,294 +119,239 @@ def measured(metric: Any) -> Any:
     return trainer_of(metrics={"mine": metric}).fit(INPUTS, TARGETS)
 
 
+def fit_rows(*more: Any, **settings: Any) -> Any:
+    return trainer_of().fit(INPUTS, TARGETS, *more, **settings)
+
+
+NOT_CALLED = r", and fit does not call it: make it train_step\(self, batch\) of a subclass"
 # What a rank is given -> what the error says. Each trainer is new; the rows are right where nothing else is given.
 Way = Callable[[], Any]
-WRONG: dict[str, tuple[Way, str]] = {
-    "X and y of different length": (lambda: trainer_of().fit(INPUTS, TARGETS[:5]), "12 and 5 samples"),
-    "no samples": (lambda: trainer_of().fit(INPUTS[:0], TARGETS[:0]), "X has no samples"),
-    "no y": (lambda: trainer_of().fit(INPUTS), "y is missing"),
-    "nothing": (lambda: trainer_of().fit(), "it got 0 arrays"),
-    "three arrays": (lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS), "it got 3 arrays"),
-    "two configs": (
+WRONG: list[tuple[Way, str]] = [
+    (lambda: trainer_of().fit(INPUTS, TARGETS[:5]), "12 and 5 samples"),
+    (lambda: trainer_of().fit(INPUTS[:0], TARGETS[:0]), "X has no samples"),
+    (lambda: trainer_of().fit(INPUTS), "y is missing"),
+    (lambda: trainer_of().fit(), "it got 0 arrays"),
+    (lambda: fit_rows(INPUTS), "it got 3 arrays"),
+    (
         lambda: trainer_of().fit(
             INPUTS, TARGETS, cx.DistributedTrainingConfig(), config=cx.DistributedTrainingConfig()
         ),
         "two configs",
     ),
-    "no path to resume from": (lambda: trainer_of().fit(INPUTS, TARGETS, resume=3), "the path of a checkpoint or None"),
-    "batches by name without y": (
+    (lambda: fit_rows(resume=3), "the path of a checkpoint or None"),
+    (
         lambda: trainer_of().fit(lambda: iter([{"image": INPUTS}])),
         "the batches have image, and y must be called one of labels",
     ),
-    "X twice": (lambda: trainer_of().fit(INPUTS, TARGETS, x=INPUTS), "X twice"),
-    "a number": (lambda: trainer_of().fit(3.0, TARGETS), "X is a single number"),
-    "a batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, batch_size=0), "batch_size"),
-    "half a batch": (lambda: trainer_of().fit(INPUTS, TARGETS, batch_size=2.5), "batch_size"),
-    "no epochs": (lambda: trainer_of().fit(INPUTS, TARGETS, epochs=0), "epochs"),
-    "an effective batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, effective_batch_size=0), "effective"),
-    "a negative seed": (lambda: trainer_of().fit(INPUTS, TARGETS, seed=-1), "seed"),
-    "a dict": (lambda: trainer_of().fit(INPUTS, TARGETS, {"epochs": 3}), "settings go by name"),
-    "what the optimizer has": (lambda: trainer_of().fit(INPUTS, TARGETS, lr=0.1), "The optimizer has it"),
-    "auto in capitals": (lambda: trainer_of().fit(INPUTS, TARGETS, resume="Auto"), 'did you mean "auto"'),
-    "what belongs to gradients' way": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, compression="fp16"),
+    (lambda: fit_rows(x=INPUTS), "X twice"),
+    (lambda: trainer_of().fit(3.0, TARGETS), "X is a single number"),
+    (lambda: fit_rows(batch_size=0), "batch_size"),
+    (lambda: fit_rows(batch_size=2.5), "batch_size"),
+    (lambda: fit_rows(epochs=0), "epochs"),
+    (lambda: fit_rows(effective_batch_size=0), "effective"),
+    (lambda: fit_rows(seed=-1), "seed"),
+    (lambda: fit_rows({"epochs": 3}), "settings go by name"),
+    (lambda: fit_rows(lr=0.1), "The optimizer has it"),
+    (lambda: fit_rows(resume="Auto"), 'did you mean "auto"'),
+    (
+        lambda: fit_rows(compression="fp16"),
         r"no argument 'compression': it belongs to DistributedTrainer\(ddp_config=cx\.DDPConfig\(compression=\.\.\.",
     ),
-    "what belongs to the loss scale": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, growth_factor=4.0),
+    (
+        lambda: fit_rows(growth_factor=4.0),
         r"no argument 'growth_factor': it belongs to fit\(amp=cx\.AMPConfig\(growth_factor=\.\.\.",
     ),
-    "what belongs to the trainer": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, scheduler="cosine"),
+    (
+        lambda: fit_rows(scheduler="cosine"),
         r"no argument 'scheduler': it belongs to DistributedTrainer\(scheduler=\.\.\.",
     ),
-    "a rate": (lambda: trainer_of().fit(INPUTS, TARGETS, learning_rate=0.1), r"'learning_rate'\. The optimizer has it"),
-    "another config": (lambda: trainer_of().fit(INPUTS, TARGETS, cx.DDPConfig()), "fit got a DDPConfig"),
-    "a config's class": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, cx.DistributedTrainingConfig),
-        "fit got the class DistributedTrainingConfig",
-    ),
-    "another trainer's name": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, max_grad_norm=1.0),
-        "Did you mean 'clip_norm'",
-    ),
-    "an unknown argument": (lambda: trainer_of().fit(INPUTS, TARGETS, epoch=3), "Did you mean 'epochs'"),
-    "a config of another kind": (lambda: trainer_of().fit(INPUTS, TARGETS, config={}), "DistributedTrainingConfig"),
-    "callbacks": (lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=[print]), "callbacks must be instances of"),
-    "a callback's class": (
-        calling([cx.callbacks.EarlyStopping]),
-        r"the class EarlyStopping: pass an object, callbacks=\[",
-    ),
-    "a callback's class alone": (calling(cx.callbacks.EarlyStopping), "the class EarlyStopping: pass an object"),
-    "a callback's name": (calling("early_stopping"), r"got early_stopping \(a str\)"),
-    "a number for callbacks": (calling(3), r"got 3 \(a int\)"),
-    "callbacks in a dictionary": (calling({"stop": cx.callbacks.EarlyStopping("loss")}), r"\(a dict\)"),
-    "a hook of Lightning": (
+    (lambda: fit_rows(learning_rate=0.1), r"'learning_rate'\. The optimizer has it"),
+    (lambda: fit_rows(cx.DDPConfig()), "fit got a DDPConfig"),
+    (lambda: fit_rows(cx.DistributedTrainingConfig), "fit got the class DistributedTrainingConfig"),
+    (lambda: fit_rows(max_grad_norm=1.0), "Did you mean 'clip_norm'"),
+    (lambda: fit_rows(epoch=3), "Did you mean 'epochs'"),
+    (lambda: fit_rows(config={}), "DistributedTrainingConfig"),
+    (lambda: fit_rows(callbacks=[print]), "callbacks must be instances of"),
+    (calling([cx.callbacks.EarlyStopping]), r"the class EarlyStopping: pass an object, callbacks=\["),
+    (calling(cx.callbacks.EarlyStopping), "the class EarlyStopping: pass an object"),
+    (calling("early_stopping"), r"got early_stopping \(a str\)"),
+    (calling(3), r"got 3 \(a int\)"),
+    (calling({"stop": cx.callbacks.EarlyStopping("loss")}), r"\(a dict\)"),
+    (
         calling(AsLightning()),
         r"takes \(self, trainer: .*\) .*, and fit passes \(epoch, logs\): define on_epoch_end\(self, epoch, logs\)",
     ),
-    "a hook without arguments": (calling(WithoutArguments()), r"WithoutArguments\.on_epoch_end takes \(self\)"),
-    "a hook with a keyword": (calling(ByKeyword()), r"define on_train_batch_end\(self, batch, logs\)"),
-    "a state as Lightning's": (calling(SavesAsLightning()), r"fit passes \(\): define state_dict\(self\)"),
-    "a function of logs": (
+    (calling(WithoutArguments()), r"WithoutArguments\.on_epoch_end takes \(self\)"),
+    (calling(ByKeyword()), r"define on_train_batch_end\(self, batch, logs\)"),
+    (calling(SavesAsLightning()), r"fit passes \(\): define state_dict\(self\)"),
+    (
         calling(cx.callbacks.LambdaCallback(on_epoch_end=lambda logs: None)),
         r"LambdaCallback\.on_epoch_end takes \(logs\), and fit passes \(epoch, logs\): define on_epoch_end\(epoch, ",
     ),
-    "a class in the list of the trainer": (
+    (
         lambda: (trainer := trainer_of()).callbacks.append(cx.callbacks.Timer) or trainer.fit(INPUTS, TARGETS),
         "the class Timer: pass an object",
     ),
-    "a pair as third argument": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, (INPUTS, TARGETS)),
+    (
+        lambda: fit_rows((INPUTS, TARGETS)),
         r"it got 3 arrays\. Name the rest: validation_data=\(X_val, y_val\) or a DataLoader",
     ),
-    "numbers by position": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, 32, 10),
-        r"fit got 32 by position\. Name the rest",
-    ),
-    "two loaders": (lambda: trainer_of().fit([LOADER, LOADER]), "X is a list of DataLoaders, .*ConcatDataset"),
-    "loaders by name": (
-        lambda: trainer_of().fit({"train": LOADER, "val": LOADER}),
-        "X is a dict of DataLoaders",
-    ),
-    "a loader and a pair": (
+    (lambda: fit_rows(32, 10), r"fit got 32 by position\. Name the rest"),
+    (lambda: trainer_of().fit([LOADER, LOADER]), "X is a list of DataLoaders, .*ConcatDataset"),
+    (lambda: trainer_of().fit({"train": LOADER, "val": LOADER}), "X is a dict of DataLoaders"),
+    (
         lambda: trainer_of().fit(LOADER, (INPUTS, TARGETS)),
         r"X is a DataLoader, which gives y itself, .* To validate, give validation_data=\(X_val, y_val\)",
     ),
-    "an iterator twice": (
-        lambda: trainer_of().fit(once := iter(LOADER), once),
-        "one iterator to train on and to validate",
-    ),
-    "an iterator twice, by name": (
-        lambda: trainer_of().fit(once := iter(LOADER), validation_data=once),
-        "one iterator to train on and to validate",
-    ),
-    "a learning rate that is NaN": (
+    (lambda: trainer_of().fit(once := iter(LOADER), once), "one iterator to train on and to validate"),
+    (lambda: trainer_of().fit(once := iter(LOADER), validation_data=once), "one iterator to train on and to validate"),
+    (
         lambda: trainer_of(make=lambda model: torch.optim.SGD(model.parameters(), float("nan"))).fit(INPUTS, TARGETS),
         r"SGD has the learning rates \[nan\]: give finite numbers",
     ),
-    "classes as texts": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, class_weight={"0": 1.0, "1": 1.0, "2": 1.0}),
+    (
+        lambda: fit_rows(class_weight={"0": 1.0, "1": 1.0, "2": 1.0}),
         "it has one for class '0', '1', '2': give one for each class, by its number",
     ),
-    "a pair as X": (lambda: trainer_of().fit((INPUTS, NUMBERS)), r"X and y are two arguments: fit\(X, y\)"),
-    "True to resume from": (lambda: trainer_of().fit(INPUTS, TARGETS, resume=True), 'Did you mean "auto", the newest'),
-    "one-hot rows of whole numbers": (
+    (lambda: trainer_of().fit((INPUTS, NUMBERS)), r"X and y are two arguments: fit\(X, y\)"),
+    (lambda: fit_rows(resume=True), 'Did you mean "auto", the newest'),
+    (
         lambda: trainer_of().fit(INPUTS, nn.functional.one_hot(TARGETS)),
         r"one-hot rows of whole numbers: give class numbers, y\.argmax\(1\)",
     ),
-    "one output for two classes": (
+    (
         lambda: trainer_of(make_model(outputs=1)).fit(INPUTS, TARGETS),
         "For two classes, one output takes loss_fn='bce_with_logits'",
     ),
-    "scores for a loss of probabilities": (
+    (
         lambda: regression(loss_fn="bce").fit(INPUTS, (NUMBERS > 0).float()),
         r"output is from -.*, and BCELoss takes probabilities: end the model with Sigmoid\(\), or take loss_fn='bce",
     ),
-    "weights of classes by name": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, class_weight="balanced"),
-        r"a dictionary, as dict\(enumerate\(weights\)\), got balanced",
-    ),
-    "objects": (lambda: trainer_of().fit(np.array([[None]] * 12), TARGETS), "X holds object values"),
-    "texts": (lambda: trainer_of().fit(INPUTS, np.array(["a"] * 12)), "y holds <U1 values"),
-    "ragged rows": (lambda: trainer_of().fit([[1.0], [1.0, 2.0]], TARGETS[:2]), "X cannot be converted to an array"),
-    "a masked array": (lambda: trainer_of().fit(np.ma.array(INPUTS.numpy()), TARGETS), "the mask would be lost"),
-    "a sparse tensor": (lambda: trainer_of().fit(INPUTS.to_sparse(), TARGETS), "to_dense"),
-    "rows of another width": (lambda: trainer_of().fit(INPUTS[:, :3], TARGETS), "the model cannot take X"),
-    "classes as floats": (
+    (lambda: fit_rows(class_weight="balanced"), r"a dictionary, as dict\(enumerate\(weights\)\), got balanced"),
+    (lambda: trainer_of().fit(np.array([[None]] * 12), TARGETS), "X holds object values"),
+    (lambda: trainer_of().fit(INPUTS, np.array(["a"] * 12)), "y holds <U1 values"),
+    (lambda: trainer_of().fit([[1.0], [1.0, 2.0]], TARGETS[:2]), "X cannot be converted to an array"),
+    (lambda: trainer_of().fit(np.ma.array(INPUTS.numpy()), TARGETS), "the mask would be lost"),
+    (lambda: trainer_of().fit(INPUTS.to_sparse(), TARGETS), "to_dense"),
+    (lambda: trainer_of().fit(INPUTS[:, :3], TARGETS), "the model cannot take X"),
+    (
         lambda: trainer_of().fit(INPUTS, TARGETS.float()),
         r"dtype float32: give y\.long\(\), or numpy\.asarray\(y\)\.astype\('int64'\)",
     ),
-    "a name that forward does not take": (
-        lambda: trainer_of().fit({"img": INPUTS}, TARGETS),
-        r"\(forward takes input, and X has img, so X is passed whole",
-    ),
-    "a part of y that is missing": (
+    (lambda: trainer_of().fit({"img": INPUTS}, TARGETS), r"\(forward takes input, and X has img, so X is passed whole"),
+    (
         lambda: cx.DistributedTrainer(make_model(), {"a": "mse", "b": "mse"}).fit(INPUTS, {"a": NUMBERS, "B": NUMBERS}),
         r"has a loss for \['b'\], and y has the parts \['a', 'B'\]",
     ),
-    "classes in a column": (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"numpy\.asarray\(y\)\.reshape\(-1\)"),
-    "a class that the model does not know": (
-        lambda: trainer_of().fit(INPUTS, torch.where(torch.arange(12) == 9, 7, TARGETS)),
-        r"y holds class 7 \(sample 9\)",
-    ),
-    "numbers against a column": (lambda: regression(nn.Flatten(0)).fit(INPUTS, NUMBERS), TABLE),
-    "a column against numbers": (lambda: regression().fit(INPUTS, NUMBERS[:, 0]), TABLE),
-    "the same with an own loss": (lambda: regression(loss_fn=own_loss).fit(INPUTS, NUMBERS[:, 0]), TABLE),
-    "other shapes": (lambda: regression().fit(INPUTS, INPUTS), "this loss needs one shape"),
-    "a loss that is a list": (lambda: regression(loss_fn=lambda *_: [1]).fit(INPUTS, NUMBERS), r"returned list"),
-    "three losses": (lambda: regression(loss_fn=lambda *_: (1, 2, 3)).fit(INPUTS, NUMBERS), r"returned tuple"),
-    "sparse gradients for Adam": (
+    (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"numpy\.asarray\(y\)\.reshape\(-1\)"),
+    (lambda: trainer_of().fit(INPUTS, torch.where(torch.arange(12) == 9, 7, TARGETS)), r"y holds class 7 \(sample 9\)"),
+    (lambda: regression(nn.Flatten(0)).fit(INPUTS, NUMBERS), TABLE),
+    (lambda: regression().fit(INPUTS, NUMBERS[:, 0]), TABLE),
+    (lambda: regression(loss_fn=own_loss).fit(INPUTS, NUMBERS[:, 0]), TABLE),
+    (lambda: regression().fit(INPUTS, INPUTS), "this loss needs one shape"),
+    (lambda: regression(loss_fn=lambda *_: [1]).fit(INPUTS, NUMBERS), r"returned list"),
+    (lambda: regression(loss_fn=lambda *_: (1, 2, 3)).fit(INPUTS, NUMBERS), r"returned tuple"),
+    (
         lambda: trainer_of(Sparse()).fit(TARGETS[:, None], TARGETS),
         r"words\.weight makes sparse gradients, which PyTorch's Adam does not take: use SGD or Adagrad",
     ),
-    "sparse gradients with weight decay": (
+    (
         lambda: trainer_of(Sparse(), make=lambda m: torch.optim.SGD(m.parameters(), 0.1, weight_decay=0.1)).fit(
             TARGETS[:, None], TARGETS
         ),
         r"words\.weight makes sparse gradients, which PyTorch's weight_decay does not take: use no weight_decay",
     ),
-    "a lazy module": (lambda: trainer_of(nn.LazyLinear(3)).fit(INPUTS, TARGETS), "lazy module"),
-    "nothing to train": (lambda: trainer_of(make_model().requires_grad_(False)).fit(INPUTS, TARGETS), "no parameters"),
-    "no parameters": (lambda: cx.DistributedTrainer(nn.ReLU(), "mse").fit(INPUTS, INPUTS), "no parameters to train"),
-    "the optimizer of another model": (
-        lambda: trainer_of(make=lambda _: adam(make_model())).fit(INPUTS, TARGETS),
-        "not the model's",
-    ),
-    "validation of another width": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS[:, 1:], TARGETS),
-        "validation data: the model cannot take X",
-    ),
-    "validation of different length": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS[1:])),
-        "validation data: X and y have different lengths",
-    ),
-    "validation without y": (lambda: trainer_of().fit(INPUTS, TARGETS, validation_data=INPUTS), r"\(X_val, y_val\)"),
-    "validation twice": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS, TARGETS, validation_data=(INPUTS, TARGETS)),
-        "twice",
-    ),
-    "a part and data": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS), validation_split=0.5),
-        "give one of them",
-    ),
-    "whole numbers for a layer of floats": (
-        lambda: trainer_of().fit((INPUTS > 0).long(), TARGETS),
-        r"X holds whole numbers: convert it with \.float\(\)",
-    ),
-    "floats for an embedding": (
+    (lambda: trainer_of(nn.LazyLinear(3)).fit(INPUTS, TARGETS), "lazy module"),
+    (lambda: trainer_of(make_model().requires_grad_(False)).fit(INPUTS, TARGETS), "no parameters"),
+    (lambda: cx.DistributedTrainer(nn.ReLU(), "mse").fit(INPUTS, INPUTS), "no parameters to train"),
+    (lambda: trainer_of(make=lambda _: adam(make_model())).fit(INPUTS, TARGETS), "not the model's"),
+    (lambda: fit_rows(INPUTS[:, 1:], TARGETS), "validation data: the model cannot take X"),
+    (lambda: fit_rows(validation_data=(INPUTS, TARGETS[1:])), "validation data: X and y have different lengths"),
+    (lambda: fit_rows(validation_data=INPUTS), r"\(X_val, y_val\)"),
+    (lambda: fit_rows(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS)), "twice"),
+    (lambda: fit_rows(validation_data=(INPUTS, TARGETS), validation_split=0.5), "give one of them"),
+    (lambda: trainer_of().fit((INPUTS > 0).long(), TARGETS), r"X holds whole numbers: convert it with \.float\(\)"),
+    (
         lambda: trainer_of(nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(16, 3))).fit(INPUTS, TARGETS),
         r"An embedding takes whole numbers: convert them with \.long\(\)",
     ),
-    "classes in the last dimension": (
+    (
         lambda: trainer_of().fit(INPUTS[:, None].repeat(1, 5, 1), TARGETS[:, None].repeat(1, 5)),
         r"shape \(n, 5, 3\) and y has \(n, 5\).* let the model return output\.transpose\(1, 2\)",
     ),
-    "rows as pairs": (
+    (
         lambda: trainer_of().fit([*zip(INPUTS, TARGETS, strict=True)]),
         r"X is a list of \(x, y\) pairs, one per sample: give DataLoader\(pairs",
     ),
-    "a callback without super().__init__()": (
-        lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=Unfinished()),
+    (
+        lambda: fit_rows(callbacks=Unfinished()),
         r"Unfinished has an __init__ that does not call EarlyStopping's, .*: call super\(\)\.__init__\(\.\.\.\) first",
     ),
-    "Keras's call of the trainer": (
+    (
         lambda: AsKeras(make_model()).fit(INPUTS, TARGETS),
         r"the trainer is not the model: call self\.model\(x\), without training=",
     ),
-    "a step with a number": (
+    (
         lambda: Numbered(make_model()).fit(INPUTS, TARGETS),
         r"Numbered\.train_step takes \(self, batch, number\), .*: make it train_step\(self, batch\)",
     ),
-    "log as in Lightning": (
+    (
         lambda: LogsAsLightning(make_model()).fit(INPUTS, TARGETS),
         "log has no argument 'on_epoch'. The history has one number per epoch",
     ),
-    "a metric of text": (lambda: measured(lambda *_: "good"), r"mine must .*; for 12 samples it returned str good"),
-    "a metric of nothing": (lambda: measured(lambda *_: None), "for 12 samples it returned NoneType None"),
-    "a metric of a dictionary": (lambda: measured(lambda *_: {"a": 1}), "for 12 samples it returned dict {'a': 1}"),
-    "a metric of three": (lambda: measured(lambda *_: (1, 2, 3)), r"for 12 samples it returned tuple \(1, 2, 3\)"),
-    "a metric of text and weight": (lambda: measured(lambda *_: ("a", 2)), r"it returned tuple \('a', 2\)"),
-    "a metric of (target, output)": (
+    (lambda: measured(lambda *_: "good"), r"mine must return .*; for 12 samples it returned str good"),
+    (lambda: measured(lambda *_: None), "for 12 samples it returned NoneType None"),
+    (lambda: measured(lambda *_: {"a": 1}), "for 12 samples it returned dict {'a': 1}"),
+    (lambda: measured(lambda *_: (1, 2, 3)), r"for 12 samples it returned tuple \(1, 2, 3\)"),
+    (lambda: measured(lambda *_: ("a", 2)), r"it returned tuple \('a', 2\)"),
+    (
         lambda: measured(lambda target, output: output.argmax(1) == target),
         r"cannot take .*\. It takes them in the other order: a metric is a function of \(output, target\)",
     ),
-    "a model without values": (
+    (
         lambda: trainer_of(make_model().to("meta")).fit(INPUTS, TARGETS),
         r"0\.weight, 0\.bias.* are on the meta device, which keeps no values: make the model without it",
     ),
-    "a tensor without values": (
+    (
         lambda: trainer_of(Elsewhere()).fit(INPUTS, TARGETS),
         "A tensor was left on the device where it was created: register",
     ),
-    "all for validation": (lambda: trainer_of().fit(INPUTS, TARGETS, validation_split=1.0), "validation_split"),
-    "one row to split": (lambda: trainer_of().fit(INPUTS[:1], TARGETS[:1], validation_split=0.5), "at least one"),
-}
-
-
-NOT_OF_FIT: dict[str, tuple[Way, str]] = {
-    "an optimizer set later": (setting("optimizer", "sgd"), r"trainer\.optimizer cannot be replaced: make a new Dist"),
-    "a model set later": (setting("model", make_model()), r"trainer\.model cannot be replaced"),
-    "a schedule set later": (setting("scheduler", "cosine"), r"trainer\.scheduler cannot be replaced"),
-    "a rate set later": (setting("lr", 0.1), r"no attribute 'lr'\. Call trainer\.set_learning_rates"),
-    "a setting set later": (setting("epochs", 3), r"no attribute 'epochs': it belongs to fit\(epochs=\.\.\.\)"),
-    "Lightning's way to stop": (setting("should_stop", True), "Did you mean 'stop_training'"),
-    "a class set later": (
-        setting("callbacks", [cx.callbacks.EarlyStopping]),
-        "the class EarlyStopping: pass an object",
+    (lambda: fit_rows(validation_split=1.0), "validation_split"),
+    (lambda: trainer_of().fit(INPUTS[:1], TARGETS[:1], validation_split=0.5), "at least one"),
+    *(
+        (lambda trainer=trainer: trainer().fit(INPUTS, TARGETS), words)
+        for trainer, words in (
+            (lambda: trainer_of(Lightning(make_model())), f"^Lightning has a training_step{NOT_CALLED}"),
+            (lambda: trainer_of(KerasModel(make_model())), f"^KerasModel has a train_step{NOT_CALLED}"),
+            (lambda: Stepping(make_model(), "cross_entropy"), r"Stepping has a training_step, .* train_step\(self, ba"),
+            (
+                lambda: Validating(make_model(), "cross_entropy"),
+                r"Validating has a validation_step, .* test_step\(self",
+            ),
+        )
     ),
-    "a test step with a number": (
+]
+test_one_process_refuses_to_fit = refuses(*WRONG)
+# Other ranks hear nothing of what another call than fit refuses.
+test_other_calls_are_refused = refuses(
+    (setting("optimizer", "sgd"), r"trainer\.optimizer cannot be replaced: make a new Dist"),
+    (setting("model", make_model()), r"trainer\.model cannot be replaced"),
+    (setting("scheduler", "cosine"), r"trainer\.scheduler cannot be replaced"),
+    (setting("lr", 0.1), r"no attribute 'lr'\. Call trainer\.set_learning_rates"),
+    (setting("epochs", 3), r"no attribute 'epochs': it belongs to fit\(epochs=\.\.\.\)"),
+    (setting("should_stop", True), "Did you mean 'stop_training'"),
+    (setting("callbacks", [cx.callbacks.EarlyStopping]), "the class EarlyStopping: pass an object"),
+    (
         lambda: NumberedTest(make_model(), "cross_entropy").evaluate(INPUTS, TARGETS),
         r"NumberedTest\.test_step takes \(self, batch, number\), .*: make it test_step\(self, batch\)",
     ),
-}
-"""Refused in another call than fit, or where it is set: other ranks hear nothing of that."""
+    (lambda: trainer_of().evaluate(INPUTS, TARGETS, batchsize=3), "evaluate has .*'batchsize'. Did you mean 'batch_si"),
+    (lambda: trainer_of().predict(x=INPUTS), "predict has no argument 'x'. Did you mean 'X'"),
+)
 
 
-@pytest.mark.parametrize("name", [*WRONG, *NOT_OF_FIT])
-def test_one_process_refuses(name):
-    way, words = {**WRONG, **NOT_OF_FIT}[name]
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        way()
-
-
-def test_arguments_that_trainer_evaluate_and_predict_do_not_have_are_refused_with_a_name(capsys):
-    make: Any = cx.DistributedTrainer
-    trainer: Any = trainer_of()
-    for call, words in (
-        (
-            lambda: make(make_model(), schedular="cosine"),
-            "DistributedTrainer has .*'schedular'. Did you mean 'scheduler'",
-        ),
-        (lambda: make(make_model(), warmup_steps=3), r"'warmup_steps': it belongs to fit\(warmup_steps=\.\.\.\)"),
-        (
-            lambda: trainer.evaluate(INPUTS, TARGETS, batchsize=3),
-            "evaluate has .*'batchsize'. Did you mean 'batch_size'",
-        ),
-        (lambda: trainer.predict(x=INPUTS), "predict has no argument 'x'. Did you mean 'X'"),
-    ):
-        with pytest.raises(cx.ConfigError, match=words):
-            call()
+def test_evaluate_and_predict_take_kerass_verbose(capsys):
+    trainer = trainer_of()
     with one_process():
         assert trainer.evaluate(INPUTS, TARGETS, verbose=0) == trainer.evaluate(INPUTS, TARGETS)
         assert len(trainer.predict(INPUTS, verbose=0)) == len(INPUTS)
@@ -418,33 +364,23 @@ def right_fit() -> str:
     return fingerprint(trainer.model)
 
 
-def refuse_all(one_rank: bool) -> dict[str, tuple[str, str]]:
-    """Gives each wrong thing to every rank, or to rank 1 only; returns (type, text) of the errors."""
-    found = {}
-    for name, (way, _) in WRONG.items():
-        try:
-            way() if cx.get_rank() or not one_rank else right_fit()
-            found[name] = ("nothing", "")
-        except Exception as error:
-            found[name] = (type(error).__name__, str(error))
-    found["afterwards"] = ("fine", right_fit())
-    return found
+def refuse_all(one_rank: bool) -> tuple[list[str], str]:
+    """Gives each wrong thing to every rank, or to rank 1 only; returns the errors, and the bits of a right fit then."""
+    is_right = one_rank and cx.get_rank() == 0
+    return [ending(right_fit if is_right else way) for way, _ in WRONG], right_fit()
 
 
 @pytest.mark.parametrize("one_rank", [False, by_night(True)])
 def test_every_rank_refuses_also_what_only_one_of_them_was_given(one_rank):
-    ranks = run_world(2, refuse_all, one_rank)
-    fine = [found.pop("afterwards") for found in ranks]
-    assert fine[0] == fine[1]
-    for found in ranks:
-        assert {name: kind for name, (kind, _) in found.items() if kind != "ConfigError"} == {}
-    if one_rank:
-        for name, (_, text) in ranks[0].items():
-            said = ranks[1][name][1]
-            # What differs in kind is seen before anybody looks at the rest.
-            assert text == (said if said.startswith("rank 1 differs") else f"rank 1 refuses to start: {said}")
-    else:
-        assert ranks[0] == ranks[1]
+    (first, bits), (second, other_bits) = run_world(2, refuse_all, one_rank)
+    assert bits == other_bits
+    assert [text for text in (*first, *second) if not text.startswith("ConfigError: ")] == []
+    for text, own in zip(first, second, strict=True):
+        # What differs in kind is seen before anybody looks at the rest.
+        if one_rank and not own.startswith("ConfigError: rank 1 differs"):
+            assert text == own.replace("ConfigError: ", "ConfigError: rank 1 refuses to start: ", 1)
+        else:
+            assert text == own
 
 
 def fit_of_rank(name: str) -> None:
@@ -502,21 +438,14 @@ DIFFERENT = {
 
 
 def refuse_differences() -> dict[str, str]:
-    found = {}
-    for name in [*DIFFERENT, "no difference"]:
-        try:
-            fit_of_rank(name)
-            found[name] = "trained"
-        except cx.ConfigError as error:
-            found[name] = str(error)
-    return found
+    return {name: ending(fit_of_rank, name) for name in [*DIFFERENT, "no difference"]}
 
 
 def test_ranks_that_differ_in_data_settings_model_or_optimizer_are_refused_on_every_rank():
     for found in run_world(2, refuse_differences):
-        assert found.pop("no difference") == "trained"  # what a rank shows, and where it writes, is its own
+        assert found.pop("no difference") == "returned None"  # what a rank shows, and where it writes, is its own
         for name, words in DIFFERENT.items():
-            assert found[name].startswith(f"rank 1 differs from rank 0 in {words}"), found[name]
+            assert found[name].startswith(f"ConfigError: rank 1 differs from rank 0 in {words}"), found[name]
         assert "torch.manual_seed(0) before torch.randn" in found["X"]
 
 
@@ -582,11 +511,7 @@ def fit_where_warnings_are_errors() -> str:
     inputs[3, 1] = float("nan")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        try:
-            trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return "trained"
+        return ending(trainer_of().fit, inputs, TARGETS, epochs=1, verbose=False)
 
 
 def test_where_a_warning_is_an_error_on_one_rank_the_others_hear_of_it():
@@ -622,42 +547,69 @@ def test_nan_in_validation_data_is_a_warning_before_anything_starts():
         trainer_of().fit(INPUTS, TARGETS, inputs, TARGETS, epochs=1, verbose=False)
 
 
-def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
-    with pytest.raises(cx.ConfigError, match=r"no field 'batchsize'\. Did you mean 'batch_size'\?"):
-        cx.DistributedTrainingConfig(batchsize=3)
-    config = cx.DistributedTrainingConfig()
-    with pytest.raises(cx.ConfigError, match=r"no field 'epoch'\. Did you mean 'epochs'\?"):
-        config.epoch = 3
+def make(**arguments: Any) -> cx.DistributedTrainer:
+    return cx.DistributedTrainer(**{"model": make_model(), **arguments})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"loss_fn": "crossentropy"}, "Did you mean 'cross_entropy'"),
-        ({"loss_fn": nn.CrossEntropyLoss}, r"CrossEntropyLoss\(\)"),
-        ({"loss_fn": 3}, "loss_fn must be callable"),
-        ({"optimizer": "adamm"}, "Did you mean 'adam"),
-        ({"optimizer": 3}, "optimizer must be"),
-        ({"optimizer": nn.MSELoss()}, r"the order is DistributedTrainer\(model, loss_fn, optimizer\)"),
-        ({"optimizer": lambda parameters: 3}, "optimizer must be"),
-        ({"model": 3}, "torch.nn.Module"),
-        ({"model": nn.ReLU(), "optimizer": "adamm"}, "Did you mean 'adam"),
-        ({"scheduler": object()}, "scheduler must be one of"),
-        (
-            {"scheduler": torch.optim.lr_scheduler.StepLR},
-            r"is the class StepLR, which needs more .* lambda optimizer, total_steps: StepLR\(optimizer",
-        ),
-        ({"callbacks": [print]}, "callbacks must be instances of"),
-        ({"callbacks": False}, r"callbacks must be instances of .*, got False"),
-        ({"device": "warp"}, "device must be"),
-        ({"device": "gpu"}, "got 'gpu'. Did you mean 'auto'"),
-        ({"model": nn.Linear}, r"got <class 'torch.*Linear'> \(a type\)"),
-        ({"device": 1.5}, "device must be"),
-    ],
+def loss_of(model: Any, x: Any, y: Any) -> None:
+    raise AssertionError("nobody calls it")
+
+
+class WithoutSuper(cx.DistributedTrainer):
+    def __init__(self, model: nn.Module) -> None:
+        self.net = model
+
+
+SCHEDULE = torch.optim.lr_scheduler.StepLR
+test_a_trainer_that_cannot_work_is_not_made = refuses(
+    (lambda: make(loss_fn="crossentropy"), "Did you mean 'cross_entropy'"),
+    (lambda: make(loss_fn=nn.CrossEntropyLoss), r"CrossEntropyLoss\(\)"),
+    (lambda: make(loss_fn=3), "loss_fn must be callable"),
+    (lambda: make(optimizer="adamm"), "Did you mean 'adam"),
+    (lambda: make(optimizer=3), "optimizer must be"),
+    (lambda: make(optimizer=nn.MSELoss()), r"the order is DistributedTrainer\(model, loss_fn, optimizer\)"),
+    (lambda: make(optimizer=lambda parameters: 3), "optimizer must be"),
+    # What an error shows of an object has names and no address.
+    (lambda: make(optimizer=make_model().parameters()), "or a name, got <generator object Module.parameters>"),
+    (lambda: make(train_step=loss_of), r"a function of \(trainer, batch\), got loss_of\(model, x, y\)"),
+    (lambda: make(model=3), "torch.nn.Module"),
+    (lambda: make(model=nn.ReLU(), optimizer="adamm"), "Did you mean 'adam"),
+    (lambda: make(model=nn.Linear), r"got <class 'torch.*Linear'> \(a type\)"),
+    (lambda: make(scheduler=object()), "scheduler must be one of"),
+    (
+        lambda: make(scheduler=SCHEDULE),
+        r"is the class StepLR, which needs more .* lambda optimizer, total_steps: StepLR\(optimizer",
+    ),
+    (lambda: make(callbacks=[print]), "callbacks must be instances of .*, got <built-in function print>"),
+    (lambda: make(callbacks=["early"]), "callbacks must be instances of .*, got early"),
+    (lambda: make(callbacks=[cx.callbacks.EarlyStopping]), "got the class EarlyStopping"),
+    (lambda: make(callbacks=False), r"callbacks must be instances of .*, got False"),
+    (lambda: make(device="warp"), "device must be"),
+    (lambda: make(device="gpu"), "got 'gpu'. Did you mean 'auto'"),
+    (lambda: make(device=1.5), "device must be"),
+    (lambda: make(ddp_config={"compression": "bf16"}), r"cyxtrain\.DDPConfig"),
+    (lambda: make(ddp_config="bf16"), r"cyxtrain\.DDPConfig"),
+    (lambda: make(ddp_config=cx.DDPConfig(compression=torch.bfloat16)), "compression must be one of"),
+    (lambda: make(ddp_config=cx.DDPConfig(bucket_size_mb=0)), "bucket_size_mb must be"),
+    (lambda: make(schedular="cosine"), "DistributedTrainer has .*'schedular'. Did you mean 'scheduler'"),
+    (lambda: make(warmup_steps=3), r"'warmup_steps': it belongs to fit\(warmup_steps=\.\.\.\)"),
+    (lambda: cx.DistributedTrainingConfig(batchsize=3), r"no field 'batchsize'\. Did you mean 'batch_size'\?"),
+    (lambda: setattr(cx.DistributedTrainingConfig(), "epoch", 3), r"no field 'epoch'\. Did you mean 'epochs'\?"),
 )
-def test_a_trainer_that_cannot_work_is_not_made(arguments, words):
-    with pytest.raises(cx.ConfigError, match=words):
-        cx.DistributedTrainer(**{"model": make_model(), **arguments})
+test_a_trainer_whose_constructor_has_not_run_is_refused_wherever_it_is_used_first = refuses(
+    *(
+        (lambda use=use: use(WithoutSuper(make_model())), r"WithoutSuper has an __init__ .*: call super\(\)\.__init__")
+        for use in (
+            lambda trainer: trainer.fit(INPUTS, TARGETS),
+            lambda trainer: trainer.evaluate(INPUTS, TARGETS),
+            lambda trainer: trainer.predict(INPUTS),
+            lambda trainer: trainer.train_on_batch(INPUTS, TARGETS),
+            lambda trainer: trainer.save_checkpoint("none"),
+            lambda trainer: trainer.history,
+            lambda trainer: trainer.model,
+        )
+    )
+)
 
 
 def test_batch_norm_over_ranks_is_refused_on_cpus():
@@ -670,20 +622,6 @@ def test_batch_norm_over_ranks_is_refused_on_cpus():
         with pytest.raises(cx.ConfigError, match=r"sync_batchnorm=True, which PyTorch has on GPUs alone"):
             trainer.fit(*make_rows(8), sync_batchnorm=True)
     assert isinstance(plain[1], nn.BatchNorm1d)
-
-
-@pytest.mark.parametrize(
-    ("ddp_config", "words"),
-    [
-        ({"compression": "bf16"}, r"cyxtrain\.DDPConfig"),
-        ("bf16", r"cyxtrain\.DDPConfig"),
-        (cx.DDPConfig(compression=torch.bfloat16), "compression must be one of"),
-        (cx.DDPConfig(bucket_size_mb=0), "bucket_size_mb must be"),
-    ],
-)
-def test_what_says_wrongly_how_gradients_travel_is_refused_at_once(ddp_config, words):
-    with pytest.raises(cx.ConfigError, match=words):
-        cx.DistributedTrainer(torch.nn.Linear(2, 2), ddp_config=ddp_config)
 
 
 class Lightning(nn.Sequential):
@@ -708,62 +646,11 @@ class Validating(cx.DistributedTrainer):
         raise AssertionError("nobody calls it")
 
 
-def refused_steps() -> list[str]:
-    said = []
-    for trainer in (
-        cx.DistributedTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), "cross_entropy", "sgd"),
-        cx.DistributedTrainer(KerasModel(nn.Linear(FEATURES, CLASSES)), "cross_entropy", "sgd"),
-        Stepping(make_model(), "cross_entropy", "sgd"),
-        Validating(make_model(), "cross_entropy", "sgd"),
-    ):
-        try:
-            trainer.fit(*make_rows(8), epochs=1, verbose=False)
-        except cx.ConfigError as error:
-            said.append(str(error))
-    amp = cx.DistributedAMPTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), loss_fn=nn.CrossEntropyLoss())
-    amp.training_step(make_rows(8))  # its own
-    return said
-
-
-@pytest.mark.parametrize("world_size", [1, by_night(2)])
-def test_steps_that_nobody_calls_are_refused_with_what_to_do(world_size):
-    for said in everywhere(world_size, refused_steps):
-        lightning, keras, stepping, validating = said
-        for text, name in ((lightning, "Lightning has a training_step"), (keras, "KerasModel has a train_step")):
-            assert text.startswith(f"{name}, and fit does not call it: make it train_step(self, batch) of a subclass")
-        assert "Stepping has a training_step, and fit does not call it: make it train_step(self, batch)" in stepping
-        assert "Validating has a validation_step, and fit does not call it: make it test_step(self" in validating
-
-
-class WithoutSuper(cx.DistributedTrainer):
-    def __init__(self, model: nn.Module) -> None:
-        self.net = model
-
-
-def test_a_trainer_whose_constructor_has_not_run_is_refused_wherever_it_is_used_first():
-    for call in (
-        lambda trainer: trainer.fit(INPUTS, TARGETS),
-        lambda trainer: trainer.evaluate(INPUTS, TARGETS),
-        lambda trainer: trainer.predict(INPUTS),
-        lambda trainer: trainer.train_on_batch(INPUTS, TARGETS),
-        lambda trainer: trainer.save_checkpoint("none"),
-        lambda trainer: trainer.history,
-        lambda trainer: trainer.model,
-    ):
-        with pytest.raises(cx.ConfigError, match=r"WithoutSuper has an __init__ .*: call super\(\)\.__init__"):
-            call(WithoutSuper(make_model()))
-
-
-def test_what_an_error_shows_of_an_object_has_names_and_no_address():
-    def loss_of(model: Any, x: Any, y: Any) -> None:
-        raise AssertionError("nobody calls it")
-
-    for words, wrong in (
-        (r"a function of \(trainer, batch\), got loss_of\(model, x, y\)", {"train_step": loss_of}),
-        ("or a name, got <generator object Module.parameters>", {"optimizer": make_model().parameters()}),
-    ):
-        with pytest.raises(cx.ConfigError, match=words):
-            cx.DistributedTrainer(make_model(), **wrong)
+def test_the_amp_trainers_training_step_is_its_own():
+    with one_process():
+        trainer = cx.DistributedAMPTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), loss_fn="cross_entropy")
+        trainer.training_step(make_rows(8))
+        assert trainer.step == 1
 
 
 ITSELF = {
@@ -775,11 +662,9 @@ BINARY = (TARGETS > 0).float()[:, None]
 
 def warnings_before_training(model: nn.Module, loss_fn: Any, targets: Any) -> list[str]:
     """Return what `fit` warns of before its first step, which ends it."""
-    with warnings.catch_warnings(record=True) as caught, one_process():
-        warnings.simplefilter("always")
-        with contextlib.suppress(InterruptedError):
-            trainer_of(model, loss_fn, callbacks=[Interrupting()]).fit(INPUTS, targets, epochs=1, verbose=False)
-    return [str(each.message) for each in caught]
+    with one_process(), warning_texts() as caught, contextlib.suppress(InterruptedError):
+        trainer_of(model, loss_fn, callbacks=[Interrupting()]).fit(INPUTS, targets, epochs=1, verbose=False)
+    return caught
 
 
 class Interrupting(cx.callbacks.Callback):
@@ -879,11 +764,10 @@ def test_labels_of_minus_1_for_a_binary_loss_are_warned_of():
 
 def fit_diverging(rate: float) -> list[str]:
     model = make_model()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), lr=rate))
         trainer.fit(INPUTS, TARGETS, epochs=3, batch_size=2, verbose=False)
-    return [str(each.message) for each in caught]
+    return caught
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -957,11 +841,10 @@ def test_numpys_code_for_classes_makes_class_numbers():
 
 
 def warnings_of_nan_table() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         data: Any = (NAN_TABLE, TARGETS)
         trainer_of().fit(*data, validation_data=data, epochs=1, verbose=False, on_nonfinite="skip")
-    return [str(warning.message) for warning in caught]
+    return caught
 
 
 def test_columns_of_a_table_that_hold_nan_are_named_whichever_rank_finds_them():

@@ -26,8 +26,10 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 # (samples, batch size per rank, with validation, dtype)
 Case = tuple[int, int, bool, str]
 ALL_CASES: list[Case] = list(itertools.product(SAMPLES, BATCH_SIZES, (False, True), TOLERANCE))
-# Hundreds to thousands of steps each.
-NIGHT_CASES: list[Case] = [case for case in ALL_CASES if case[0] >= 64 * case[1] or case[:2] == (1797, 3)]
+# Hundreds to thousands of steps each, or a validation in a type whose training the day has without one.
+NIGHT_CASES: list[Case] = [
+    case for case in ALL_CASES if case[0] >= 64 * case[1] or case[:2] == (1797, 3) or case[2:] == (True, "float64")
+]
 DAY_CASES: list[Case] = [case for case in ALL_CASES if case not in NIGHT_CASES]
 AGAIN = [case for case in DAY_CASES if case[0] in (7, 100) and case[1] == 3]
 WORLDS = (2, by_night(3), by_night(4))
@@ -67,7 +69,7 @@ def first_gradients(case: Case, world_size: int) -> Floats:
     model = make_model(dtype)
     optimizer = RecordingSGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), optimizer)
-    trainer.fit(*make_rows(samples), epochs=1, effective_batch_size=batch_size * world_size, verbose=False)
+    trainer.fit(*make_rows(samples), max_steps=1, effective_batch_size=batch_size * world_size, verbose=False)
     gradients: Floats = optimizer.gradients
     return gradients
 
@@ -155,7 +157,7 @@ def test_every_run_ends_with_the_same_bits(world_size):
 def test_validation_changes_no_bit_of_the_training(world_size):
     ranks = trained(world_size)[0]
     pairs = [case for case in DAY_CASES if case[2] and (*case[:2], False, case[3]) in ranks]
-    assert len(pairs) >= 28
+    assert len(pairs) >= 14
     for case in pairs:
         without: Case = (*case[:2], False, case[3])
         assert ranks[case]["fingerprint"] == ranks[without]["fingerprint"], case

@@ -135,12 +135,12 @@ def few_steps() -> tuple[Any, list[float]]:
     return flat(trainer.model.parameters()), trainer.history.train_losses
 
 
-def test_it_has_them_on_any_number_of_ranks():
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
+def test_it_has_them_on_any_number_of_ranks(world_size):
     [(parameters, losses)] = everywhere(1, few_steps)
-    for world_size in (2, 4):
-        for found in run_world(world_size, few_steps):
-            assert abs(found[0] - parameters).max() < 1e-6
-            assert found[1] == pytest.approx(losses, rel=1e-6)
+    for found in run_world(world_size, few_steps):
+        assert abs(found[0] - parameters).max() < 1e-6
+        assert found[1] == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_fit_with_few_steps_resumes_in_the_middle_and_not_with_others(tmp_path):

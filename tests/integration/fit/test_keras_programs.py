@@ -5,18 +5,17 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from fitting import everywhere, make_model, make_rows, one_process
+from fitting import everywhere, make_model, make_rows
 from markers import by_night
 from torch import Tensor, nn
 
 import cyxtrain as cx
 
-pytestmark = pytest.mark.usefixtures("rank_server")
+pytestmark = pytest.mark.usefixtures("rank_server", "alone")
 
 QUIET: dict[str, Any] = {"verbose": False}
 INPUTS, TARGETS = make_rows(20)[0], torch.zeros(20, 3)
@@ -24,12 +23,6 @@ INPUTS, TARGETS = make_rows(20)[0], torch.zeros(20, 3)
 
 def trainer_of(model: nn.Module, **arguments: Any) -> cx.DistributedTrainer:
     return cx.DistributedTrainer(model, "mse", torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with one_process():
-        yield
 
 
 def test_the_loss_does_not_depend_on_the_batch_size():
@@ -265,18 +258,3 @@ def test_terminate_on_nan_leaves_a_healthy_fit_alone():
     callbacks = [cx.callbacks.TerminateOnNaN()]
     history = trainer_of(make_model()).fit(INPUTS, TARGETS, epochs=2, callbacks=callbacks, **QUIET)
     assert len(history.train_losses) == 2
-
-
-def fit_with_average() -> list[float]:
-    torch.manual_seed(0)
-    model = make_model()
-    settings = {"epochs": 3, "effective_batch_size": 4, "validation_data": (INPUTS, TARGETS), **QUIET}
-    history = trainer_of(model).fit(INPUTS, TARGETS, callbacks=[cx.callbacks.EMA(decay=0.9)], **settings)
-    return [*history.val_losses, *(parameter.sum().item() for parameter in model.parameters())]
-
-
-@pytest.mark.nightly
-def test_averages_of_weights_are_the_same_on_two_ranks():
-    alone = fit_with_average()
-    for found in everywhere(2, fit_with_average):
-        assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)

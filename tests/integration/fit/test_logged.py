@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import functools
 import itertools
-import warnings
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from fitting import everywhere, make_model, make_rows, one_process, run_new_world, run_world
 from markers import by_night
+from refusals import refusal, warning_texts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,7 +89,7 @@ def train(**settings: Any) -> tuple[dict[str, list[float]], dict[str, float]]:
     return history.history, dict(program.trainer.evaluate(*VALID))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, by_night(3), by_night(4)])
+@pytest.mark.parametrize("world_size", [2, by_night(3), by_night(4)])
 def test_it_has_the_numbers_of_all_ranks(world_size):
     found = everywhere(world_size, train)
     assert all(each == found[0] for each in found)
@@ -133,10 +133,10 @@ def stop_and_resume(folder: str, ranks: int | None, accumulation: int) -> list[A
     return [whole]
 
 
-@pytest.mark.parametrize(("world_size", "resuming"), [(1, 1), (2, 2), (2, 1), by_night(1, 2)])
+@pytest.mark.parametrize(("world_size", "resuming"), [(2, 2), (2, 1), by_night(1, 1), by_night(1, 2)])
 def test_a_resumed_epoch_has_all_its_numbers(tmp_path, world_size, resuming):
 
-    ((whole,), *_) = run_new_world(world_size, stop_and_resume, str(tmp_path), None, 1)
+    ((whole,), *_) = run_world(world_size, stop_and_resume, str(tmp_path), None, 1)
     ((resumed,), *_) = run_new_world(resuming, stop_and_resume, str(tmp_path), resuming, 1)
     if world_size == resuming:
         assert resumed == whole
@@ -267,25 +267,23 @@ def test_a_number_that_an_epoch_lacks_leaves_a_gap_and_is_plotted(tmp_path):
     assert [axes.get_title() for axes in history.plot().axes if axes.get_visible()] == ["loss", "accuracy", "even"]
 
 
-def refusal(name: Any, value: Any, **more: Any) -> str:
+def log_refusal(name: Any, value: Any, **more: Any) -> str:
     hook = LambdaCallback(on_train_batch_end=lambda batch, logs: hook.trainer.log(name, value, **more))
     trainer = cx.DistributedTrainer(make_model(), "cross_entropy")
-    with pytest.raises(cx.ConfigError) as caught:
-        trainer.fit(*ROWS, callbacks=hook, **FIT)
-    return str(caught.value)
+    return refusal(trainer.fit, *ROWS, callbacks=hook, **FIT)
 
 
 def test_what_cannot_be_logged_is_refused_by_name_and_kind(tmp_path):
     with one_process():
         for name in ("loss", "accuracy", "val_loss", "learning_rate", "grad_norm", "epoch", "step"):
-            assert f"log({name!r}): fit records a number of this name itself" in refusal(name, 1.0)
-        assert "log('x'): value must be a number, got 1.0 (str)" in refusal("x", "1.0")
-        assert "got None (NoneType)" in refusal("x", None)
-        assert "got Tensor of shape [2]" in refusal("x", torch.ones(2))
-        assert "log.reduce must be one of" in refusal("x", 1, reduce="median")
-        assert "a weight counts in a mean, not with 'max'" in refusal("x", 1, reduce="max", weight=2)
-        assert "weight must be a finite number of at least 0, got -1.0" in refusal("x", 1, weight=-1)
-        assert "log takes a name, got 3" in refusal(3, 1)
+            assert f"log({name!r}): fit records a number of this name itself" in log_refusal(name, 1.0)
+        assert "log('x'): value must be a number, got 1.0 (str)" in log_refusal("x", "1.0")
+        assert "got None (NoneType)" in log_refusal("x", None)
+        assert "got Tensor of shape [2]" in log_refusal("x", torch.ones(2))
+        assert "log.reduce must be one of" in log_refusal("x", 1, reduce="median")
+        assert "a weight counts in a mean, not with 'max'" in log_refusal("x", 1, reduce="max", weight=2)
+        assert "weight must be a finite number of at least 0, got -1.0" in log_refusal("x", 1, weight=-1)
+        assert "log takes a name, got 3" in log_refusal(3, 1)
         trainer = cx.DistributedTrainer(make_model(), "cross_entropy")
         with pytest.raises(cx.ConfigError, match="called outside of a fit"):
             trainer.log("x", 1)
@@ -304,9 +302,7 @@ def test_what_cannot_be_logged_is_refused_by_name_and_kind(tmp_path):
 def log_differently() -> str:
     reduce = ("mean", "sum")[cx.get_rank()]
     hook = LambdaCallback(on_epoch_end=lambda epoch, logs: hook.trainer.log("x", 1, reduce=reduce))
-    with pytest.raises(cx.ConfigError) as caught:
-        cx.DistributedTrainer(make_model(), "cross_entropy").fit(*ROWS, callbacks=hook, **FIT)
-    return str(caught.value)
+    return refusal(cx.DistributedTrainer(make_model(), "cross_entropy").fit, *ROWS, callbacks=hook, **FIT)
 
 
 class LogsTwice(Callback):
@@ -350,11 +346,10 @@ def test_a_name_that_nobody_logs_is_refused_or_warned_of(tmp_path):
             trainer.fit(*ROWS, keep_best="score", **FIT)  # before anything starts
         with pytest.raises(cx.ConfigError, match="no metric named 'score'"):
             trainer.fit(*ROWS, callbacks=EarlyStopping("score", mode="min"), **FIT)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warning_texts() as caught:
             settings = {**FIT, "keep_best": "scroe", "checkpoint_dir": str(tmp_path)}
             Program().trainer.fit(*ROWS, callbacks=EarlyStopping("scroe", mode="min"), **settings)
-        texts = [str(each.message) for each in caught]
+        texts = caught
         assert sum("keep_best='scroe': the first epoch has no such number" in text for text in texts) == 1
         assert sum("EarlyStopping monitors 'scroe', which this epoch has not logged" in text for text in texts) == 1
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import make_model, make_rows, one_process
-from rank_processes import run_ranks, values
+from fitting import make_model, make_rows, one_process, run_world
+from refusals import ending
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -147,12 +147,10 @@ def test_a_model_that_does_not_fit_says_it_too():
 
 def fit_greedily() -> str:
     trainer = cx.DistributedTrainer(Greedy(), "cross_entropy", callbacks=[FailsWhenItTrains("cuda")])
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - each rank another
-        trainer.fit(*make_rows(8), epochs=1, verbose=False)
-    return f"{type(caught.value).__name__}: {caught.value}"
+    return ending(trainer.fit, *make_rows(8), epochs=1, verbose=False)
 
 
 def test_the_other_ranks_hear_whose_memory_is_full():
-    first, second = values(run_ranks(2, fit_greedily))
+    first, second = run_world(2, fit_greedily)
     assert second.startswith("OutOfMemoryError: rank 1 is out of memory: CUDA out of memory.")
     assert "rank 1 has failed: OutOfMemoryError: rank 1 is out of memory" in first

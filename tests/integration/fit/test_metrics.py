@@ -11,8 +11,9 @@ import pytest
 import torch
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
-from lazy import LazyModule, LazyParameter, resolve
+from lazy import LazyModule
 from markers import by_night
+from refusals import refuses
 from torch import nn
 from torch.nn import functional
 
@@ -80,16 +81,16 @@ def task(kind: str) -> tuple[nn.Module, Any, tuple[torch.Tensor, torch.Tensor], 
 SUMS_OF_FRACTIONS = [*OF_NUMBERS, "calibration_error", "confidence", "rights"]
 
 
-def test_metrics_that_count_or_rank_have_the_bits_of_one_process_and_others_its_rounding():
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
+def test_metrics_that_count_or_rank_have_the_bits_of_one_process_and_others_its_rounding(world_size):
     kinds = ("classes", "logits", "labels", "two numbers")
     [alone] = everywhere(1, evaluated_kinds, kinds)
-    for world_size in (2, 3):
-        for found in everywhere(world_size, evaluated_kinds, kinds):
-            for name, value in found.items():
-                if name.split()[-1] in SUMS_OF_FRACTIONS:
-                    assert value == pytest.approx(alone[name], rel=1e-12, nan_ok=True), name
-                else:
-                    assert value == alone[name] or math.isnan(alone[name]), name
+    for found in everywhere(world_size, evaluated_kinds, kinds):
+        for name, value in found.items():
+            if name.split()[-1] in SUMS_OF_FRACTIONS:
+                assert value == pytest.approx(alone[name], rel=1e-12, nan_ok=True), name
+            else:
+                assert value == alone[name] or math.isnan(alone[name]), name
 
 
 def evaluated_kinds(kinds: tuple[str, ...]) -> dict[str, float]:
@@ -196,14 +197,14 @@ def of_numbers(truth: Any, said: Any) -> dict[str, float]:
         by_night("two numbers"),
     ],
 )
-def test_every_metric_is_scikit_learns_on_any_number_of_ranks(kind):
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
+def test_every_metric_is_scikit_learns_on_any_number_of_ranks(world_size, kind):
     wanted = by_scikit_learn(kind)
     [alone] = everywhere(1, evaluated, kind)
     for name, value in wanted.items():
         assert alone[name] == pytest.approx(value, abs=1e-6), name
-    for world_size in (2, 4):
-        for found in run_world(world_size, evaluated, kind):
-            assert {name: found[name] for name in wanted} == pytest.approx({n: alone[n] for n in wanted}, abs=1e-12)
+    for found in run_world(world_size, evaluated, kind):
+        assert {name: found[name] for name in wanted} == pytest.approx({n: alone[n] for n in wanted}, abs=1e-12)
 
 
 def few_rows() -> dict[str, float]:
@@ -250,15 +251,15 @@ def fit_measured(**more: Any) -> dict[str, list[float]]:
     return fit(**more).history.history
 
 
-def test_history_has_metrics_of_training_and_validation_the_same_on_any_number_of_ranks():
+@pytest.mark.parametrize("world_size", [2, by_night(4)])
+def test_history_has_metrics_of_training_and_validation_the_same_on_any_number_of_ranks(world_size):
     [alone] = everywhere(1, fit_measured)
     names = ["loss", "accuracy", "f1", "auc", "top_2", "confidence"]
     validated = [f"val_{name}" for name in names[2:]]
     assert list(alone) == ["loss", "accuracy", "val_loss", "val_accuracy", *names[2:], *validated, "learning_rate"]
-    for world_size in (2, 4):
-        for found in run_world(world_size, fit_measured):
-            for name, values in alone.items():
-                assert found[name] == pytest.approx(values, rel=1e-4), name
+    for found in run_world(world_size, fit_measured):
+        for name, values in alone.items():
+            assert found[name] == pytest.approx(values, rel=1e-4), name
 
 
 def test_a_history_with_metrics_is_written_and_read():
@@ -361,56 +362,42 @@ def test_a_function_may_return_a_sum_and_its_weight():
         assert value == pytest.approx(float(make_model()(rows[0]).sum()) / (2 * ROWS), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("metrics", "words"),
-    [
-        ("f1_score", "no metric 'f1_score'. Did you mean 'f1'"),
-        (LazyParameter(lambda: [torchmetrics.F1Score]), r"got the class F1Score: pass an instance"),
-        ([3], "metrics takes names, functions .* got 3"),
-        (["f1", "f1"], "two named 'f1'"),
-        ({"loss": confidence}, "'loss' needs another name"),
-    ],
-)
-def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
-    with pytest.raises(cx.ConfigError, match=words):
-        cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics=resolve(metrics))
+def trainer_with(metrics: Any, kind: str = "classes") -> cx.DistributedTrainer:
+    model, loss, _, _ = task(kind)
+    return cx.DistributedTrainer(model, loss, "sgd", metrics=metrics)
 
 
-@pytest.mark.parametrize(
-    ("kind", "metrics", "words"),
-    [
-        ("classes", ["mae"], "'mae' is for numbers, and the targets are classes"),
-        ("classes", ["top_9"], "'top_9' needs at least 9 classes, and the model has 3"),
-        ("numbers", ["f1"], "'f1' is for classes"),
-        ("logits", ["top_2"], "'top_2' is for classes"),
-        ("classes", {"bad": lambda output, target: torch.ones(7)}, "bad must return a number per sample, or their"),
-        ("classes", {"odd": lambda output, target: 1 / 0}, "the metric odd cannot take .* division by zero"),
-        ("classes", LazyParameter(lambda: [torchmetrics.MeanSquaredError()]), "metric mean_squared_error cannot take"),
-        (
-            "classes",
-            LazyParameter(lambda: [torchmetrics.ConfusionMatrix("multiclass", num_classes=3)]),
-            r"confusion_matrix has shape \[3, 3\], and the history takes a number, or one for each class",
-        ),
-        (
-            "classes",
-            LazyParameter(lambda: [torchmetrics.ROC("multiclass", num_classes=3)]),
-            "metric multiclass_roc has 3 parts, and the hist",
-        ),
-        (
-            "classes",
-            LazyParameter(lambda: [torchmetrics.text.BLEUScore()]),
-            r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet",
-        ),
-        ("labels", ["cohen_kappa"], "'cohen_kappa' is for one class per sample, and the targets are several labels"),
-    ],
+def fit_with(metrics: Any, kind: str = "classes") -> None:
+    trainer_with(metrics, kind).fit(*task(kind)[2], epochs=1, verbose=False)
+
+
+def of_three(name: str) -> Any:
+    return getattr(torchmetrics, name)("multiclass", num_classes=CLASSES)
+
+
+test_what_is_no_metric_is_refused_by_the_trainer = refuses(
+    (lambda: trainer_with("f1_score"), "no metric 'f1_score'. Did you mean 'f1'"),
+    (lambda: trainer_with([torchmetrics.F1Score]), "got the class F1Score: pass an instance"),
+    (lambda: trainer_with([3]), "metrics takes names, functions .* got 3"),
+    (lambda: trainer_with(["f1", "f1"]), "two named 'f1'"),
+    (lambda: trainer_with({"loss": confidence}), "'loss' needs another name"),
+    (lambda: trainer_with({"val_mine": confidence}), "'val_mine' needs another name"),
 )
-def test_what_does_not_fit_the_model_is_refused_before_anything_starts(kind, metrics, words):
-    model, loss, rows, _ = task(kind)
-    with one_process():
-        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=resolve(metrics))
-        with pytest.raises(cx.ConfigError, match=words):
-            trainer.fit(*rows, epochs=1, verbose=False)
-        assert trainer.epoch == 0
+test_what_does_not_fit_the_model_is_refused_by_fit = refuses(
+    (lambda: fit_with(["mae"]), "'mae' is for numbers, and the targets are classes"),
+    (lambda: fit_with(["top_9"]), "'top_9' needs at least 9 classes, and the model has 3"),
+    (lambda: fit_with(["f1"], "numbers"), "'f1' is for classes"),
+    (lambda: fit_with(["top_2"], "logits"), "'top_2' is for classes"),
+    (lambda: fit_with(["cohen_kappa"], "labels"), "is for one class per sample, and the targets are several labels"),
+    (lambda: fit_with({"bad": lambda o, t: torch.ones(7)}), "bad must return a number per sample, or their mean"),
+    (lambda: fit_with({"odd": lambda o, t: 1 / 0}), "the metric odd cannot take .* division by zero"),
+    (lambda: fit_with([torchmetrics.MeanSquaredError()]), "metric mean_squared_error cannot take"),
+    (lambda: fit_with([of_three("ConfusionMatrix")]), r"confusion_matrix has shape \[3, 3\], and the history takes a"),
+    (lambda: fit_with([of_three("ROC")]), "metric multiclass_roc has 3 parts, and the hist"),
+    (lambda: fit_with([torchmetrics.text.BLEUScore()]), r"bleuscore cannot take .* of all: cx\.metrics\.WholeSet"),
+    (lambda: fit_with({"odd": unjoinable()}), "keeps lists .seen. that the ranks .*WholeSet"),
+    (lambda: fit_with({"odd": of_three("Accuracy") + 1.0}), "is made of other metrics"),
+)
 
 
 def test_numpy_is_no_trouble():
@@ -453,7 +440,9 @@ def test_a_direction_that_nobody_has_said_is_asked_for(tmp_path):
         assert growing._sign == -1.0
 
 
-def test_what_the_ranks_could_not_put_together_is_refused():
+def unjoinable() -> Any:
+    """Return a metric that keeps the values of batches in a list."""
+
     class Listing(torchmetrics.Metric):
         def __init__(self) -> None:
             super().__init__()
@@ -465,16 +454,7 @@ def test_what_the_ranks_could_not_put_together_is_refused():
         def compute(self) -> torch.Tensor:
             return torch.stack(self.seen).mean()
 
-    model, loss, rows, _ = task("classes")
-    added = torchmetrics.Accuracy("multiclass", num_classes=CLASSES) + 1.0
-    with one_process():
-        for metric, words in (
-            (Listing(), "keeps lists .seen. that the ranks .*WholeSet"),
-            (added, "is made of other metrics"),
-        ):
-            trainer = cx.DistributedTrainer(model, loss, "sgd", metrics={"odd": metric})
-            with pytest.raises(cx.ConfigError, match=words):
-                trainer.fit(*rows, verbose=False)
+    return Listing()
 
 
 def test_classes_without_a_row_have_no_part_in_what_is_ranked():
@@ -643,8 +623,3 @@ def test_metrics_of_tokens_leave_out_padding_wherever_the_classes_are_and_whose_
     for right, *found in everywhere(world_size, evaluate_tokens):
         for each in found:
             assert each == pytest.approx(right, rel=1e-6)
-
-
-def test_a_metric_whose_name_is_a_validations_is_refused():
-    with pytest.raises(cx.ConfigError, match="'val_mine' needs another name"):
-        cx.DistributedTrainer(make_model(), "mse", metrics={"val_mine": lambda output, target: output[0]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from fitting import everywhere, flat, one_process
 from markers import by_night
+from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -18,13 +19,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Makes this process a world of one."""
-    with one_process():
-        yield
 
 
 ALONE = pytest.mark.usefixtures("alone")
@@ -297,42 +291,29 @@ def step(trainer: Any, batch: Any) -> Any:
 
 
 OTHERS = TensorDataset(*torch.ones(4, 8, 2))
-REFUSED: dict[str, tuple[Callable[[], None], str]] = {
-    "the built-in step": (lambda: fit_on(loader("graphs")), "and X.'edges'. have different lengths.*train_step"),
-    "a stream": (lambda: fit_on(lambda: iter(loader("boxes")), train_step=step), "collate_fn pad.*DataLoader over a"),
-    "noise as weights": (
+test_what_needs_a_row_per_sample_is_refused_with_a_way_out = refuses(
+    (lambda: fit_on(loader("graphs")), "and X.'edges'. have different lengths.*train_step"),
+    (lambda: fit_on(lambda: iter(loader("boxes")), train_step=step), "collate_fn pad.*DataLoader over a"),
+    (
         lambda: fit_on(TensorDataset(*OTHERS.tensors[:3])),
         r"third part of a batch is the weight .* the shape \[2, 2\]: .*nest it.*train_step",
     ),
-    "four parts": (lambda: fit_on(OTHERS), "has 4 parts.*train_step"),
-    "class weights": (
+    (lambda: fit_on(OTHERS), "has 4 parts.*train_step"),
+    (
         lambda: cx.DistributedTrainer(nn.Linear(2, 2), train_step=step).fit(OTHERS, class_weight={0: 1.0}),
         "class_weight needs one class number per sample",
     ),
-    "the built-in step in one's own": (
-        lambda: fit_on(OTHERS, train_step=lambda trainer, batch: type(trainer).train_step(trainer, batch)),
-        "has 4 parts",
+    (lambda: fit_on(OTHERS, train_step=lambda trainer, batch: type(trainer).train_step(trainer, batch)), "has 4 parts"),
+    (
+        lambda: cx.DistributedTrainer(seeded(Detector)).predict(loader("boxes")),
+        r"output\[0\]\['boxes'\]. Let a predict_step pad the entries",
     ),
-}
-
-
-@ALONE
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_a_row_per_sample_is_refused_with_a_way_out(name):
-    call, message = REFUSED[name]
-    with pytest.raises(cx.ConfigError, match=message):
-        call()
+)
 
 
 @ALONE
 def test_four_parts_reach_a_step_as_they_are():
     fit_on(OTHERS, train_step=lambda trainer, batch: trainer.model(batch[3]).mean() * len(batch) / 4)
-
-
-@ALONE
-def test_an_entry_per_row_in_a_prediction_is_refused_with_how_to_pad_it():
-    with pytest.raises(cx.ConfigError, match=r"output\[0\]\['boxes'\]. Let a predict_step pad the entries"):
-        cx.DistributedTrainer(seeded(Detector)).predict(loader("boxes"))
 
 
 @ALONE

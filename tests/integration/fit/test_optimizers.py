@@ -12,6 +12,7 @@ import pytest
 import torch
 from fitting import (
     FEATURES,
+    SaveAt,
     adam,
     everywhere,
     fingerprint,
@@ -24,6 +25,7 @@ from fitting import (
     seeded,
 )
 from markers import by_night
+from refusals import warning_texts
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
@@ -235,18 +237,6 @@ def test_an_optimizer_used_in_some_steps_shares_a_graph_and_resumes_bit_for_bit(
     assert all(one["fingerprint"] == other["fingerprint"] for one, other in [(alone, again), *ranks])
 
 
-class SaveAt(cx.callbacks.Callback):
-    """Saves a checkpoint after a step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        super().__init__()
-        self.path, self.at = path, step
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.trainer.step == self.at:
-            self.trainer.save_checkpoint(self.path)
-
-
 def resumed_gan(path: Path) -> list[dict[str, Any]]:
     """Returns the outcomes of a whole fit, and of one that resumed from its fourth step."""
     outcomes = []
@@ -334,13 +324,12 @@ def train_spoiled(on_nonfinite: str) -> tuple[list[Any], list[str], str]:
     data, noting = make_data(12), Noting()
     data[7, 0] = 1000.0  # of step 2, on the last of two ranks
     trainer, error = make_gan(spoiled_step), ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         try:
             trainer.fit(data, epochs=2, shuffle=False, on_nonfinite=on_nonfinite, callbacks=[noting], **SETTINGS)
         except cx.NonFiniteError as raised:
             error = str(raised)
-    return noting.seen, [str(each.message) for each in caught], error
+    return noting.seen, caught, error
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

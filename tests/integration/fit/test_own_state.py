@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, make_model, make_rows, one_process
+from refusals import warning_texts
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune
@@ -106,11 +106,10 @@ class Keeping(nn.Module):
 
 
 def kept(declared: tuple[str, ...] | None) -> dict[str, Any]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warning_texts() as said:
         model = fit(Keeping(declared)).model
     found = {name: buffer.tolist() for name, buffer in model.named_buffers()}
-    return {**found, "said": [str(each.message) for each in said if "buffer" in str(each.message)]}
+    return {**found, "said": [text for text in said if "buffer" in text]}
 
 
 @pytest.mark.parametrize("declared", [None, ("center",), ("center", "running_center")])

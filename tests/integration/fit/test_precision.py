@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from fitting import CLASSES, FEATURES, adam, fingerprint, flat, make_model, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markers import by_night
+from refusals import warning_texts
 from torch import nn
 
 import cyxtrain as cx
@@ -241,11 +241,10 @@ def test_an_epoch_says_how_many_of_its_steps_overflowed(capsys):
 
 def fit_of_gradients_that_vanish() -> list[str]:
     trainer = cx.DistributedTrainer(make_model(), lambda output, target: output.mean() * 1e-9, "sgd")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         asked = {"epochs": 1, "verbose": False, "precision": "fp16", "effective_batch_size": 12}
         trainer.fit(*make_rows(60), amp=cx.AMPConfig(initial_scale=1.0), **asked)
-    return [str(warning.message) for warning in caught]
+    return caught
 
 
 def test_gradients_that_vanish_in_16_bits_are_warned_of_on_rank_0():

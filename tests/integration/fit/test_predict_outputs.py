@@ -12,6 +12,7 @@ import pytest
 import torch
 from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
 from markers import by_night
+from refusals import refusal, refuses
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset
@@ -21,7 +22,7 @@ import cyxtrain as cx
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 SIZES = (1, 2, 3, 4, 5, 7, 9)
-WORLDS = [1, 2, 4]
+WORLDS = [1, 2, by_night(4)]
 
 
 def trainer_of(model: nn.Module, loss_fn: Any = None) -> cx.DistributedTrainer:
@@ -356,28 +357,6 @@ def test_states_with_rows_first_stay_so_also_if_there_are_as_many_layers():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_rows_in_the_second_dimension_of_something_flat_are_refused_with_the_way_to_return_them():
-    words = (
-        r"for 4 samples it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it "
-        r"with the rows first \(state\.transpose\(0, 1\)\), or return only what you need"
-    )
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        trainer_of(Returns(lambda loss, logits: logits.T)).predict(make_rows(4)[0])
-
-
-def test_packed_sequences_as_input_are_refused_with_what_to_give():
-    packed = nn.utils.rnn.pack_sequence([torch.ones(length, 4) for length in (2, 1)])
-    with one_process(), pytest.raises(cx.ConfigError, match=r"X is a PackedSequence, .* give padded rows and their "):
-        trainer_of(Scaled(), "mse").predict(lambda: iter([packed]))
-
-
-def test_a_cache_is_refused_by_its_name():
-    model = Returns(lambda loss, logits: {"logits": logits, "past_key_values": object()})
-    words = r"it returned object as output\['past_key_values'\]\. Set model\.config\.use_cache = False"
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        trainer_of(model).predict(make_rows(4)[0])
-
-
 class NeedsLabels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -403,30 +382,43 @@ def test_a_model_that_requires_the_targets_trains_and_does_not_predict(by_name):
             trainer.predict(given)
 
 
-def test_an_input_that_is_missing_is_not_taken_for_targets():
-    with one_process(), pytest.raises(cx.ConfigError, match="the model cannot take X, tried on shape"):
-        trainer_of(NeedsLabels(), "mse").predict(make_rows(2)[0])
+def predict(make: Any, rows: int = 4, **settings: Any) -> None:
+    """Predict with a model that returns what `make` makes of its scores."""
+    trainer_of(Returns(lambda loss, logits: make(logits))).predict(make_rows(rows)[0], **settings)
 
 
-@pytest.mark.parametrize(
-    ("pad_value", "words"),
-    [
-        ("0", r"predict\.pad_value must be a number, got '0'"),
-        (True, r"predict\.pad_value must be a number, got True"),
-        (0.5, r"pad_value must be an integer for outputs of torch\.int64, got 0\.5"),
-        (float("nan"), "pad_value must be an integer"),
-    ],
+def predict_classes(pad_value: Any) -> None:
+    predict(lambda logits: logits.argmax(1)[:, None].expand(-1, len(logits)), 5, batch_size=3, pad_value=pad_value)
+
+
+PACKED = nn.utils.rnn.pack_sequence([torch.ones(length, 4) for length in (2, 1)])
+test_what_predict_cannot_take_or_return_is_refused = refuses(
+    (
+        lambda: predict(lambda logits: logits.T),
+        r"for 4 rows it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it with "
+        r"the rows first \(state\.transpose\(0, 1\)\), or return only what you need",
+    ),
+    (
+        lambda: predict(lambda logits: {"logits": logits, "past_key_values": object()}),
+        r"it returned object as output\['past_key_values'\]\. Set model\.config\.use_cache = False",
+    ),
+    (
+        lambda: trainer_of(Scaled(), "mse").predict(lambda: iter([PACKED])),
+        r"X is a PackedSequence, .* give padded rows and their ",
+    ),
+    (
+        lambda: trainer_of(NeedsLabels(), "mse").predict(make_rows(2)[0]),  # what is missing is not taken for targets
+        "the model cannot take X, tried on shape",
+    ),
+    (lambda: predict_classes("0"), r"predict\.pad_value must be a number, got '0'"),
+    (lambda: predict_classes(True), r"predict\.pad_value must be a number, got True"),
+    (lambda: predict_classes(0.5), r"pad_value must be an integer for outputs of torch\.int64, got 0\.5"),
+    (lambda: predict_classes(float("nan")), "pad_value must be an integer"),
 )
-def test_a_pad_value_that_does_not_fit_is_refused(pad_value, words):
-    model = Returns(lambda loss, logits: logits.argmax(1)[:, None].expand(-1, len(logits)))
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        trainer_of(model).predict(make_rows(5)[0], batch_size=3, pad_value=pad_value)
 
 
 def pad_differently() -> str:
-    with pytest.raises(cx.ConfigError) as error:
-        trainer_of(Scorer()).predict(batches_of(5), pad_value=float(cx.get_rank()))
-    return str(error.value)
+    return refusal(trainer_of(Scorer()).predict, batches_of(5), pad_value=float(cx.get_rank()))
 
 
 def test_ranks_pad_with_the_same_value():

@@ -63,6 +63,7 @@ def test_a_program_is_drawn_from_its_seed_alone() -> None:
         assert as_checks(vars(checks)) == checks
 
 
+@pytest.mark.nightly
 def test_every_feature_is_drawn_often_enough() -> None:
     """In 2,000 programs each feature comes 25 times or more, so that 20 or more are accepted."""
     found = Counter(feature for seed in range(2000) for feature in features(*generate(seed)))

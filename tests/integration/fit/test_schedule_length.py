@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from fitting import Trace, fingerprint, make_model, make_rows, one_process, run_world
+from refusals import warning_texts
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
+from cyxtrain.callbacks import LambdaCallback
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -45,11 +48,15 @@ def rates_of(trainer: cx.DistributedTrainer) -> list[float]:
     return trace.rates
 
 
+def stop_before_the_first_step(logs: Any) -> None:
+    raise InterruptedError
+
+
 def warned(*arguments: Any, **more: Any) -> str:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        fitted(*arguments, **more)
-    return " ".join(str(each.message) for each in found if str(each.message).startswith("the "))
+    start = LambdaCallback(on_train_begin=stop_before_the_first_step)
+    with warning_texts() as found, contextlib.suppress(InterruptedError):
+        fitted(*arguments, callbacks=start, **more)
+    return " ".join(text for text in found if text.startswith("the "))
 
 
 def as_transformers(optimizer: torch.optim.Optimizer, num_training_steps: int) -> schedulers.LambdaLR:
@@ -121,10 +128,9 @@ def loader_cycle() -> tuple[str, tuple[int, int], int]:
     counted = cx.count_steps(loader, epochs=3)
     cycle = functools.partial(schedulers.OneCycleLR, max_lr=0.1, epochs=3, steps_per_epoch=len(loader))
     trainer = make_trainer(cycle)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warning_texts() as found:
         trainer.fit(loader, epochs=3, verbose=False)
-    return " ".join(str(each.message) for each in found), counted, trainer.step
+    return " ".join(found), counted, trainer.step
 
 
 def test_what_len_of_a_loader_says_is_too_long_on_two_ranks():

@@ -11,6 +11,7 @@ import torch
 from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, outcome, run_world, seeded
 from markers import by_night
 from rank_processes import run_ranks
+from refusals import ending
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -204,11 +205,7 @@ class FailsOnce(torch.nn.Linear):
 def catch_an_error_of_one_rank() -> str:
     inputs, targets = make_rows(40)
     trainer = cx.DistributedTrainer(FailsOnce(inputs.shape[1], 3), "cross_entropy")
-    try:
-        trainer.fit(inputs, targets, epochs=2, batch_size=4, verbose=False)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
+    return ending(trainer.fit, inputs, targets, epochs=2, batch_size=4, verbose=False)
 
 
 @pytest.mark.parametrize("world_size", [2, by_night(3)])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refusals import warning_texts
 from stand_in import fakegpu
 from stand_in.running import run_command, run_on_stand_in
 from stand_in_fits import CASES, fits
@@ -22,11 +22,15 @@ from worlds import TESTS
 
 import cyxtrain as cx
 
-DAILY = (
-    *("arrays", "dataset", "stream", "arrays on the device", "class weights, ignored targets", "batch norm"),
-    *("accumulation, ignored targets", "adagrad", "bf16", "fp16", "bfloat16 parameters", "skipped rows", "checkpoints"),
-)
-"""The others run by night."""
+DAILY = {
+    1: [
+        *("arrays", "dataset", "stream", "arrays on the device", "class weights, ignored targets", "batch norm"),
+        *("accumulation, ignored targets", "adagrad", "bf16", "fp16", "bfloat16 parameters", "skipped rows"),
+        "checkpoints",
+    ],
+    2: ["arrays", "class weights, ignored targets", "batch norm", "accumulation, ignored targets", "fp16"],
+}
+"""By number of ranks; the others run by night."""
 BOUND = (0.1, 0.1)
 """Host stops per step, alone and on two ranks with several buckets."""
 BOUNDS = {
@@ -67,11 +71,10 @@ def test_a_program_has_the_device_once_it_imports_torch_also_when_the_launcher_s
 def warned_in_two_fits() -> list[str]:
     model = torch.nn.Linear(2, 2)
     trainer = cx.DistributedTrainer(model, "mse", "sgd")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         for _ in range(2):
             trainer.fit(torch.ones(4, 2), torch.ones(4, 2), epochs=1, verbose=False)
-    return [str(each.message) for each in caught if "never been tested" in str(each.message)]
+    return [text for text in caught if "never been tested" in text]
 
 
 def test_a_kind_of_device_that_has_never_been_used_is_a_warning_once_on_rank_0(fakegpu_folder):
@@ -82,11 +85,10 @@ def test_a_kind_of_device_that_has_never_been_used_is_a_warning_once_on_rank_0(f
 # --- whole fits -----------------------------------------------------------------------------------------------------
 
 
-def found_by(folder: Any, names: tuple[str, ...]) -> dict[int, list[dict[str, Any]]]:
-    """By world size and rank what each case came to, on both devices. Two ranks talk by the stand-in for NCCL."""
-    devices = [fakegpu.NAME, "cpu"]
-    alone = run_on_stand_in(folder, 1, fits, list(names), devices, "ring", seconds=300.0)
-    return {1: alone, 2: run_on_stand_in(folder, 2, fits, list(names), devices, seconds=300.0)}
+def found_by(folder: Any, world_size: int, names: list[str]) -> list[dict[str, Any]]:
+    """By rank what each case came to, on both devices. Two ranks talk by the stand-in for NCCL."""
+    backend = ["ring"] if world_size == 1 else []
+    return run_on_stand_in(folder, world_size, fits, names, [fakegpu.NAME, "cpu"], *backend, seconds=300.0)
 
 
 def stops_of(found: dict[str, Any]) -> Counter[str]:
@@ -113,34 +115,36 @@ def check(found: list[dict[str, Any]], name: str) -> None:
     assert len({each[name][fakegpu.NAME]["bits"][0] for each in found}) == 1, "ranks differ"
 
 
+def cases_of(daily: bool) -> list[Any]:
+    return [(size, name) for size, names in DAILY.items() for name in CASES if (name in names) == daily]
+
+
 @pytest.fixture(scope="module")
 def found(fakegpu_folder):
-    return found_by(fakegpu_folder, DAILY)
+    return {size: found_by(fakegpu_folder, size, list(names)) for size, names in DAILY.items()}
 
 
 @pytest.fixture(scope="module")
 def found_by_night(fakegpu_folder):
-    return found_by(fakegpu_folder, tuple(name for name in CASES if name not in DAILY))
+    others = {size: [name for name in CASES if name not in names] for size, names in DAILY.items()}
+    return {size: found_by(fakegpu_folder, size, names) for size, names in others.items()}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", DAILY)
+@pytest.mark.parametrize(("world_size", "name"), cases_of(daily=True))
 def test_a_fit_has_the_bits_of_a_cpu_and_seldom_stops_the_host(found, name, world_size):
     check(found[world_size], name)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in DAILY])
+@pytest.mark.parametrize(("world_size", "name"), cases_of(daily=False))
 def test_more_fits_have_the_bits_of_a_cpu_and_seldom_stop_the_host(found_by_night, name, world_size):
     check(found_by_night[world_size], name)
 
 
 def test_bounds_are_of_cases_that_there_are():
-    assert set(BOUNDS) <= set(CASES)
-    assert set(DAILY) <= set(CASES)
+    assert {*BOUNDS, *DAILY[1], *DAILY[2]} <= set(CASES)
 
 
 @pytest.mark.nightly

@@ -113,19 +113,20 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_fit_can_be_resumed(n
     steps = -(-ROWS // (BATCH * world_size))
     draw = random.Random(world_size)
     moments = [(True, 1), (True, steps), (True, draw.randrange(2, 3 * steps)), (False, 3), (True, 3 * steps)]
-    for moment in moments:
-        folder = tmp_path / f"{number}-{moment}"
+    folders = {moment: tmp_path / f"{number}-{moment}" for moment in moments}
+    for moment, folder in folders.items():
         struck = {draw.randrange(world_size): {moment: functools.partial(strike, number)}}
         found = run_world(world_size, fit, str(folder), struck, {})
         assert [rank["ended"] for rank in found] == [ended] * world_size, moment
         assert [result(rank) for rank in found] == [result(found[0])] * world_size
+    close_worlds()  # what resumes is another process
+    for moment, folder in folders.items():
         [checkpoint] = CheckpointFolder(folder).newest_first()
-        close_worlds()  # what resumes is another process
-        resumed = run_world(world_size, fit, str(folder), {}, {})
-        assert [result(rank) for rank in resumed] == [result(rank) for rank in whole], moment
         done = read_checkpoint(checkpoint.path).position["step"]
         # What comes in a step travels with the next one; at the end of an epoch all are asked.
         assert done == (steps if not moment[0] else moment[1] + bool(moment[1] % steps))
+        resumed = run_world(world_size, fit, str(folder), {}, {})
+        assert [result(rank) for rank in resumed] == [result(rank) for rank in whole], moment
         assert resumed[0]["forwards"][True] == whole[0]["forwards"][True] - done
 
 

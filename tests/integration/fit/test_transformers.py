@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 from fitting import everywhere, flat, seeded
 from lazy import LazyModule
+from refusals import warning_texts
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -54,15 +54,14 @@ def fit_all(accumulation_steps: int) -> dict[str, Any]:
     for kind in ("gpt2", "llama", "bert masked", "bert"):
         model, data = make_model(kind).double(), make_data(kind)
         trainer = cx.DistributedTrainer(model, None, torch.optim.SGD(model.parameters(), 0.2))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warning_texts() as caught:
             if kind != "bert masked" or accumulation_steps * cx.get_world_size() == 1:
                 settings = {"effective_batch_size": EFFECTIVE, "accumulation_steps": accumulation_steps}
                 trainer.fit(*data, epochs=EPOCHS, shuffle=False, verbose=False, **settings)
         found[kind] = {
             "parameters": flat(model.parameters()),
             "evaluations": [trainer.evaluate(*data, batch_size=size).loss for size in (1, 4, 96)],
-            "warnings": [str(each.message) for each in caught if "the loss" in str(each.message)],
+            "warnings": [text for text in caught if "the loss" in text],
         }
     return found
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_model, make_rows, one_process, run_world, seeded
 from markers import by_night
+from refusals import refuses
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,6 +48,14 @@ def steps_of(history: cx.TrainingHistory) -> list[tuple[float, float]]:
     return [(row["epoch"], row["step"]) for row in history.validations]
 
 
+@functools.cache
+def plain(max_steps: int | None) -> tuple[str, list[float]]:
+    """What a fit comes to that validates after each epoch."""
+    with one_process():
+        trainer = fit(max_steps=max_steps)
+    return fingerprint(trainer.model), trainer.history.train_losses
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -65,10 +74,8 @@ def steps_of(history: cx.TrainingHistory) -> list[tuple[float, float]]:
 def test_validations_come_when_they_are_asked_for_and_training_stays_the_same(settings, steps):
     with one_process():
         found = fit(**settings)
-        plain = fit(**{**settings, "validation_freq": 1, "validate_every_n_steps": 0, "validate_every_n_minutes": 0.0})
     assert steps_of(found.history) == steps
-    assert fingerprint(found.model) == fingerprint(plain.model)
-    assert found.history.train_losses == plain.history.train_losses
+    assert (fingerprint(found.model), found.history.train_losses) == plain(settings.get("max_steps"))
     last = {row["epoch"]: row["val_loss"] for row in found.history.validations}
     assert [last.get(epoch) for epoch in found.history.epochs][-1] == found.history.val_losses[-1]
 
@@ -154,7 +161,7 @@ def test_a_fit_resumes_between_and_within_validations(freq, tmp_path):
         whole = run(checkpoint_every_n_steps=2, callbacks=[StopsAt(0, tmp_path)])
         paths = [*sorted(tmp_path.glob("by-hand-*")), *sorted(tmp_path.glob("runs/step-*"))]
         assert len(paths) == 30
-        for path in (paths[3], paths[4], paths[9], paths[11], paths[-7], paths[-5], paths[-1]):
+        for path in (paths[3], paths[4], paths[9], paths[-5]):
             assert run(resume=str(path)) == whole
         for step in (4, 8, 20):  # within an epoch; in the last one; at its end
             for path in tmp_path.glob("runs/*"):
@@ -265,11 +272,6 @@ def test_the_best_weights_are_those_that_were_validated(validates, first, tmp_pa
             weights, step = run(**more)
             assert step != 20
             assert weights == found[step]
-
-
-def test_two_averages_that_validate_are_refused():
-    with one_process(), pytest.raises(cx.ConfigError, match="validation uses one average, and EMA and SWA have one"):
-        fit(callbacks=[cx.callbacks.EMA(0.9), cx.callbacks.SWA(0)])
 
 
 @pytest.mark.parametrize(
@@ -392,35 +394,32 @@ def test_a_mapping_of_arrays_is_one_set_with_named_inputs():
             assert [name for name in history.history if name.startswith("val_")] == names
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"validation_data": {"near": VALID, "far": FAR[0]}}, "'far' with no y: give each set its y"),
-        ({"validation_data": {}}, "validation_data has no set"),
-        ({"validation_data": {1: VALID}}, "validation_data has 1: give each set its y and a name"),
-        ({"validation_data": {"": VALID, "far": FAR}}, "validation_data has '', 'far': give each set its y and a name"),
-        ({"validation_data": {"near": (1, 2, 3, 4)}}, r"validation_data\['near'\] must be \(X_val, y_val\)"),
-        ({"validation_data": {"a": VALID, "far": (FAR[0][:, :2], FAR[1])}}, "validation data 'far': "),
-        ({"validation_data": {"a": VALID}, "keep_best": "val_b_loss"}, "keep_best='val_b_loss': no such metric"),
-        ({"validation_data": None, "validate_every_n_steps": 5}, "validate_every_n_steps=5 needs validation data"),
-        ({"validation_data": None, "validation_freq": 0.5}, "validation_freq=0.5 needs validation data"),
-        ({"validation_freq": 2, "validate_every_n_steps": 5}, "validation_freq=2 and validate_every_n_steps"),
-        ({"load_best": True}, "load_best=True needs keep_best"),
-        ({"validation_stratify": True}, "validation_stratify=True needs validation_split"),
-        ({"validation_groups": [1] * 40}, "validation_groups needs validation_split"),
-    ],
+def fit_with(data: Any, **more: Any) -> None:
+    fit(validation_data=data, **more)
+
+
+test_what_makes_no_sense_is_refused = refuses(
+    (lambda: fit_with({"near": VALID, "far": FAR[0]}), "'far' with no y: give each set its y"),
+    (lambda: fit_with({}), "validation_data has no set"),
+    (lambda: fit_with({1: VALID}), "validation_data has 1: give each set its y and a name"),
+    (lambda: fit_with({"near": (1, 2, 3, 4)}), r"validation_data\['near'\] must be \(X_val, y_val\)"),
+    (lambda: fit_with({"a": VALID, "far": (FAR[0][:, :2], FAR[1])}), "validation data 'far': "),
+    (lambda: fit_with({"a": VALID}, keep_best="val_b_loss"), "keep_best='val_b_loss': no such metric"),
+    (lambda: fit_with(None, validate_every_n_steps=5), "validate_every_n_steps=5 needs validation data"),
+    (lambda: fit_with(None, validation_freq=0.5), "validation_freq=0.5 needs validation data"),
+    (lambda: fit(validation_freq=2, validate_every_n_steps=5), "validation_freq=2 and validate_every_n_steps"),
+    (lambda: fit(load_best=True), "load_best=True needs keep_best"),
+    (lambda: fit(validation_stratify=True), "validation_stratify=True needs validation_split"),
+    (lambda: fit(validation_groups=[1] * 40), "validation_groups needs validation_split"),
+    (
+        lambda: make_trainer().fit(lambda: iter([ROWS]), validation_data=VALID, validation_freq=0.5, verbose=False),
+        "the number of batches is unknown: set steps_per_epoch",
+    ),
+    (
+        lambda: fit(callbacks=[cx.callbacks.EMA(0.9), cx.callbacks.SWA(0)]),
+        "validation uses one average, and EMA and SWA have one",
+    ),
 )
-def test_what_makes_no_sense_is_refused(settings, message):
-    with one_process(), pytest.raises(cx.ConfigError, match=message):
-        fit(**settings)
-
-
-def test_a_fraction_of_an_unknown_length_is_refused():
-    def batches() -> Iterator[Any]:
-        yield ROWS
-
-    with one_process(), pytest.raises(cx.ConfigError, match="the number of batches is unknown: set steps_per_epoch"):
-        make_trainer().fit(batches, validation_data=VALID, validation_freq=0.5, verbose=False)
 
 
 # --- rows that are held out ----------------------------------------------------------------------------------------
@@ -480,19 +479,16 @@ def test_rows_are_held_out_by_class_and_by_group_on_any_number_of_ranks():
         assert rank == found
 
 
-@pytest.mark.parametrize(
-    ("labels", "settings", "message"),
-    [
-        (LABELS[:-9], {"validation_stratify": True}, "needs two samples of each class, and these have one: 1"),
-        (np.ones((40, 2), dtype=np.float32), {"validation_stratify": True}, r"y is torch.float32 of shape \[40, 2\]"),
-        (LABELS, {"validation_groups": GROUPS[1:]}, r"validation_groups has the shape \[39\], and X has 40 samples"),
-        (LABELS, {"validation_groups": [0] * 40}, "validation_groups has 1 group"),
-        (LABELS, {"validation_groups": GROUPS, "validation_stratify": True}, "Samples are held out in one way"),
-    ],
+test_rows_that_cannot_be_held_out_are_refused = refuses(
+    (lambda: held_out(LABELS[:-9], validation_stratify=True), "needs two samples of each class, and these have one: 1"),
+    (lambda: held_out(np.ones((40, 2), "float32"), validation_stratify=True), r"y is torch.float32 of shape \[40, 2\]"),
+    (
+        lambda: held_out(LABELS, validation_groups=GROUPS[1:]),
+        r"validation_groups has the shape \[39\], and X has 40 ro",
+    ),
+    (lambda: held_out(LABELS, validation_groups=[0] * 40), "validation_groups has 1 group"),
+    (lambda: held_out(LABELS, validation_groups=GROUPS, validation_stratify=True), "Samples are held out in one way"),
 )
-def test_rows_that_cannot_be_held_out_are_refused(labels, settings, message):
-    with one_process(), pytest.raises(cx.ConfigError, match=message):
-        held_out(labels, **settings)
 
 
 # --- from a file, and by workers of a notebook ----------------------------------------------------------------------

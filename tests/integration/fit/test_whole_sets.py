@@ -14,9 +14,8 @@ import torch
 from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from lazy import LazyModule
 from markers import by_night
-from rank_processes import (
-    run_ranks,
-)
+from rank_processes import run_ranks
+from refusals import refuses
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -246,25 +245,33 @@ def wrong_name(outputs: Any, targets: Any) -> float:
     return outputs.argmaxx(1)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (wrong_name, "the metric bleu failed when it was tried on a few samples: AttributeError: .*argmaxx"),
-        (lambda: 3, "the metric bleu failed when it was tried on a few samples: TypeError"),
-        (lambda outputs, targets: outputs, "the metric bleu must return a number, or numbers by name"),
-        (lambda outputs, targets: {"loss": 3}, "'loss' and names that begin with 'val_' are taken"),
-        (lambda outputs, targets: {"a": "b"}, "must return a number, or numbers by name .* it returned {'a': 'b'}"),
-    ],
+def measure(function: Any, **more: Any) -> None:
+    fit(metrics={"bleu": cx.metrics.WholeSet(function, **more)}, epochs=1)
+
+
+def draw(loss: str, *class_names: str) -> None:
+    inputs, classes = make_rows(ROWS)
+    metric = cx.metrics.ConfusionMatrix(None, class_names or None)
+    trainer = cx.DistributedTrainer(make_model(), loss, "sgd", metrics=metric)
+    trainer.evaluate(inputs, inputs[:, :3] if loss == "mse" else classes)
+
+
+test_mistakes_are_refused_before_anything_starts = refuses(
+    (lambda: measure(wrong_name), "the metric bleu failed when it was tried on a few rows: AttributeError: .*argmaxx"),
+    (lambda: measure(lambda: 3), "the metric bleu failed when it was tried on a few rows: TypeError"),
+    (lambda: measure(lambda o, t: o), "the metric bleu must return a number, or numbers by name"),
+    (lambda: measure(lambda o, t: {"loss": 3}), "'loss' and names that begin with 'val_' are taken"),
+    (lambda: measure(lambda o, t: {"a": "b"}), "must return a number, or numbers by name .* it returned {'a': 'b'}"),
+    (lambda: measure("bleu"), r"WholeSet\.function must be a function"),
+    (lambda: measure(nn.Linear), r"WholeSet\.function must be a function"),
+    (lambda: measure(None), r"WholeSet\.function must be a function"),
+    (
+        lambda: measure(lambda o, t: 0.0, preprocess=lambda o, t: o.mean()),
+        r"bleu needs outputs with one row per input row; .*shape \[\].*preprocess",
+    ),
+    (lambda: draw("cross_entropy", "a", "b"), "class_names has 2 names, and there are 3 classes"),
+    (lambda: draw("mse"), "ConfusionMatrix is for classes"),
 )
-def test_mistakes_are_refused_before_anything_starts(function, words):
-    with one_process(), pytest.raises(cx.ConfigError, match=words):
-        fit(metrics={"bleu": cx.metrics.WholeSet(function)}, epochs=1)
-
-
-def test_what_is_no_function_is_refused():
-    for wrong in ("bleu", nn.Linear, None):
-        with pytest.raises(cx.ConfigError, match=r"WholeSet\.function must be a function"):
-            cx.metrics.WholeSet(wrong)  # type: ignore[arg-type]
 
 
 def compute_metrics(prediction: Any) -> dict[str, Any]:
@@ -339,11 +346,6 @@ def test_what_preprocess_returns_is_gathered_instead_of_the_output():
         trainer.evaluate(*make_rows(ROWS), batch_size=4)
         outputs, _ = noting.seen[-1]
         assert (outputs.shape, outputs.dtype) == ((ROWS,), np.int64)
-        without_rows = cx.metrics.WholeSet(noting, preprocess=lambda output, target: output.mean())
-        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics={"bleu": without_rows})
-        words = r"bleu needs outputs with one row per sample; .*shape \[\].*preprocess"
-        with pytest.raises(cx.ConfigError, match=words):
-            trainer.evaluate(*make_rows(ROWS))
 
 
 def test_it_is_a_decorator():
@@ -438,14 +440,7 @@ def test_a_matrix_of_two_classes_takes_one_output():
     assert metric.matrix.tolist() == expected.confusion_matrix(classes > 0, said).tolist()
 
 
-def test_what_has_no_confusion_matrix_is_refused(monkeypatch):
-    inputs, _ = make_rows(ROWS)
-    with one_process():
-        with pytest.raises(cx.ConfigError, match="class_names has 2 names, and there are 3 classes"):
-            fit(metrics=[cx.metrics.ConfusionMatrix(None, ["a", "b"])])
-        trainer = cx.DistributedTrainer(make_model(), "mse", "sgd", metrics=[cx.metrics.ConfusionMatrix(None)])
-        with pytest.raises(cx.ConfigError, match="ConfusionMatrix is for classes"):
-            trainer.evaluate(inputs, inputs[:, :3])
+def test_a_picture_needs_matplotlib(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(cx.ConfigError, match=r"pip install 'cyxtrain\[plot\]'"):
         cx.metrics.ConfusionMatrix()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_worlds import close_worlds, on_ranks
 from markers import by_night
+from refusals import warning_texts
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -327,15 +327,14 @@ def fit(
         ddp_config=cx.DDPConfig(compression=compression, matrix_approximation_rank=width),
     )
     given = {"epochs": 3, "effective_batch_size": 6, "verbose": False, "checkpoint_dir": folder or "./checkpoints"}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         history = trainer.fit(inputs.to(getattr(torch, dtype)), targets, **{**given, **fields})
     return {
         "parameters": flat(model.parameters()),
         "bits": fingerprint(model),
         "losses": history.train_losses,
         # A scale that is meant to overflow does so in a whole epoch, which is said.
-        "warnings": [text for text in (str(each.message) for each in caught) if "overflowed 16 bits" not in text],
+        "warnings": [text for text in caught if "overflowed 16 bits" not in text],
     }
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ddp_models import EXACT, assert_close, batch, gradients, loss_on, mean_grad
 from kept_worlds import on_ranks
 from markers import by_night
 from rank_processes import run_ranks
+from refusals import refuses
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -24,12 +26,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-
-
-@pytest.fixture
-def world_of_one():
-    with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
-        yield
 
 
 @on_ranks(2)
@@ -97,23 +93,21 @@ def test_before_init_the_wrapper_says_what_to_call():
         cx.DistributedDataParallel(network())
 
 
-@pytest.mark.usefixtures("world_of_one")
-def test_wrong_arguments_are_refused():
-    with pytest.raises(cx.ConfigError, match=r"'bucket_cap_mb'.*Did you mean 'bucket_size_mb'"):
-        cx.DistributedDataParallel(network(), bucket_cap_mb=25)
-    with pytest.raises(cx.ConfigError, match="bucket_size_mb"):
-        cx.DistributedDataParallel(network(), bucket_size_mb=0)
-    with pytest.raises(cx.ConfigError, match="one process drives one device"):
-        cx.DistributedDataParallel(network(), device_ids=[0, 1])
-    with pytest.raises(cx.ConfigError, match="config must be a DDPConfig, got int"):
-        cx.DistributedDataParallel(network(), 25)
-    with pytest.raises(cx.ConfigError, match=r"model must be a torch\.nn\.Module, got function"):
-        cx.DistributedDataParallel(network)
-    with pytest.raises(cx.ConfigError, match=r"0\.weight has no shape yet"):
-        cx.DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
+def wrap(model: Any, *arguments: Any, **fields: Any) -> None:
+    cx.DistributedDataParallel(model, *arguments, **fields)
 
 
-@pytest.mark.usefixtures("world_of_one")
+test_wrong_arguments_are_refused = refuses(
+    (lambda: wrap(network(), bucket_cap_mb=25), r"'bucket_cap_mb'.*Did you mean 'bucket_size_mb'"),
+    (lambda: wrap(network(), bucket_size_mb=0), "bucket_size_mb"),
+    (lambda: wrap(network(), device_ids=[0, 1]), "one process drives one device"),
+    (lambda: wrap(network(), 25), "config must be a DDPConfig, got int"),
+    (lambda: wrap(network), r"model must be a torch\.nn\.Module, got function"),
+    (lambda: wrap(nn.Sequential(nn.LazyLinear(3))), r"0\.weight has no shape yet"),
+)
+
+
+@pytest.mark.usefixtures("alone")
 def test_in_a_world_of_one_the_wrapper_is_inert():
     model, alone = network(), network()
     ddp = cx.DistributedDataParallel(model)
@@ -129,7 +123,7 @@ def test_in_a_world_of_one_the_wrapper_is_inert():
     assert pointers == [p.grad.data_ptr() for p in model.parameters()]
 
 
-@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.usefixtures("alone")
 def test_in_a_world_of_one_the_verbs_do_their_work():
     model, alone = network(), network()
     ddp = cx.DistributedDataParallel(model)

@@ -115,7 +115,7 @@ def fit_all() -> dict[str, Any]:
             config = cx.DDPConfig(find_unused_parameters=True, bucket_size_mb=0.0001)
             trainer = cx.DistributedTrainer(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), ddp_config=config)
             history = trainer.fit(
-                *data, epochs=2, effective_batch_size=effective, accumulation_steps=steps, shuffle=False, verbose=False
+                *data, epochs=1, effective_batch_size=effective, accumulation_steps=steps, shuffle=False, verbose=False
             )
             evaluation = [*dict(trainer.evaluate(*data, batch_size=6)).values()]
             found[f"{name}, {rows} rows, {steps}"] = outcome(trainer, history) | {"evaluation": evaluation}
@@ -131,7 +131,7 @@ def alone() -> dict[str, Any]:
 def test_one_rank_trains_on_the_loss_over_all_pairs():
     model, (inputs, _) = Contrast(), make_rows(21)
     with one_process():
-        for first in [0, 8, 16] * 2:
+        for first in [0, 8, 16]:
             model.zero_grad()
             model(inputs[first : first + 8].double()).backward()
             torch.optim.SGD(model.parameters(), 0.1).step()

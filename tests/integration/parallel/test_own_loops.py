@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients, loss_on, mean_gradients, network
-from fitting import make_model, make_rows, one_process
+from fitting import make_model, make_rows, one_process, run_world
 from kept_worlds import on_ranks
-from rank_processes import run_ranks
+from refusals import ending
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.swa_utils import AveragedModel
@@ -139,19 +139,19 @@ def test_comm_hooks_and_what_compression_keeps_outlive_a_change():
     assert set(ddp._reducer.low_rank) == {"0.weight", "1.weight"}
 
 
-def change_on_one_rank() -> None:
-    with cx.init():
-        model = network()
-        model[0].requires_grad_(False)
-        ddp = cx.DistributedDataParallel(model)
-        loss_on(ddp, cx.get_rank()).backward()
-        if cx.get_rank() == 1:
-            unfreeze(model)
-        loss_on(ddp, cx.get_rank()).backward()
+def change_on_one_rank() -> str:
+    model = network()
+    model[0].requires_grad_(False)
+    ddp = cx.DistributedDataParallel(model)
+    loss_on(ddp, cx.get_rank()).backward()
+    if cx.get_rank() == 1:
+        unfreeze(model)
+    return ending(lambda: loss_on(ddp, cx.get_rank()).backward())
 
 
 def test_a_change_on_one_rank_alone_is_an_error_on_all():
-    assert [ended.kind for ended in run_ranks(2, change_on_one_rank)] == ["CollectiveMismatchError"] * 2
+    for text in run_world(2, change_on_one_rank):
+        assert text.startswith("CollectiveMismatchError: ")
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -272,18 +272,17 @@ def test_steps_between_forward_and_backward_of_another_loss_are_nobodys_fault():
     assert_same_on_all_ranks(gradients(table))
 
 
-def fit_with_steps_in_backward() -> None:
-    with cx.init():
-        model = make_model()
-        steps(model, clears=True)
-        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.0))
-        trainer.fit(*make_rows(16), epochs=1, effective_batch_size=8, verbose=False)
+def fit_with_steps_in_backward() -> str:
+    model = make_model()
+    steps(model, clears=True)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.0))
+    return ending(trainer.fit, *make_rows(16), epochs=1, effective_batch_size=8, verbose=False)
 
 
 def test_fit_has_words_for_it_too():
-    for ended in run_ranks(2, fit_with_steps_in_backward):
-        assert ended.kind == "DistributedTrainingError"
-        assert "a hook took the gradient of 2.bias before it was averaged over ranks" in ended.message
+    for text in run_world(2, fit_with_steps_in_backward):
+        assert text.startswith("DistributedTrainingError: ")
+        assert "a hook took the gradient of 2.bias before it was averaged over ranks" in text
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

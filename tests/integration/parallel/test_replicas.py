@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from fitting import adam, make_model, make_rows, one_process, run_world
 from markers import by_night
+from refusals import warning_texts
 from torch import Tensor, nn
 from worlds import child_environment
 
@@ -65,13 +65,12 @@ def compute_with(types: list[str]) -> list[Any]:
     """Returns warnings, and errors of replicas and of data that differ, if ranks have such CPUs."""
     own = types[cx.get_rank()]
     consensus.own_arithmetic = lambda: own  # type: ignore[assignment]
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warning_texts() as warned:
         replicas = check({1: ["0.weight"]})
     inputs, targets = make_rows(8 + cx.get_rank())
     with pytest.raises(cx.ConfigError) as caught:
         cx.DistributedTrainer(make_model(), "cross_entropy").fit(inputs[:8], targets[:8] * 0, epochs=1, verbose=False)
-    return [[str(each.message) for each in warned], replicas, str(caught.value)]
+    return [warned, replicas, str(caught.value)]
 
 
 def test_cpus_that_compute_differently_are_named_at_the_start_and_as_the_cause():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ddp_models import batch
 from fitting import everywhere, flat, make_rows
 from kept_worlds import close_worlds, on_ranks
 from markers import by_night
+from refusals import warning_texts
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -127,14 +127,13 @@ def test_a_state_with_a_row_per_sample_is_warned_of_once_by_rank_0_and_a_statist
     model.register_buffer("hidden", torch.zeros(1, 6, 2))
     model.register_buffer("codes", torch.zeros(5, 2))
     ddp = cx.DistributedDataParallel(model)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warning_texts() as said:
         for step in range(3):
             ddp(batch(cx.get_rank() + 10 * step, rows=6))
             for state in (model.hidden, model.codes):
                 state.fill_(cx.get_rank())
             ddp.sync_buffers()
-    found = [str(each.message) for each in said if "became their mean" in str(each.message)]
+    found = [text for text in said if "became their mean" in text]
     assert len(found) == int(cx.is_master())
     assert all(text.startswith("the buffer hidden, of shape (1, 6, 2), differs") for text in found)
 

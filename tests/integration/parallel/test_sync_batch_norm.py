@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fitting import CLASSES, FEATURES, flat, make_rows, one_process, seeded
-from rank_processes import run_ranks, values
+from fitting import CLASSES, FEATURES, flat, make_rows, one_process, run_world, seeded
+from refusals import refusal
 from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 
@@ -100,18 +100,12 @@ def fit(rows: int, norm: str = "sync", images: bool = False, fails: bool = False
     return flat([*model.parameters(), *model.buffers()]), history.train_losses
 
 
-def fit_in_world(given: list[dict[str, Any]]) -> list[Any]:
-    with cx.init():
-        return [fit(**each) for each in given]
+def fit_each(given: list[dict[str, Any]]) -> list[Any]:
+    return [fit(**each) for each in given]
 
 
-def refusal(given: list[dict[str, Any]]) -> list[str]:
-    found = []
-    for each in given:
-        with cx.init(), pytest.raises(cx.ConfigError) as caught:
-            fit(**each)
-        found.append(str(caught.value))
-    return found
+def refuse_each(given: list[dict[str, Any]]) -> list[str]:
+    return [refusal(fit, **each) for each in given]
 
 
 def two_updates(trainer: cx.DistributedTrainer, batch: Any) -> dict[str, Any]:
@@ -136,16 +130,12 @@ def fit_two(rows: int, norm: str = "sync") -> Any:
     return flat([*model.parameters(), *model.buffers()]), [history[name] for name in ("loss", "d_loss", "g_loss")]
 
 
-def fit_two_in_world() -> tuple[list[Any], str]:
-    with cx.init():
-        found = [fit_two(rows) for rows in (24, 23)]
-    with cx.init(), pytest.raises(cx.ConfigError) as caught:
-        fit_two(18)
-    return found, str(caught.value)
+def fit_two_and_refuse() -> tuple[list[Any], str]:
+    return [fit_two(rows) for rows in (24, 23)], refusal(fit_two, 18)
 
 
 def test_two_optimizers_train_through_the_statistics_of_all_ranks():
-    ranks = values(run_ranks(2, fit_two_in_world))
+    ranks = run_world(2, fit_two_and_refuse)
     with one_process():
         alone = [fit_two(rows, "plain") for rows in (24, 23)]
     for found, refused in ranks:
@@ -176,7 +166,7 @@ def by_hand(rows: int, effective: int, at_once: int, ranks: int) -> Any:
 
 def test_rank_without_rows_in_the_last_step_takes_part_and_all_train_as_one():
     given = [{"rows": 27, "effective_batch_size": 12}, {"rows": 25, "effective_batch_size": 12, "images": True}]
-    ranks = values(run_ranks(2, fit_in_world, given))
+    ranks = run_world(2, fit_each, given)
     with one_process():
         alone = [fit(norm="plain", **each) for each in given]
     for found in ranks:
@@ -248,7 +238,7 @@ def test_pytorchs_own_layer_trains_as_one_on_the_stand_in_for_a_gpu(fakegpu_fold
 
 def test_ranks_with_fewer_micro_batches_take_part_in_all():
     given = [{"rows": 24, "effective_batch_size": 8, "accumulation_steps": 2}]
-    for [(parameters, _)] in values(run_ranks(3, fit_in_world, given)):
+    for [(parameters, _)] in run_world(3, fit_each, given):
         assert parameters == pytest.approx(by_hand(24, 8, 2, 3), abs=1e-12)
 
 
@@ -258,7 +248,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_counts_and_remedy():
         {"rows": 25, "effective_batch_size": 12},
         {"rows": 27, "effective_batch_size": 12, "norm": "plain", "sync_batchnorm": True, "fails": True},
     ]
-    for without_rows, single, converted in values(run_ranks(2, refusal, given)):
+    for without_rows, single, converted in run_world(2, refuse_each, given):
         assert "has 3 samples" in without_rows
         assert "1, 0 micro-batches by rank" in without_rows
         assert "drop_last=True" in without_rows

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import fingerprint, make_model, make_rows, one_process, run_new_world
+from fitting import Trace, fingerprint, make_model, make_rows, one_process, run_new_world
 from torch.optim import lr_scheduler as schedulers
 
 import cyxtrain as cx
@@ -21,17 +21,6 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 STEPS = 5  # of an epoch
 SETTINGS = {"epochs": 2, "effective_batch_size": 8, "batch_size": 4}
-
-
-class Trace(cx.callbacks.Callback):
-    """The learning rate of each step, as it was when the step was taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
 
 
 def fit(

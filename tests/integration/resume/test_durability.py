@@ -23,6 +23,7 @@ import torch
 from fitting import adam, fingerprint, make_rows, one_process, run_new_world, seeded
 from markers import by_night
 from rank_processes import run_ranks, values
+from refusals import warning_texts
 from torch import nn
 from worlds import child_environment
 
@@ -161,13 +162,12 @@ def fit_on(folder: str, on_save_error: str) -> list[Any]:
     trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
     settings = {"epochs": 3, "effective_batch_size": 12, "verbose": False, "checkpoint_every_n_epochs": 1}
     error = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         try:
             trainer.fit(INPUTS, TARGETS, checkpoint_dir=folder, on_save_error=on_save_error, **settings)
         except cx.CheckpointError as found:
             error = str(found)
-    return [trainer.history.epochs, [str(warning.message) for warning in caught], error]
+    return [trainer.history.epochs, caught, error]
 
 
 @needs_root
@@ -215,14 +215,14 @@ def test_a_read_only_disk_lets_training_go_on_and_what_it_holds_is_resumed(tmp_p
 
 
 FAILING_FIT = """
-import json, sys, warnings
+import json, sys
 sys.path.insert(0, sys.argv[1])
 import test_durability
+from refusals import warning_texts
 from pathlib import Path
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+with warning_texts() as caught:
     _, history = test_durability.fit(Path(sys.argv[2]), checkpoint_every_n_epochs=1)
-print(json.dumps([history.epochs, [str(warning.message) for warning in caught]]))
+print(json.dumps([history.epochs, caught]))
 """
 
 

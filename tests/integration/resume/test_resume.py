@@ -18,8 +18,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_rows, one_process, run_new_world, seeded
+from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_rows, one_process, run_new_world, run_world, seeded
 from markers import by_night, nightly_where
+from refusals import warning_texts
 from torch import nn
 
 import cyxtrain as cx
@@ -88,30 +89,20 @@ def steps_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"))
 
 
-def resume_from_each(folder: str, seed: int) -> dict[str, dict[str, Any]]:
-    paths = [path for path in sorted(Path(folder).iterdir()) if path.suffix == ".ckpt"]
+def resume_from_each(folder: str, seed: int, every: int = 1) -> dict[str, dict[str, Any]]:
+    """Returns what a fit comes to that resumes from each checkpoint, or from every so many; they end with the last."""
+    paths = [path for path in sorted(Path(folder).iterdir()) if path.suffix == ".ckpt"][::-every]
     return {path.name: train_anew(seed + number, folder, {"resume": path}) for number, path in enumerate(paths)}
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_fit_resumed_between_two_epochs_draws_the_numbers_of_the_next_one(world_size, tmp_path):
-    whole = run_new_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_epochs": 1})
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"epoch-000{epoch}.ckpt" for epoch in (1, 2, 3)]
-    resumed = run_new_world(world_size, resume_from_each, str(tmp_path), 10)
-    for name in resumed[0]:
-        for rank in range(world_size):
-            assert without(resumed[rank][name], "seen") == without(whole[rank], "seen"), (name, rank)
-
-
-@pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(3)])
-def test_a_fit_resumed_after_any_step_ends_as_the_one_that_was_not_interrupted(world_size, tmp_path):
-    whole = run_new_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_steps": 1})
-    plain = run_new_world(world_size, train_anew, 2, str(tmp_path / "none"), {})
+@pytest.mark.parametrize(("world_size", "every"), [(2, 4), *(by_night(world_size, 1) for world_size in (1, 2, 3))])
+def test_a_fit_resumed_after_any_step_ends_as_the_one_that_was_not_interrupted(world_size, every, tmp_path):
+    whole = run_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_steps": 1})
+    plain = run_world(world_size, train_anew, 2, str(tmp_path / "none"), {})
     assert whole == plain  # saving changes nothing
     steps = len(steps_in(tmp_path))
     assert steps == 3 * -(-ROWS // (BATCH * world_size))
-    resumed = run_new_world(world_size, resume_from_each, str(tmp_path), 10)
+    resumed = run_new_world(world_size, resume_from_each, str(tmp_path), 10, every)
     for name in resumed[0]:
         for rank in range(world_size):
             found = resumed[rank][name]
@@ -433,14 +424,20 @@ def joined(ranks: list[dict[str, Any]], sizes: list[int]) -> list[list[float]]:
     return steps
 
 
+def resume_quietly_from(folder: str, steps: list[int]) -> list[dict[str, Any]]:
+    paths = [Path(folder, f"step-{step:08d}.ckpt") for step in steps]
+    return [train_quietly(folder, {"resume": path}) for path in paths]
+
+
 @pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(3)])
 def test_on_another_number_of_ranks_the_same_samples_come_in_the_same_order(world_size, tmp_path):
-    whole = run_new_world(4, train_quietly, str(tmp_path), {"checkpoint_every_n_steps": 1})
+    whole = run_world(4, train_quietly, str(tmp_path), {"checkpoint_every_n_steps": 1})
     assert whole[0]["size"] == 12
     sizes = [12, 12, 12, 12, 7] * 3
-    for step in (2, 5, 9, 12):
-        path = tmp_path / f"step-{step:08d}.ckpt"
-        resumed = run_new_world(world_size, train_quietly, str(tmp_path), {"resume": path})
+    steps = [2, 5, 9, 12]
+    ranks = run_world(world_size, resume_quietly_from, str(tmp_path), steps)
+    for number, step in enumerate(steps):
+        resumed = [found[number] for found in ranks]
         assert resumed[0]["size"] == 12
         assert joined(resumed, sizes[step:]) == joined(whole, sizes)[step:]
         np.testing.assert_allclose(resumed[0]["weights"], whole[0]["weights"], rtol=0, atol=1e-5)
@@ -452,14 +449,13 @@ def files(folder: Path) -> list[str]:
 
 
 def resume_after_damage(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         found = train_quietly(folder, settings)
-    return {**found, "warnings": [str(warning.message) for warning in caught if "ckpt" in str(warning.message)]}
+    return {**found, "warnings": [text for text in caught if "ckpt" in text]}
 
 
 def test_auto_takes_the_newest_that_is_intact_and_names_those_that_it_skips(tmp_path):
-    whole = run_new_world(2, train_quietly, str(tmp_path), {"checkpoint_every_n_steps": 4})
+    whole = run_world(2, train_quietly, str(tmp_path), {"checkpoint_every_n_steps": 4})
     steps = sorted(tmp_path.glob("step-*"))
     assert len(steps) == 30 // 4
     for path in (tmp_path / "epoch-0003.ckpt", steps[-1], steps[-2]):

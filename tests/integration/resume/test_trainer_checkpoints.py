@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import adam, fingerprint, make_model, make_rows, one_process, run_new_world
+from fitting import adam, fingerprint, make_model, make_rows, one_process, run_world
 from torch import nn
 
 import cyxtrain as cx
@@ -68,7 +68,7 @@ def resume_from(folder: str) -> dict[str, list[Any]]:
 
 
 def test_a_fresh_trainer_goes_on_bit_for_bit_where_only_rank_0_has_the_file(tmp_path):
-    ranks = run_new_world(2, resume_from, str(tmp_path))
+    ranks = run_world(2, resume_from, str(tmp_path))
     for rank in ranks:
         for name in OPTIMIZERS:
             assert rank[name][:2] == [True, True]
@@ -91,7 +91,7 @@ def test_another_number_of_ranks_loads_the_same_state(tmp_path):
         trainer.save_checkpoint(path)
         expected = [2, fingerprint(trainer.model), fit(trainer, 1)]
     for world_size in (2, 3):
-        for epoch, bits, losses in run_new_world(world_size, load_and_fit, str(path)):
+        for epoch, bits, losses in run_world(world_size, load_and_fit, str(path)):
             assert [epoch, bits] == expected[:2]
             assert losses == pytest.approx(expected[2], abs=1e-6)
 
@@ -115,7 +115,7 @@ def save_often(folder: str) -> dict[str, Any]:
 
 
 def test_checkpoints_come_every_so_many_epochs_and_from_rank_0_unless_told_otherwise(tmp_path):
-    first, second = run_new_world(2, save_often, str(tmp_path))
+    first, second = run_world(2, save_often, str(tmp_path))
     assert first["files"] == [
         "again/epoch-0005.ckpt",
         *(f"on/each/epoch-000{epoch}-rank0.ckpt" for epoch in (1, 2)),
@@ -170,7 +170,7 @@ def refuse_all(folder: str) -> dict[str, Any]:
 
 
 def test_what_cannot_be_loaded_or_saved_is_an_error_on_every_rank_and_changes_nothing(tmp_path):
-    first, second = run_new_world(2, refuse_all, str(tmp_path))
+    first, second = run_world(2, refuse_all, str(tmp_path))
     assert first.pop("changed") is second.pop("changed") is False
     writing = first.pop("into a file")
     assert "file" in writing

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fitting import make_model, make_rows, one_process
 from rank_processes import run_ranks
+from refusals import warning_texts
 
 import cyxtrain as cx
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
@@ -28,10 +29,9 @@ def fit(rate: float = 0.1, **settings: Any) -> tuple[cx.DistributedTrainer, list
     model = make_model()
     trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), rate))
     given = {"epochs": 2, "batch_size": 4, "verbose": False, "checkpoint_every_n_epochs": 1, **settings}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_texts() as caught:
         trainer.fit(*ROWS, **given)
-    return trainer, [str(each.message) for each in caught]
+    return trainer, caught
 
 
 def name(trainer: cx.DistributedTrainer) -> str:
@@ -179,12 +179,11 @@ def test_without_file_locks_the_run_in_the_file_is_compared(tmp_path, monkeypatc
 def test_a_program_that_runs_again_is_not_told_of_its_own_later_fits(tmp_path):
     def program() -> list[str]:
         trainer, told = fit(checkpoint_dir=tmp_path, resume="auto")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warning_texts() as caught:
             given = {"epochs": 1, "batch_size": 4, "verbose": False, "checkpoint_every_n_epochs": 1}
             trainer.fit(*ROWS, **given, checkpoint_dir=tmp_path, resume="auto")
         assert trainer.epoch == 3
-        return told + [str(each.message) for each in caught]
+        return told + caught
 
     with one_process():
         assert program() == program() == []

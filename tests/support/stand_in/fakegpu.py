@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -188,8 +187,12 @@ def _hear(kind: str) -> None:
     # The thread that writes checkpoints may wait: the steps go on meanwhile.
     if not _active[0] or threading.current_thread().name.startswith(_WRITER):
         return
-    own = [frame for frame in traceback.extract_stack() if f"{os.sep}cyxtrain{os.sep}" in frame.filename]
     place = "?"
-    if own:
-        place = f"{own[-1].filename.rpartition(f'{os.sep}cyxtrain{os.sep}')[2]}:{own[-1].lineno}"
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        _, inside, file = frame.f_code.co_filename.rpartition(f"{os.sep}cyxtrain{os.sep}")
+        if inside:
+            place = f"{file}:{frame.f_lineno}"
+            break
+        frame = frame.f_back
     stops[kind, place] += 1
