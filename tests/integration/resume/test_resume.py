@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fitting import (
     make_rows,
     one_process,
     run_new_world,
+    run_world,
     seeded,
 )
 from markers import by_night, nightly_where
@@ -515,6 +517,21 @@ def test_a_fit_that_goes_on_from_a_path_goes_on_from_its_own_checkpoints_when_al
         monkeypatch.setattr("cyxtrain.training.trainer._numbers", itertools.count(1))
         again = train_quietly(str(tmp_path / "named"), from_second)
         assert again == {**whole, "seen": whole["seen"][2 * ROWS :]}
+
+
+def resumed_in(folder: str) -> list[Any]:
+    train_anew(0, folder, {"epochs": 1, "checkpoint_every_n_epochs": 1})
+    with pytest.raises(cx.CheckpointError, match=r"There is no checkpoint .*none\.ckpt"):
+        train_anew(0, folder, {"resume": f"{folder}/none.ckpt"})
+    found = [train_anew(0, folder, {"epochs": 2, "resume": "auto"})]
+    return [*found, train_anew(0, folder, {"epochs": 2, "resume": f"{folder}/epoch-0001.ckpt"})]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such a name")
+def test_a_folder_whose_name_is_not_utf_8_is_resumed_from(tmp_path):
+    for auto, named in run_world(2, resumed_in, os.path.join(tmp_path, os.fsdecode(b"r\xe9sultats"))):
+        assert auto == named
+        assert auto["epoch"] == 2
 
 
 class FailIn(cx.callbacks.Callback):
