@@ -163,6 +163,16 @@ class CheckpointFolder:
                     path.unlink()
 
 
+def newest_in(path: str | os.PathLike[str]) -> Found | None:
+    """Return the newest intact checkpoint of a folder: rank 0's, if each rank has written its own; None: no intact one.
+
+    Cost: reading the manifest of each.
+    """
+    names = (CheckpointFolder(path), CheckpointFolder(path, rank=0))
+    intact = [found for folder in names for found in folder.newest_first() if found.position]
+    return max(intact, key=_age, default=None)
+
+
 def _age(found: Found) -> tuple[bool, tuple[float, int, int], bool]:
     """Return a sort key from older to newer, corrupt ones last."""
     return (not found.position, found.order, not found.is_best)
