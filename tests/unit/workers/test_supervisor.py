@@ -471,7 +471,7 @@ def test_a_signal_after_a_failure_prevents_the_restart(
     monkeypatch.setattr(local, "Supervisor", StoppedAtTheEnd)
     command = (sys.executable, write_script(tmp_path, "note(f'ran{os.getpid()}', ''); sys.exit(3)"))
     start = local.Start(command, num_ranks=2, restarts=1)
-    assert local.run_ranks(start, dict(os.environ)) == 128 + signal.SIGTERM
+    assert local.run_ranks(start, environment()) == 128 + signal.SIGTERM
     assert len([*tmp_path.glob("ran*")]) <= 2
     told = capfd.readouterr().err
     assert "all ranks were stopped by SIGTERM" in told
