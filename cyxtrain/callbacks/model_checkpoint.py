@@ -119,8 +119,6 @@ class ModelCheckpoint(Monitoring):
     def _save(self, epoch: int, known: Mapping[str, float]) -> None:
         name = self._file_name({"epoch": epoch + 1, "step": self.trainer.step, **known})
         path = os.path.join(self._folder, local_path("ModelCheckpoint.filepath", name))
-        if self.trainer.is_master():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
         if not self.save_weights_only:
             self.trainer.save_checkpoint(path)
         elif self.trainer.is_master():

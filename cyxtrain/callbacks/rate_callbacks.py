@@ -28,13 +28,13 @@ class _SettingRates(Callback):
     def set_params(self, params: dict[str, Any]) -> None:
         """Check that neither a scheduler nor a warm-up sets it."""
         super().set_params(params)
+        others = [type(each).__name__ for each in self.trainer.schedulers.values() if each is not None]
         if params["warmup_steps"]:
-            other = "warmup_steps"
-        elif self.trainer.scheduler is not None:
-            other = type(self.trainer.scheduler).__name__
-        else:
-            return
-        raise ConfigError(f"{type(self).__name__} and {other} both set the learning rate: leave one of them out.")
+            others.insert(0, "warmup_steps")
+        if others:
+            raise ConfigError(
+                f"{type(self).__name__} and {others[0]} both set the learning rate: leave one of them out."
+            )
 
 
 class LearningRateScheduler(_SettingRates):

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,8 @@ if sys.platform != "win32":
 TEMPORARY_SUFFIX = ".cyxtrain-tmp"
 _unfinished: dict[Path, BinaryIO] = {}
 """Temporary files that this process is writing."""
+# How long a writer tries to lock its file, which other processes lock for a moment to see whether it has a writer.
+_LOCK_SECONDS = 1.0
 
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or choose another folder.",
@@ -80,10 +83,7 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
     try:
         _make_folder(target.parent)
-        with open(temporary, "x+b") as file:
-            _unfinished[temporary] = file
-            with contextlib.suppress(OSError):  # a file system without locks
-                _lock(file)
+        with _create_locked(temporary) as file:
             yield file, temporary
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
@@ -92,6 +92,22 @@ def temporary_file(target: Path, what: str) -> Iterator[tuple[BinaryIO, Path]]:
         with contextlib.suppress(OSError):  # complete: it was renamed
             temporary.unlink()
         _unfinished.pop(temporary, None)
+
+
+def _create(path: Path) -> BinaryIO:
+    return open(path, "x+b")
+
+
+def _create_locked(path: Path) -> BinaryIO:
+    """Create and lock a temporary file; again, if `remove_leftover` has removed it between the two."""
+    while True:
+        file = _create(path)
+        _unfinished[path] = file
+        with contextlib.suppress(OSError):  # a file system without locks
+            _lock_as_writer(file)
+        if path.exists():
+            return file
+        file.close()
 
 
 def remove_unfinished() -> None:
@@ -111,6 +127,16 @@ def is_locked(path: str | os.PathLike[str]) -> bool | None:
     except OSError:  # it is gone, or its file system has no locks
         return None
     return False
+
+
+def remove_leftover(path: Path) -> None:
+    """Remove a temporary file if it certainly has no writer."""
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        # Locked until it is removed: a process that has just created it waits, and finds it gone.
+        _lock(file, shared=True)
+        if sys.platform == "win32":
+            file.close()
+        path.unlink()
 
 
 def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
@@ -134,6 +160,18 @@ def _lock(file: BinaryIO, *, shared: bool = False) -> None:
         return  # open files cannot be deleted there
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     fcntl.flock(file, kind | fcntl.LOCK_NB)
+
+
+def _lock_as_writer(file: BinaryIO) -> None:
+    """Lock a file that this process writes; others hold their locks for a moment only."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return _lock(file)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.001)
 
 
 def _make_folder(folder: Path) -> None:

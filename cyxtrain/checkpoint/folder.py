@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from cyxtrain.checkpoint.checkpoint_file import STATE
-from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_locked, replacing, temporary_file, try_folder
+from cyxtrain.checkpoint.files import (
+    TEMPORARY_SUFFIX,
+    is_locked,
+    remove_leftover,
+    replacing,
+    temporary_file,
+    try_folder,
+)
 from cyxtrain.checkpoint.format.archive import MANIFEST, blaming, read_summary
 from cyxtrain.checkpoint.format.encoding import decode_tree
 from cyxtrain.checkpoint.validation import is_position, is_run
@@ -160,9 +167,17 @@ class CheckpointFolder:
     def remove_leftovers(self) -> None:
         """Delete the temporary files of writers that were killed."""
         for path in self._hidden(f".*{SUFFIX}*{TEMPORARY_SUFFIX}"):
-            if is_locked(path) is False:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            remove_leftover(path)
+
+
+def newest_in(path: str | os.PathLike[str]) -> Found | None:
+    """Return the newest intact checkpoint of a folder: rank 0's, if each rank has written its own; None: no intact one.
+
+    Cost: reading the manifest of each.
+    """
+    names = (CheckpointFolder(path), CheckpointFolder(path, rank=0))
+    intact = [found for folder in names for found in folder.newest_first() if found.position]
+    return max(intact, key=_age, default=None)
 
 
 def _age(found: Found) -> tuple[bool, tuple[float, int, int], bool]:

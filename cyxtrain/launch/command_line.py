@@ -125,15 +125,15 @@ examples:
 @click.option("--config", metavar="FILE", help="The experiment; default: the one saved in the checkpoint.")
 def evaluate(checkpoint: Path, overrides: tuple[str, ...], config: str | None) -> None:
     """Print the metrics of the test data with a checkpoint: a file, or the newest one of a folder."""
-    from cyxtrain.checkpoint.folder import CheckpointFolder
+    from cyxtrain.checkpoint.folder import newest_in
     from cyxtrain.experiment import Experiment
 
     checkpoint = Path(local_path("CHECKPOINT", checkpoint))
     if checkpoint.is_dir():
-        found = [each.path for each in CheckpointFolder(checkpoint).newest_first() if each.position]
-        if not found:
+        found = newest_in(checkpoint)
+        if found is None:
             raise CheckpointError(f"{checkpoint} has no intact checkpoint.")
-        checkpoint = found[0]
+        checkpoint = found.path
     if config is not None:
         experiment = Experiment.from_file(config, overrides)
     else:

@@ -108,7 +108,9 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
         policy = partial(_note_exit, start, shared["CYXTRAIN_EXITED"])
         supervisor = Supervisor(specs, terminal, policy, process_env.grace_seconds(environment))
         with _stopping_on_signals(supervisor):
-            return supervisor.run()
+            supervisor.run()
+        # Only now: a signal after the last rank has ended stops the launcher, too.
+        return supervisor.outcome()
 
 
 def _specs(start: Start, shared: Mapping[str, str], bar_columns: int) -> list[RankSpec]:

@@ -54,6 +54,9 @@ error that would occur again (ConfigError, a missing backend, NaN) if it sees th
 terminal itself, is restarted. On several machines use the same N: if the ranks of one machine fail, all fail, and all
 are restarted.
 
+With --nnodes MIN:MAX torchrun's agents restart all ranks, after any failure, and when a machine joins or leaves. Then
+fit resumes only if the program asks for it: with resume="auto", or `cyxtrain fit FILE --resume auto`.
+
 exit code: 0, or the code of the first rank that failed (128 + n: killed by signal n), or 128 + n if signal n stopped
 the launcher or a rank, or 2 for an invalid command line."""
 

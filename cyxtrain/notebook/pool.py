@@ -105,6 +105,7 @@ class Pool:
         self._problem: OSError | None = None
         self._ready: set[int] = set()
         self._signals: list[int] = []  # received, and not handled yet
+        self._is_interrupted = False  # the workers, in this job
         self._marks = 0  # streams of workers of which the job's output has arrived
         self._mark = f"\0{secrets.token_hex(8)}\n".encode()
         standard_streams.open_absent()  # otherwise a worker could inherit a channel as its stdout
@@ -149,6 +150,7 @@ class Pool:
         signal takes its usual effect.
         """
         self._marks = 0
+        self._is_interrupted = False
         try:
             self._send(Job(function, arguments, self._mark))
             answers = self._wait_for_answers(apply, on_signal)
@@ -159,8 +161,10 @@ class Pool:
         return answers
 
     def interrupt(self) -> None:
-        """Send Ctrl-C to the workers."""
-        self._send(Signal(signal.SIGINT))
+        """Send Ctrl-C to the workers, once in a job: a second one would stop a fit at once, in the middle of a step."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            self._send(Signal(signal.SIGINT))
 
     def close(self) -> None:
         """End all workers; when it returns, nothing of them is left."""
@@ -217,8 +221,11 @@ class Pool:
         if is_repeated and event.number != signal.SIGINT:
             return  # only Ctrl-C is pressed twice
         if not is_repeated and on_signal(event.number):
-            self._send(event)
             passed_on.add(event.number)
+            if event.number == signal.SIGINT:
+                self.interrupt()
+            else:
+                self._send(event)
         elif event.number == signal.SIGINT:
             raise KeyboardInterrupt
         else:

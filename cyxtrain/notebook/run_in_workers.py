@@ -152,24 +152,27 @@ class _Call:
         """Display progress, and call the callbacks that stay in the notebook."""
         if report[0] == BEGUN:
             self._has_begun = True
-            if self._problem is not None or self._stops:  # until now nothing could handle the signal
-                pool.interrupt()
+            self._interrupt_if_asked(pool)
         elif report[0] == SHOW:
             self._show(*report[1:])
         elif self._problem is None:
-            self._call_hook(pool, *report[1:])
+            self._call_hook(*report[1:])
+            self._interrupt_if_asked(pool)
 
-    def _call_hook(self, pool: Pool, name: str, hook: str, arguments: tuple[Any, ...]) -> None:
-        """Call a hook of a callback that stays here; its error or request stops the fit at a step."""
+    def _interrupt_if_asked(self, pool: Pool) -> None:
+        """Stop the fit at a step after a hook's error or request; before it begins, nothing handles the signal."""
+        if self._has_begun and (self._problem is not None or self._stops):
+            pool.interrupt()
+
+    def _call_hook(self, name: str, hook: str, arguments: tuple[Any, ...]) -> None:
+        """Call a hook of a callback that stays here, and note its error or its request to stop."""
         try:
             getattr(self._staying[name], hook)(*arguments)
         except BaseException as error:  # raised once the fit's work is kept
             self._problem = error
-            pool.interrupt()
         if self._trainer.stop_training or vars(self._trainer.model).pop("stop_training", False):
             self._trainer.stop_training = False
             self._stops = True
-            pool.interrupt()
 
     def _show(self, method: str, arguments: Any) -> None:
         self._display = self._display or make_display(True)

@@ -242,7 +242,8 @@ class TrainingState(_Fields):
             rates.interval = config.scheduler_interval or "step"
         if is_new_run:
             self._begin_run(world, run)
-            self.complete_fits = max(0, self.position.fits - 1)
+        # A named checkpoint may be of a later call of fit than this process has made.
+        self.complete_fits = max(0, self.position.fits - 1)
 
     def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
         """Count a step of so many samples over all ranks; `read`: as for `Position.have_read`."""

@@ -84,6 +84,7 @@ class Supervisor:
         self._exits: list[RankExit] = []
         self._requests: list[signal.Signals] = []
         self._stop_all = False
+        self._stopped_at = math.inf  # when `run` stopped the ranks that were left
 
     def request_stop(self, number: signal.Signals) -> None:
         """Let `run` stop all ranks with SIGINT, if that is the signal, otherwise SIGTERM.
@@ -110,15 +111,17 @@ class Supervisor:
                 self._wait(math.inf, lambda: self._stop_all or bool(self._requests))
                 self._wait(OWN_END_SECONDS, lambda: bool(self._requests))
             finally:
-                stopped_at = time.monotonic()
+                self._stopped_at = time.monotonic()
                 self._end_all()
-        return self._outcome(stopped_at)
+        return self.outcome()
 
-    def _outcome(self, stopped_at: float) -> Outcome:
-        """Return how the ranks ended; at `stopped_at` we stopped those that were left."""
+    def outcome(self) -> Outcome:
+        """Return how the ranks ended; after `run`, with the requests to stop since, which reached no rank."""
+        while not self._events.empty():
+            self._handle(self._events.get())
         exits = sorted(self._exits, key=lambda ended: ended.at_seconds)
         last_lines = {rank.index: rank.last_lines() for rank in self._ranks}
-        before_stop = [ended for ended in exits if ended.at_seconds < stopped_at]
+        before_stop = [ended for ended in exits if ended.at_seconds < self._stopped_at]
         first = find_first_failure(before_stop, last_lines)
         if first is not None and _blames_another(last_lines[first.index]):
             # The rank at fault may still have been exiting when we stopped it.

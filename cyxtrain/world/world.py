@@ -98,7 +98,8 @@ class World:
         """
         if not self._has_others:
             return [text]
-        content = text.encode()
+        # surrogatepass: names of files that are not UTF-8 have lone surrogates.
+        content = text.encode("utf-8", "surrogatepass")
         # device: a small agreement uses a CPU group, also if the program sets another default device.
         own_length = torch.tensor([len(content)], device="cpu")
         lengths = [torch.zeros_like(own_length) for _ in range(self.size)]
@@ -109,7 +110,8 @@ class World:
             padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         contents = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(contents, padded, group=self.cpu_group)
-        return [found[:size].numpy().tobytes().decode() for found, size in zip(contents, sizes, strict=True)]
+        received = [found[:size].numpy().tobytes() for found, size in zip(contents, sizes, strict=True)]
+        return [each.decode("utf-8", "surrogatepass") for each in received]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return a JSON value of every rank, by rank. Cost: as `gather`."""

@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_locked, replacing, try_folder
+from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, remove_leftover, replacing, try_folder
 from cyxtrain.config.settings import names_checked
 from cyxtrain.data.batches.structure import example_of, fields_of, form_of, leaves, same_sequence, with_parts
 from cyxtrain.environment.regular_files import local_path, read_text
@@ -282,8 +282,7 @@ class ShardFolder:
         try_folder(self.path, INDEX, "predictions")
         # Of a call that was killed; a file that is still being written is locked.
         for leftover in self.path.glob(f".*{TEMPORARY_SUFFIX}"):
-            if is_locked(leftover) is False:
-                leftover.unlink(missing_ok=True)
+            remove_leftover(leftover)
         names = sorted(each.name for each in self.path.iterdir() if not each.name.startswith("."))
         if names and INDEX not in names:
             raise ConfigError(f"output_dir {self.path} has files ({brief(names)}) and no {INDEX}: give an empty one.")

@@ -47,26 +47,29 @@ def find_checkpoint(plan: FitPlan, state: TrainingState, program: str) -> Checkp
     """Return the checkpoint to continue from, on every rank; None: none was found, or `resume` is not set.
 
     A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
-    it was complete: so the model between two calls is as it was. If the launcher has restarted the ranks, the newest
-    checkpoint of this launch takes precedence over `resume`. Raises CheckpointError on every rank if the named one does
-    not exist or is corrupt. `program`: as `_program_of` returns it.
+    it was complete: so the model between two calls is as it was. Raises CheckpointError on every rank if the named one
+    does not exist or is corrupt. `program`: as `_program_of` returns it.
     """
     folder = _folder_of(plan.config)
     resume = plan.resume
-    call: tuple[Any, Any] = state.next_fit(plan.initial_epoch)
     if resume == AUTO:
+        call = state.next_fit(plan.initial_epoch)
         return read_on_all(plan.world, lambda: _newest_of_call(folder, state, call, program))
-    if plan.attempt:
-        found = read_on_all(plan.world, lambda: _newest_of_launch(plan, state, call, program))
-        if found is not None:
-            return found
     if resume is None:
         return None
     return read_file_on_all(plan.world, resume)
 
 
-def _newest_of_launch(plan: FitPlan, state: TrainingState, call: tuple[Any, Any], program: str) -> tuple[bytes, str]:
+def _find_after_restart(plan: FitPlan, state: TrainingState, program: str) -> Checkpoint | None:
+    """Return this fit's newest checkpoint of before the launcher restarted the ranks, on every rank, or None."""
+    if not plan.attempt or plan.resume == AUTO:
+        return None
+    return read_on_all(plan.world, lambda: _newest_of_launch(plan, state, program))
+
+
+def _newest_of_launch(plan: FitPlan, state: TrainingState, program: str) -> tuple[bytes, str]:
     """Return (bytes, path) as `_newest_of_call`, among the checkpoints since the launcher first started the ranks."""
+    call: tuple[Any, Any] = state.next_fit(plan.initial_epoch)
     if plan.resume is not None:  # then this is the call of fit that made the checkpoint
         named = look_into(Path(plan.resume)).position
         call = (named.get("fits"), named.get("first_epoch"))
@@ -87,7 +90,12 @@ def start_or_resume(
     try:
         digests = plan.digests()
         program = plan.world.gather(_program_of(state, plan.config, digests))[0]
-        found = find_checkpoint(plan, state, program)
+        found = _find_after_restart(plan, state, program)
+        if found is None:
+            found = find_checkpoint(plan, state, program)
+        else:
+            # The run that wrote it continues, and not another one from the checkpoint that `resume` names.
+            plan = replace(plan, resume=None)
         run = {**digests, "program": program, "started": _after_all(plan.world, plan.config)}
         begun = _start(state, plan, run) if found is None else _resume(state, plan, numerics, run, found)
     except (CheckpointError, ConfigError) as error:

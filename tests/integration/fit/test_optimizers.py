@@ -267,6 +267,18 @@ def test_the_history_has_the_norms_of_each_optimizers_gradients(world_size):
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
 
 
+def test_callbacks_set_the_rates_of_several_optimizers():
+    schedule = cx.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    plateau = cx.callbacks.ReduceLROnPlateau("d_loss", factor=0.5, patience=1, min_delta=10.0)
+    with one_process():
+        for callback, expected in ((schedule, [0.0025, 0.0125]), (plateau, [0.005, 0.025])):
+            trainer = make_gan()
+            trainer.fit(make_data(), epochs=3, callbacks=[callback], **SETTINGS)
+            assert outcome_of(trainer)["rates"] == pytest.approx(expected)
+            with pytest.raises(cx.ConfigError, match="and Cosine both set the learning rate"):
+                make_gan(schedulers={"d": "cosine"}).fit(make_data(), epochs=1, callbacks=[callback], **SETTINGS)
+
+
 def test_an_optimizer_that_no_step_uses_is_warned_of_once():
     def step(trainer: cx.DistributedTrainer, batch: Any) -> None:
         trainer.optimize(trainer.model["d"](batch[0]).square().mean(), "d")

@@ -362,6 +362,25 @@ def test_a_path_that_cannot_be_filled_in_is_an_error(tmp_path):
         fit(ModelCheckpoint(f"{tmp_path}/{{val_loss}}.ckpt"))
 
 
+def saved_in_place_of_a_file(path: str, only_weights: bool) -> tuple[type, str]:
+    try:
+        fit(ModelCheckpoint(f"{path}/{{epoch}}.ckpt", save_weights_only=only_weights))
+    except RuntimeError as error:
+        return type(error), str(error)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("only_weights", [False, True])
+def test_a_model_checkpoint_that_cannot_be_written_is_an_error_with_a_remedy(only_weights, tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    first, other = run_world(2, saved_in_place_of_a_file, str(path), only_weights)
+    assert first[0] is cx.CheckpointError
+    assert re.fullmatch(r"Cannot write .*: File exists. A file is in its place: choose another folder.", first[1])
+    if not only_weights:
+        assert other == (cx.CheckpointError, f"rank 0: {first[1]}")
+
+
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,15 @@ def test_it_goes_on_and_evaluates_what_it_has_kept(by_one_rank, tmp_path, monkey
         assert alone("evaluate", *words) == (0, "".join(f"{line}\n" for line in by_one_rank[-2:]))
 
 
+def test_it_evaluates_rank_0s_checkpoint_if_each_rank_has_written_its_own(by_one_rank, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = ["training.checkpoint_every_n_epochs=1", "training.save_on_master_only=false"]
+    code, _ = alone("fit", CONFIG, SHORT, *settings)
+    assert code == 0
+    Path("checkpoints/epoch-0004-rank1.ckpt").write_bytes(b"of another rank")
+    assert alone("evaluate", "checkpoints") == (0, "".join(f"{line}\n" for line in by_one_rank[-2:]))
+
+
 def test_settings_are_shown_with_all_that_decides_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, text = here("fit", CONFIG, "training.clip_norm=1e-1", "--print-config")

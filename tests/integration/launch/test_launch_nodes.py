@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from launching import LAUNCHER, SECONDS, environment, run, write_script
 from worlds import child_environment, free_port
 
+from cyxtrain.environment import process_env
 from cyxtrain.launch import starting
 from cyxtrain.launch.local import Start
 
@@ -242,6 +243,10 @@ def test_elastic_is_torchruns(monkeypatch):
     assert command[1:3] == ["-m", "torch.distributed.run"]
     assert {"--nnodes=1:4", "--nproc-per-node=2", "--rdzv-endpoint=node0:29400", "--max-restarts=3"} <= {*command}
     assert command[-3:] == ["--no-python", "a", "-b"]
+    # Ranks do not know which checkpoints are of this launch, which --help says.
+    assert process_env.launched_run({**variables, "TORCHELASTIC_RESTART_COUNT": "1"}) == ("", 0)
+    shown = CliRunner().invoke(starting.launch, ["--help"]).output
+    assert "fit resumes only if the program asks for it" in " ".join(shown.split())
 
 
 @pytest.mark.nightly  # torchrun waits for half a minute whether more machines come

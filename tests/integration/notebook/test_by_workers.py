@@ -30,6 +30,8 @@ from worlds import wait_until
 import cyxtrain as cx
 from cyxtrain.environment import process_env
 from cyxtrain.notebook import worker_cache
+from cyxtrain.notebook.pool import Pool
+from cyxtrain.notebook.worker import Job, Signal
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="these workers get POSIX signals"),
@@ -622,6 +624,51 @@ def test_a_callback_that_stays_may_end_the_fit(keras):
     assert 1 <= len(history.train_losses) == trainer.epoch
     assert enough.calls[-1] == "closed"
     assert len(trainer.fit(X, Y, **SETTINGS).train_losses) == 2
+
+
+class NextEpoch(cx.callbacks.Callback):
+    """Creates a file in a worker when the second epoch has begun."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.epoch == 1:
+            self.path.touch()
+
+
+class EnoughInNextEpoch(Staying):
+    """Asks to stop while the workers are in the next epoch, maybe after its user has pressed Ctrl-C."""
+
+    def __init__(self, path: Path, is_interrupted: bool) -> None:
+        super().__init__()
+        self.path = path
+        self.is_interrupted = is_interrupted
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        wait_until(self.path.exists)
+        if self.is_interrupted and epoch == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        self.trainer.stop_training = True
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_workers_are_interrupted_once_however_many_ask_to_stop(is_interrupted, tmp_path, monkeypatch):
+    sent: list[Any] = []
+    send = Pool._send
+
+    def record(pool: Pool, message: Job | Signal) -> None:
+        sent.append(message)
+        send(pool, message)
+
+    monkeypatch.setattr(Pool, "_send", record)
+    path = tmp_path / "next"
+    callbacks = [NextEpoch(path), EnoughInNextEpoch(path, is_interrupted)]
+    trainer = trainer_of()
+    with contextlib.redirect_stderr(io.StringIO()):
+        history = trainer.fit(X, Y, callbacks=callbacks, **{**SETTINGS, "epochs": 10**6})
+    assert [each for each in sent if isinstance(each, Signal)] == [Signal(signal.SIGINT)]
+    assert 1 <= len(history.train_losses) == trainer.epoch
 
 
 class Choosy(Staying):

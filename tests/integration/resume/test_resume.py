@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -9,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import warnings
 import weakref
 from pathlib import Path
@@ -18,7 +20,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_rows, one_process, run_new_world, run_world, seeded
+from fitting import (
+    CLASSES,
+    FEATURES,
+    everywhere,
+    fingerprint,
+    make_model,
+    make_rows,
+    one_process,
+    run_new_world,
+    run_world,
+    seeded,
+)
 from markers import by_night, nightly_where
 from refusals import warning_texts
 from torch import nn
@@ -690,6 +703,67 @@ def test_a_fit_that_goes_on_from_a_path_goes_on_from_its_own_checkpoints_when_al
         monkeypatch.setattr("cyxtrain.training.trainer._numbers", itertools.count(1))
         again = train_quietly(str(tmp_path / "named"), from_second)
         assert again == {**whole, "seen": whole["seen"][2 * ROWS :]}
+
+
+def resumed_in(folder: str) -> list[Any]:
+    train_anew(0, folder, {"epochs": 1, "checkpoint_every_n_epochs": 1})
+    with pytest.raises(cx.CheckpointError, match=r"There is no checkpoint .*none\.ckpt"):
+        train_anew(0, folder, {"resume": f"{folder}/none.ckpt"})
+    found = [train_anew(0, folder, {"epochs": 2, "resume": "auto"})]
+    return [*found, train_anew(0, folder, {"epochs": 2, "resume": f"{folder}/epoch-0001.ckpt"})]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such a name")
+def test_a_folder_whose_name_is_not_utf_8_is_resumed_from(tmp_path):
+    for auto, named in run_world(2, resumed_in, os.path.join(tmp_path, os.fsdecode(b"r\xe9sultats"))):
+        assert auto == named
+        assert auto["epoch"] == 2
+
+
+class FailIn(cx.callbacks.Callback):
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self.epoch:
+            raise ZeroDivisionError
+
+
+def fit_best_in_epoch_3(folder: Path, *epochs: int, fails_in: int = -1, **settings: Any) -> tuple[Any, ...]:
+    """Fits for so many epochs in each call; the third one of all has the lowest loss."""
+    offsets = [9.0, 9.0, 0.0, 20.0, 40.0]
+    model = make_model()
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets) + offsets[trainer.epoch]
+
+    trainer = cx.DistributedTrainer(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1))
+    given = {"batch_size": BATCH, "verbose": False, "checkpoint_every_n_epochs": 1, "checkpoint_dir": str(folder)}
+    given |= {"callbacks": [FailIn(fails_in)], **settings}
+    with contextlib.suppress(ZeroDivisionError):
+        for each in epochs:
+            trainer.fit(*make_rows(ROWS), epochs=each, **given)
+    return fingerprint(model), trainer._state.run["id"], trainer._state.next_fit()
+
+
+def test_a_fit_that_resumed_from_a_path_keeps_its_best_checkpoint_when_the_launcher_restarts_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("CYXTRAIN_RUN", "a launch")
+    settings = {"resume": tmp_path / "first" / "epoch-0002.ckpt", "keep_best": "loss", "load_best": True}
+    found = []
+    with one_process():
+        fit_best_in_epoch_3(tmp_path / "first", 1, 1)
+        for attempt, fails_in in enumerate((3, 4, -1)):
+            monkeypatch.setenv("CYXTRAIN_ATTEMPT", str(attempt))
+            monkeypatch.setattr("cyxtrain.training.trainer._numbers", itertools.count(1))
+            found.append(fit_best_in_epoch_3(tmp_path / "named", 4, fails_in=fails_in, **settings))
+    best = read_checkpoint(tmp_path / "named" / "best.ckpt")
+    assert best.position["epoch"] == 3
+    assert {run for _, run, _ in found} == {best.run["id"]}
+    assert [number for _, _, number in found] == [(2, 1), (2, 1), (3, 5)]
+    with one_process():
+        again = make_model()
+        cx.load_weights(again, tmp_path / "named" / "best.ckpt")
+    assert found[-1][0] == fingerprint(again)
 
 
 def looked_into_after_a_restart(folder: str) -> list[str]:

@@ -6,6 +6,7 @@ What PyTorch's collectives then do, on any dtype, shape and reduction, is in tes
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 
 import pytest
@@ -183,6 +184,8 @@ def test_texts_of_all_ranks_are_gathered_as_they_are():
     assert runtime.current().gather(f"rank {rank}") == [f"rank {r}" for r in ranks]
     assert runtime.current().gather("") == ["" for _ in ranks]
     assert runtime.current().gather("ä" * rank * 1000 + "☃") == ["ä" * r * 1000 + "☃" for r in ranks]
+    name = os.fsdecode(b"name-\xff")
+    assert runtime.current().gather(name) == [name for _ in ranks]
 
 
 def run_with_another_default_device():

@@ -1,5 +1,6 @@
 """Claims about writing a checkpoint: it is whole or the old one stays, and nothing else is left behind."""
 
+import contextlib
 import errno
 import os
 import zipfile
@@ -9,6 +10,7 @@ import pytest
 import torch
 from checkpoints import pack_checkpoint
 
+from cyxtrain.checkpoint import files
 from cyxtrain.checkpoint.checkpoint_file import (
     FORMAT,
     FORMAT_VERSION,
@@ -153,6 +155,62 @@ def test_a_temporary_file_has_a_writer_as_long_as_it_is_open(tmp_path):
         CheckpointFolder(tmp_path).remove_leftovers()
         assert temporary.exists()
     assert is_locked(temporary) is None  # it is gone: nobody's business
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs locks")
+def test_a_sweep_between_creating_and_locking_a_file_does_not_harm_its_writer(tmp_path, monkeypatch):
+    lock = files._lock
+    sweeps = [CheckpointFolder(tmp_path).remove_leftovers]
+
+    def lock_after_sweep(file, *, shared=False):
+        if not shared and sweeps:
+            sweeps.pop()()
+            assert os.listdir(tmp_path) == []
+        lock(file, shared=shared)
+
+    monkeypatch.setattr(files, "_lock", lock_after_sweep)
+    with replacing(tmp_path / "7.ckpt", "checkpoint") as file:
+        assert [is_locked(path) for path in tmp_path.iterdir()] == [True]
+        file.write(b"content")
+    assert (tmp_path / "7.ckpt").read_bytes() == b"content"
+    assert os.listdir(tmp_path) == ["7.ckpt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs locks")
+def test_a_writer_waits_for_a_process_that_looks_whether_its_file_has_one(tmp_path, monkeypatch):
+    lock = files._lock
+    tries = []
+    with contextlib.ExitStack() as looking:
+
+        def lock_while_looking(file, *, shared=False):
+            if not shared and not tries:
+                lock(looking.enter_context(open(file.name, "rb")), shared=True)
+            tries.append(shared)
+            try:
+                lock(file, shared=shared)
+            finally:
+                looking.close()
+
+        monkeypatch.setattr(files, "_lock", lock_while_looking)
+        with temporary_file(tmp_path / "7.ckpt", "file") as (_, path):
+            assert tries == [False, False]
+            assert is_locked(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs locks")
+def test_a_file_without_a_writer_is_locked_until_it_is_removed(tmp_path, monkeypatch):
+    path = tmp_path / f".7.ckpt.0123abcd{files.TEMPORARY_SUFFIX}"
+    path.touch()
+    unlink = Path.unlink
+
+    def unlink_locked(found):
+        with open(found, "r+b") as file, pytest.raises(BlockingIOError):
+            files._lock(file)
+        unlink(found)
+
+    monkeypatch.setattr(Path, "unlink", unlink_locked)
+    CheckpointFolder(tmp_path).remove_leftovers()
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_best_is_a_copy_where_a_file_system_has_no_links(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from markers import by_night
 from worlds import wait_until
 
 from cyxtrain.environment.uncaught import HEADER
+from cyxtrain.launch import local
 from cyxtrain.workers import output, process, supervisor
 from cyxtrain.workers.guard import end_groups, group_is_alive
 from cyxtrain.workers.process import RankExit, RankSpec
@@ -453,6 +454,28 @@ def test_a_policy_may_let_the_others_go_on(tmp_path: Path) -> None:
     assert [(ended.label, ended.code) for ended in outcome.exits] == [("rank 0", 3), ("rank 1", 0)]
     assert outcome.first_failure == outcome.exits[0]
     assert shown == b"[rank 1] done\n"
+
+
+class StoppedAtTheEnd(Supervisor):
+    """Its process gets SIGTERM when the last rank has ended."""
+
+    def run(self) -> Outcome:
+        outcome = super().run()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return outcome
+
+
+def test_a_signal_after_a_failure_prevents_the_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "Supervisor", StoppedAtTheEnd)
+    command = (sys.executable, write_script(tmp_path, "note(f'ran{os.getpid()}', ''); sys.exit(3)"))
+    start = local.Start(command, num_ranks=2, restarts=1)
+    assert local.run_ranks(start, environment()) == 128 + signal.SIGTERM
+    assert len([*tmp_path.glob("ran*")]) <= 2
+    told = capfd.readouterr().err
+    assert "all ranks were stopped by SIGTERM" in told
+    assert "restart" not in told
 
 
 def test_a_rank_that_refuses_to_end_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
