@@ -388,7 +388,7 @@ def weigh_differently() -> None:
 
 def test_ranks_with_other_weights_are_refused():
     for ended in run_ranks(2, in_world, "weigh_differently"):
-        assert "differs from rank 0 in training sample_weight" in ended.message
+        assert "differs from rank 0 in class_weight" in ended.message
 
 
 def in_world(name: str) -> None:
