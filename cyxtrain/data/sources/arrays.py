@@ -102,6 +102,10 @@ class ArraySource(Source):
             return ""
         return f", {SeededOrder(len(self), self.shuffle, 0).describe()}"
 
+    @override
+    def own_settings(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+
     def part(self, first: int, end: int) -> ArraySource:
         """Return neighbouring samples as a source, a view."""
         part = copy.copy(self)

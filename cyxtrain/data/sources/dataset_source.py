@@ -118,6 +118,13 @@ class DatasetSource(Source):
             found += ", with random numbers that cannot be seeded: runs differ"
         return found
 
+    @override
+    def own_settings(self) -> dict[str, Any]:
+        shuffle = None
+        if self._loader is not None and isinstance(self._order, SeededOrder):
+            shuffle = self._order.shuffle
+        return {"batch_size": self.batch_size, "shuffle": shuffle, "drop_last": self.drop_last}
+
     def _rows(self, loaded: Any, requested: int) -> Rows:
         return self.checked(self._as_rows(loaded, requested))
 

@@ -66,6 +66,10 @@ class Source(ABC):
         """Return what the other ranks must know before anything is planned, as JSON values."""
         return {"kind": "rows by number"}
 
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings that a DataLoader decides, by name: ranks that share the samples must have the same."""
+        return {}
+
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
         """Adapt to the summaries of all ranks; the example then looks like the batches that will come.
 

@@ -155,7 +155,7 @@ class StreamSource(Source):
             return {"kind": "batches", "form": None, "hash": None, "rows": 0, "numpy": False, "y": None}
         values = [sampled_hash(tensor) for tensor in self._first.tensors()]
         form = [form_of(part) for part in self._first]
-        rows = num_rows(self._first.inputs)
+        rows = self.batch_size or num_rows(self._first.inputs)
         own = {"rows": rows, "numpy": self.is_numpy, "y": self.target_name, "steps": self._limit}
         return {"kind": "batches", "form": form, "hash": values, **own}
 
@@ -165,13 +165,15 @@ class StreamSource(Source):
         self.target_name = first["y"]
         is_same = all(summary["hash"] == summaries[0]["hash"] for summary in summaries)
         self.is_shared = is_same if sharded is None else not sharded
+        if sharded is False:
+            self._check_sizes([summary["rows"] for summary in summaries])
         if not self.is_shared:
             if sharded is None and rank == 0:
                 self._warn_of_own_batches()
             self._seed_as(rank)
         # A rank without a batch makes an empty one of the same form.
         self.example = self._first or Rows(*map(example_of, first["form"]))
-        self.batch_size = self.batch_size or max(summary["rows"] for summary in summaries)
+        self.batch_size = max(summary["rows"] for summary in summaries)
         self.is_numpy = any(summary["numpy"] for summary in summaries)
         super().reconcile(summaries, rank, sharded=sharded)
 
@@ -191,6 +193,17 @@ class StreamSource(Source):
                     rank=rank,
                 )
         return summaries[first]
+
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        """Refuse shared batches of other sizes on some rank: ranks would divide different samples."""
+        for rank, size in enumerate(sizes):
+            if size != sizes[0]:
+                raise ConfigError(
+                    f"rank {rank} differs from rank 0 in the batches of its {self._what}: {counted(size, 'sample')} on "
+                    f"rank {rank}, {sizes[0]:,} on rank 0, and sharded_data=False says that ranks share them. Give "
+                    "every rank the same batches; or set sharded_data=True if each has its own.",
+                    rank=rank,
+                )
 
     def _warn_of_own_batches(self) -> None:
         warn(

@@ -191,6 +191,7 @@ def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: n
     return {
         **device_facts(data.placement.device),
         **_facts_of_sources(opened, plan.world),
+        "the effective batch size": plan.feed.effective_batch_size,
         "resume": plan.resume,
         "initial_epoch": plan.initial_epoch,
         "_is_on_accelerator": _is_on_accelerator(trained),

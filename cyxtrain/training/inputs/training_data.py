@@ -31,7 +31,11 @@ def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoc
     def open_and_describe() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
         arguments = parse()
         sources = _open_sources(world, arguments, loss_fn, epoch)
-        return (arguments, sources), {**config_facts(arguments.config), **_source_facts(sources)}
+        facts = config_facts(arguments.config)
+        facts["class_weight"] = sorted(
+            f"{number}: {weight}" for number, weight in (arguments.class_weights or {}).items()
+        )
+        return (arguments, sources), {**facts, **_source_facts(sources)}
 
     (arguments, sources), facts_by_rank = agree_on(world, open_and_describe)
     config = arguments.config
@@ -41,6 +45,9 @@ def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoc
         _check_batch_size(training, config)
     if training.batch_size is not None:
         config = dataclasses.replace(config, batch_size=training.batch_size)
+    # A checkpoint has the order of these rows by this setting alone; other data have theirs in their digest.
+    if isinstance(training, ArraySource) and training.shuffle is not None:
+        config = dataclasses.replace(config, shuffle=training.shuffle)
     return dataclasses.replace(arguments, config=config), sources
 
 
@@ -79,6 +86,7 @@ def _source_facts(sources: Sources) -> dict[str, Any]:
     for name, source in by_name(sources).items():
         summary = source.summary()
         facts |= {f"the kind of the {name} data": summary["kind"], f"_{name}": summary}
+        facts |= {f"{setting} of the {name} data": value for setting, value in source.own_settings().items()}
     return facts
 
 

@@ -376,7 +376,7 @@ def weigh_differently() -> str:
 
 def test_ranks_with_other_weights_are_refused():
     for text in run_world(2, weigh_differently):
-        assert "differs from rank 0 in training sample_weight" in text
+        assert "differs from rank 0 in class_weight" in text
 
 
 def test_floats_that_become_others_are_said(capsys):

@@ -669,3 +669,87 @@ def test_workers_that_stay_end_with_the_fit_also_where_it_is_stopped():
             assert not multiprocessing.active_children()
     finally:
         gc.enable()
+
+
+# --- settings of a loader that ranks must have alike ----------------------------------------------------------------
+
+
+def fit_on_rank(kind: str) -> str:
+    """Fits with a loader that rank 1 has otherwise; returns the refusal."""
+    is_first = cx.get_rank() == 0
+    inputs, targets = make_rows(ROWS)
+    rows = torch.cat([torch.zeros(ROWS, 1), inputs], 1)
+    arrays = TensorDataset(rows, targets)
+    data, settings = {
+        "shuffle": lambda: (DataLoader(arrays, BATCH, shuffle=is_first), {}),
+        "batch_size": lambda: (DataLoader(arrays, BATCH if is_first else 8), {}),
+        "batch_size of a data set": lambda: (DataLoader(Plain(), BATCH if is_first else 8), {}),
+        "drop_last of a data set": lambda: (DataLoader(Plain(), BATCH, drop_last=is_first), {}),
+        "validation": lambda: (arrays, {"validation_data": DataLoader(Plain(), BATCH if is_first else 8)}),
+        "class_weight of a stream": lambda: (
+            lambda: iter([(rows, targets)]),
+            {"class_weight": dict.fromkeys(range(3), 1.0 if is_first else 2.0)},
+        ),
+    }[kind]()
+    try:
+        trained(data, **settings)
+    except cx.ConfigError as error:
+        return str(error)
+    return ""
+
+
+DIFFERING = {
+    "shuffle": "rank 1 differs from rank 0 in shuffle of the training data: False on rank 1, True on rank 0",
+    "batch_size": "rank 1 differs from rank 0 in batch_size of the training data: 8 on rank 1, 4 on rank 0",
+    "batch_size of a data set": "in batch_size of the training data: 8 on rank 1, 4 on rank 0",
+    "drop_last of a data set": "in drop_last of the training data: False on rank 1, True on rank 0",
+    "validation": "in batch_size of the validation data: 8 on rank 1, 4 on rank 0",
+    "class_weight of a stream": "in class_weight: ['0: 2.0', '1: 2.0', '2: 2.0'] on rank 1",
+}
+
+
+def fit_on_rank_each() -> dict[str, str]:
+    return {kind: fit_on_rank(kind) for kind in DIFFERING}
+
+
+def test_settings_of_a_loader_that_differ_between_ranks_are_refused():
+    for found in everywhere(2, fit_on_rank_each):
+        for kind, words in DIFFERING.items():
+            assert words in found[kind]
+
+
+def fit_own_sizes() -> tuple[int, list[float]]:
+    """Own batches of a stream may have another size on each rank."""
+    data = DataLoader(Plain(), BATCH * (1 + cx.get_rank()))
+    found = trained(data, sharded_data=True, epochs=1)
+    return found["step"], found["parameters"].tolist()
+
+
+def test_own_batches_may_have_another_size_on_each_rank():
+    first, second = everywhere(2, fit_own_sizes)
+    assert first == second
+    assert first[0] == -(-ROWS // BATCH)
+
+
+def fit_shared_sizes() -> str:
+    batches = list(DataLoader(Plain(), BATCH * (1 + cx.get_rank())))
+    try:
+        trained(lambda: iter(batches), sharded_data=False)
+    except cx.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_shared_batches_of_another_size_on_a_rank_are_refused():
+    for said in everywhere(2, fit_shared_sizes):
+        assert "rank 1 differs from rank 0 in the batches of its <lambda>: 8 samples on rank 1, 4 on rank 0" in said
+
+
+def test_a_fit_does_not_resume_with_another_shuffle(tmp_path):
+    inputs, targets = make_rows(ROWS)
+    data = TensorDataset(torch.cat([torch.zeros(ROWS, 1), inputs], 1), targets)
+    more = {"checkpoint_every_n_steps": 4, "checkpoint_dir": str(tmp_path)}
+    with one_process():
+        trained(DataLoader(data, BATCH, shuffle=True), epochs=1, **more)
+        with pytest.raises(cx.ConfigError, match="shuffle is False and was True"):
+            trained(DataLoader(data, BATCH), resume="auto", **more)
