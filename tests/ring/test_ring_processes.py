@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -85,11 +86,13 @@ INTERRUPTED = "import json, ring_ranks\nprint(json.dumps(ring_ranks.wait_until_i
 def test_ctrl_c_in_a_collective_reaches_the_others_with_its_cause(tmp_path):
     script, port = tmp_path / "rank.py", free_port()
     script.write_text(INTERRUPTED)
-    ranks = [ForkedProgram([str(script)], tmp_path, environment(rank, 2, port)) for rank in range(2)]
-    wait_until(lambda: len(list(tmp_path.glob("busy?"))) == 2)
-    sent = time.monotonic()
-    os.kill(ranks[1].pid, signal.SIGINT)
-    waiting, interrupted = [rank.wait() for rank in ranks]
+    variables = [environment(rank, 2, port) for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(ForkedProgram([str(script)], tmp_path, each)) for each in variables]
+        wait_until(lambda: len(list(tmp_path.glob("busy?"))) == 2)
+        sent = time.monotonic()
+        os.kill(ranks[1].pid, signal.SIGINT)
+        waiting, interrupted = [rank.wait() for rank in ranks]
     assert interrupted.returncode == -signal.SIGINT, interrupted.stderr
     assert "KeyboardInterrupt" in interrupted.stderr
     found = json.loads(waiting.stdout)

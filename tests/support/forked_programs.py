@@ -29,7 +29,9 @@ _numbers = itertools.count()
 
 
 class ForkedProgram:
-    """A running program, which leads a session; tests that use it have the fixture `rank_server`.
+    """A running program, which leads a session and does not outlive a `with` block.
+
+    Tests that use it have the fixture `rank_server`.
 
     Args:
         words: "-m" and a module, or a script; then its arguments.
@@ -56,6 +58,13 @@ class ForkedProgram:
             _become_program, dict(variables or {}), self._words, str(folder), files, forks
         )
         self.pid = self.process.pid or 0
+        self._code: int | None = None
+
+    def __enter__(self) -> ForkedProgram:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def wait(self, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
         """Return how it ended, as `subprocess.run` does; kill it after so many seconds."""
@@ -68,12 +77,13 @@ class ForkedProgram:
 
     def close(self) -> int:
         """Kill it if it still runs, and return its exit code: -n for signal n."""
-        self.process.kill()
-        self.process.join()
-        code = self.process.exitcode or 0
-        self.process.close()
-        self._end.close()
-        return code
+        if self._code is None:
+            self.process.kill()
+            self.process.join()
+            self._code = self.process.exitcode or 0
+            self.process.close()
+            self._end.close()
+        return self._code
 
 
 def run_python(

@@ -427,8 +427,10 @@ def test_program_under_torchrun_joins_as_it_is(program):
 
 def test_exception_in_a_program_is_told_and_all_exit_codes_are_1(program, tmp_path):
     port = free_port()
-    ranks = [ForkedProgram([program, "fail"], tmp_path, environment(rank, 2, port)) for rank in (0, 1)]
-    first, last = [rank.wait() for rank in ranks]
+    variables = [environment(rank, 2, port) for rank in (0, 1)]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(ForkedProgram([program, "fail"], tmp_path, each)) for each in variables]
+        first, last = [rank.wait() for rank in ranks]
     assert (first.returncode, last.returncode) == (1, 1)
     assert "PeerLostError: rank 1 has ended: KeyError: 'what is wrong'" in first.stderr
     assert "KeyError: 'what is wrong'" in last.stderr
