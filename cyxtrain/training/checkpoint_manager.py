@@ -112,7 +112,7 @@ class CheckpointManager:
         place = (state.position.step, state.position.epoch)
         is_ahead = found.order[1:] > place
         # A fit that resumes from another folder may save here what it resumed from.
-        if self._is_resumed:
+        if self._is_resumed and self._resumed_from() is None:
             is_ahead = found.order[1:] >= place
         is_best = bool(self._config.keep_best) and found.path == self._folder.file(BEST)
         return is_ahead or is_best

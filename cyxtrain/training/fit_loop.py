@@ -78,7 +78,6 @@ class FitLoop:
     ) -> None:
         self._state = state
         self._plan = plan
-        self._length = plan.length
         self._world = plan.world
         self._ddp = ddp
         # None as soon as all of it is restored.
@@ -87,7 +86,7 @@ class FitLoop:
         self._logged = logged
         logged.reserved |= {name.removeprefix("val_") for name in plan.measured}
         logged.best_names = {plan.config.keep_best}
-        self._last_epoch = state.position.first_epoch + self._length.epochs
+        self._last_epoch = state.position.first_epoch + plan.length.epochs
         self._started_at = self._epoch_started_at = time.perf_counter() - state.history.total_time_seconds
         self._trained_rows, self._training_seconds = _trained_before(state.history, plan)
         self._manager = CheckpointManager(state, plan, ddp, logged, is_resumed=resumption is not None)
@@ -111,7 +110,7 @@ class FitLoop:
         with self._resources():
             self._begin_training()
             try:
-                while not self._length.is_over(self._state.position):
+                while not self._plan.length.is_over(self._state.position):
                     self._train_one_epoch()
             except StoppedError as error:
                 # Its frames would keep the data's workers.
@@ -200,7 +199,7 @@ class FitLoop:
         self._callbacks.on_batch_end("train", share.number, self._batch_values)
 
     def _validate_if_due(self, share: Share) -> None:
-        if self._length.validates_at(self._state.position):
+        if self._plan.length.validates_at(self._state.position):
             self._validate_within_epoch()
 
     def _check_replicas_if_due(self, share: Share) -> None:
@@ -256,6 +255,7 @@ class FitLoop:
 
     def _begin_epoch(self) -> TrainingStep:
         plan = self._plan
+        length = plan.length
         state = self._state
         position = state.position
         if position.samples == 0:
@@ -264,8 +264,8 @@ class FitLoop:
             fuse(state.optimizers[name])
         reset_peak_memory(self._device)
         # Displayed epochs start at 1; the order of samples counts them from 0.
-        last_step = self._length.end_of_epoch(position, self._length.steps_per_epoch)
-        last_epoch = self._last_epoch if self._length.knows_epochs else 0
+        last_step = length.end_of_epoch(position, length.steps_per_epoch)
+        last_epoch = self._last_epoch if length.knows_epochs else 0
         plan.display.begin_epoch(position.epoch + 1, last_epoch, last_step, position.epoch_steps)
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
@@ -274,7 +274,7 @@ class FitLoop:
         if self._resumption is not None:
             self._resumption.restore_epoch(plan, step.totals, self._logged)
             self._resumption = None
-            if position.samples and self._validates_within_epochs and self._length.validates_at(position):
+            if position.samples and self._validates_within_epochs and length.validates_at(position):
                 # Unless the checkpoint has it.
                 self._validate_within_epoch()
         # Again in each epoch: a callback may have unfrozen some.
@@ -284,7 +284,7 @@ class FitLoop:
 
     def _keep_before_end(self) -> None:
         """Keep the state, if a longer fit would continue differently from here than from the end of the epoch."""
-        if self._length.ends_early(self._state.position) and not self._state.position.stopped:
+        if self._plan.length.ends_early(self._state.position) and not self._state.position.stopped:
             # Resumed with a larger max_steps, a fit would otherwise never train the rest of this epoch.
             self._manager.gather(self._session.totals)
             self._state.keep_before_end(self._world)
@@ -307,8 +307,8 @@ class FitLoop:
         if plan.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
-        is_validated = self._length.validates_epoch(position) and self._validate()
-        is_whole = not position.stopped or position.epoch_steps == self._length.steps_per_epoch
+        is_validated = plan.length.validates_epoch(position) and self._validate()
+        is_whole = not position.stopped or position.epoch_steps == plan.length.steps_per_epoch
         where = f"after epoch {position.epoch + 1}" if is_whole else describe_place(position)
         own = rates_by_name(state.rates) | self._logged_in_epoch()
         self._session.step = None
@@ -512,7 +512,7 @@ class FitLoop:
             count = share.number + 1
         if every and count % every == 0:
             self._session.wait_for_verdict()
-            steps = self._length.steps_per_epoch
+            steps = plan.length.steps_per_epoch
             of = "" if steps is None else f"/{steps}"
             plan.display.line(f"batch {share.number + 1}{of}  {numbers(totals.over_ranks(self._world))}")
 
