@@ -105,7 +105,7 @@ def _create_locked(path: Path) -> BinaryIO:
         _unfinished[path] = file
         with contextlib.suppress(OSError):  # a file system without locks
             _lock_as_writer(file)
-        if path.exists():
+        if os.path.exists(path):
             return file
         file.close()
 

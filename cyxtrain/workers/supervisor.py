@@ -119,6 +119,9 @@ class Supervisor:
         """Return how the ranks ended; after `run`, with the requests to stop since, which reached no rank."""
         while not self._events.empty():
             self._handle(self._events.get())
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
         exits = sorted(self._exits, key=lambda ended: ended.at_seconds)
         last_lines = {rank.index: rank.last_lines() for rank in self._ranks}
         before_stop = [ended for ended in exits if ended.at_seconds < self._stopped_at]

@@ -269,7 +269,7 @@ def test_the_history_has_the_norms_of_each_optimizers_gradients(world_size):
 
 def test_callbacks_set_the_rates_of_several_optimizers():
     schedule = cx.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    plateau = cx.callbacks.ReduceLROnPlateau("d_loss", factor=0.5, patience=1, min_delta=10.0)
+    plateau = cx.callbacks.ReduceLROnPlateau("d_loss", mode="min", factor=0.5, patience=1, min_delta=10.0)
     with one_process():
         for callback, expected in ((schedule, [0.0025, 0.0125]), (plateau, [0.005, 0.025])):
             trainer = make_gan()
