@@ -50,6 +50,7 @@ class Pass:
         self.left_out: list[str] = []
         self.target_name: str | None = None
         self._peeked: Rows | None = None
+        self._is_over = False
         self._others = generators_of(parts)
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
@@ -89,6 +90,8 @@ class Pass:
                 self._states = GeneratorStates(others=self._others)
 
     def _read(self, own: Callable[[Tensor], Tensor]) -> Rows | None:
+        if self._is_over:  # an iterator may begin anew after its end
+            return None
         for given in self._batches:
             rows = as_batch(given)
             if not num_rows(rows.inputs):
@@ -100,6 +103,7 @@ class Pass:
             self.is_numpy = not holds_tensors(given)
             # A copy: the data may give the same memory again, and a model may change it.
             return rows.mapped(own)
+        self._is_over = True
         return None
 
 
