@@ -405,10 +405,10 @@ class StreamFeed(Feed):
 
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
         """Return this rank's batches of the next step, and how many batches were read for it."""
-        batches = self._current_pass()
         is_shared = self._source.is_shared
         count = self._batches_per_step if is_shared else self.micro_batches
         try:
+            batches = self._current_pass()
             found = [batches.read(copier.clone) for _ in range(count)]
         except DataInterruptedError:
             return [], _INTERRUPTED
