@@ -324,10 +324,11 @@ class StreamFeed(Feed):
 
     @override
     def resume_from(self, effective_batch_size: int) -> None:
-        """Continue with as many batches per step as before, if ranks share them."""
-        if self._source.is_shared:
-            self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
-            self.effective_batch_size = self.rows_at_once * self._batches_per_step
+        """Continue with as many batches per step as before; with own data, each rank with as many as the others."""
+        self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
+        if not self._source.is_shared:
+            self._batches_per_step = max(1, self._batches_per_step // self._world.size) * self._world.size
+        self.effective_batch_size = self.rows_at_once * self._batches_per_step
 
     @property
     @override
