@@ -17,6 +17,7 @@ from typing_extensions import override
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.slices import Slices
+from cyxtrain.data.sources.stream import check_ends
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.metrics.whole_set import CheckedWholeSet
@@ -253,6 +254,7 @@ class BatchRun:
         self._share = BatchShare(Slices.of(world), group or int(self._agrees), done)
         batches = rows.source.num_batches(rows.batch_size)
         self._num_batches = 0 if batches is None else len(self._share.of(batches))
+        self._ends_unknown = batches is None and rows.source.is_shared
         self._num_done = 0
         self.is_ended = False
         self._phase = _PHASES[kind]
@@ -293,6 +295,8 @@ class BatchRun:
                 # The others wait for this rank's flags: it ends the run, and does not continue.
                 _any_rank(self._world, True, False)
         raise_together(self._world, problem)
+        if self._ends_unknown:
+            check_ends(self._world, rows.source.num_evaluated)
         return is_stopped
 
     def _until_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -107,6 +107,27 @@ class Pass:
         return None
 
 
+def check_ends(world: World, num_read: int | None) -> None:
+    """Refuse shared batches that end at another number on some rank, which has read `num_read`. All ranks call it.
+
+    None: this rank has stopped before their end. Cost: a small gather.
+    """
+    sent = world.gather("" if num_read is None else str(num_read))
+    counts = {rank: int(count) for rank, count in enumerate(sent) if count}
+    if len(set(counts.values())) <= 1:
+        return
+    fewest = min(counts, key=counts.__getitem__)
+    most = max(counts, key=counts.__getitem__)
+    raise on_all_ranks(
+        ConfigError(
+            f"the ranks share their batches, which end after {counts[fewest]:,} on rank {fewest}, and rank {most} has "
+            f"{counts[most]:,}: samples would be lost. Give every rank the same batches; or set sharded_data=True if "
+            "each has its own.",
+            rank=fewest,
+        )
+    )
+
+
 class StreamSource(Source):
     """Batches of `make()` from pass `number` on; messages call them `what`, and the header adds `note`."""
 
@@ -240,15 +261,17 @@ class StreamSource(Source):
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
         """Yield this rank's turns of shared data; otherwise all of its own batches, numbered on this rank."""
         copier = make_copier(placement)
+        self.num_evaluated = None
 
         def own() -> Iterator[tuple[int, Rows]]:
             batches = self.begin_pass(0)
             for number in self._numbers(share):
                 rows = batches.read(copier.clone)
                 if rows is None:
-                    return
+                    break
                 if not self.is_shared or share.has(number):
                     yield number, self.checked(rows)
+            self.num_evaluated = batches.num_read
 
         return on_device(own(), copier, prefetches=not self.reads_once)
 
@@ -378,13 +401,17 @@ class StreamFeed(Feed):
         """Read the batches of a step; return whether any rank has samples for it. All ranks call it."""
         read = share.batches_read
         began = time.perf_counter()
-        total = torch.tensor([share.rows + min(read, 0)], dtype=torch.int64, device="cpu")
-        self._world.reduce(total)
+        counted_read = max(read, 0)
+        own = [share.rows + min(read, 0), counted_read, counted_read**2]
+        rows, sum_read, sum_of_squares = self._world.reduce(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
         self._seconds += time.perf_counter() - began
-        if total < 0:
+        if rows < 0:
             raise DataInterruptedError
+        # Equal exactly if all ranks have read as many (Cauchy-Schwarz): so all of them notice.
+        if sum_of_squares * self._world.size != sum_read**2:
+            check_ends(self._world, self._next[1] + read)
         self._next = self._next[0], self._next[1] + read
-        share.global_rows = int(total)
+        share.global_rows = rows
         self._is_empty = self._is_empty and not share.global_rows
         return share.global_rows > 0
 
