@@ -20,6 +20,8 @@ from cyxtrain.data.slices import Slices
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world.world import World
 
+_DRAWN = "must draw from the generators of torch, NumPy or Python, or from one that is its attribute 'generator'"
+
 
 class Place(NamedTuple):
     """Where in the data a fit is; the same on every rank."""
@@ -280,15 +282,28 @@ class RowFeed(Feed):
         """Return the order of a pass; it is made once. All ranks call it."""
         if self._pass is not None and self._pass[0] == number:
             return self._pass[1]
-        may_differ = self._source.begin_pass(number) or self._order.is_drawn
         first, completed = self._first_step(place)
         is_resumed = completed > 0 and number == first
+        if self._pass is None and place.order and not is_resumed:
+            self._check_order_before(number - 1, place.order)
+        may_differ = self._source.begin_pass(number) or self._order.is_drawn
         order = self._drawn_order(number, is_resumed=is_resumed)
         self._pass = number, order
         if may_differ:
             self._check(order, place.order if is_resumed else 0)
         self._warn_of_length(number, order)
         return order
+
+    def _check_order_before(self, number: int, expected: int) -> None:
+        """Warn, when a fit resumes between two passes, if the sampler gives the pass before in another order."""
+        if number < 0 or not self._order.is_drawn or self._order.stateful:
+            return
+        self._source.begin_pass(number)
+        if self._order.of(number).digest != expected and self._world.is_first:
+            warn(
+                "the DataLoader's sampler gives a different order than before the checkpoint, so this fit differs from "
+                f"one that was not interrupted: it {_DRAWN}; or give it a state_dict and a load_state_dict."
+            )
 
     def _drawn_order(self, number: int, *, is_resumed: bool) -> EpochOrder:
         """Return the order of a pass; a resumed one is drawn again from the sampler's state before it."""
@@ -329,12 +344,11 @@ class RowFeed(Feed):
         self._digest = order.digest
         digests = self._world.gather(str(self._digest))
         differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        drawn = "must draw from the generators of torch, NumPy or Python, or from one that is its attribute 'generator'"
         if differing is not None:
             raise on_all_ranks(
                 ConfigError(
-                    f"the DataLoader's sampler gives rank {differing} a different order than rank 0: it {drawn}, which "
-                    "are seeded alike on all ranks.",
+                    f"the DataLoader's sampler gives rank {differing} a different order than rank 0: it {_DRAWN}, "
+                    "which are seeded alike on all ranks.",
                     rank=differing,
                 )
             )
@@ -342,7 +356,7 @@ class RowFeed(Feed):
             raise on_all_ranks(
                 ConfigError(
                     "the DataLoader's sampler gives a different order of this epoch than before the checkpoint in the "
-                    f"middle of it: some samples would repeat, and others be missing. It {drawn}; or resume from a "
+                    f"middle of it: some samples would repeat, and others be missing. It {_DRAWN}; or resume from a "
                     "checkpoint between two epochs."
                 )
             )

@@ -16,7 +16,9 @@ from typing_extensions import override
 
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
+from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.slices import Slices
+from cyxtrain.data.sources.stream import check_ends
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.metrics.whole_set import CheckedWholeSet
@@ -116,7 +118,7 @@ def evaluate_rows(
     display: Display,
     logged: LoggedNumbers,
     *,
-    should_stop: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] | None = None,
 ) -> dict[str, float] | None:
     """Return loss, accuracy and metrics over all samples, on every rank; None: this rank stopped early.
 
@@ -252,6 +254,7 @@ class BatchRun:
         self._share = BatchShare(Slices.of(world), group or int(self._agrees), done)
         batches = rows.source.num_batches(rows.batch_size)
         self._num_batches = 0 if batches is None else len(self._share.of(batches))
+        self._ends_unknown = batches is None and rows.source.is_shared
         self._num_done = 0
         self.is_ended = False
         self._phase = _PHASES[kind]
@@ -259,13 +262,14 @@ class BatchRun:
     def all_batches(
         self,
         step: Callable[[Batch], object],
-        should_stop: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] | None = None,
         finish: Callable[[], object] = lambda: None,
         begin: Callable[[int, int], object] = lambda rows, number: None,
     ) -> bool:
         """Call `step` with each of this rank's batches; return whether `should_stop` ended it on this rank.
 
-        An error on any rank is raised on all. `step` calls `end_batch`; `finish` is called after the last batch,
+        With `should_stop`, data that end because their workers died in a stop end it too, without an error. An error on
+        any rank is raised on all. `step` calls `end_batch`; `finish` is called after the last batch,
         `begin` before each with its samples and number.
         """
         self._display.phase(self._phase, 0, self._num_batches)
@@ -282,16 +286,21 @@ class BatchRun:
                     begin(batch.rows, batch.number)
                     self._callbacks.on_batch_begin(self._kind, self._num_done)
                     step(batch)
-                    is_stopped = should_stop()
+                    is_stopped = should_stop is not None and should_stop()
                     self.is_ended = is_stopped or self._callbacks.wants_end(self._kind)
                 if not self.is_ended:
                     finish()
         except Exception as error:
-            problem = error
+            is_stopped = should_stop is not None and isinstance(error, DataInterruptedError)
+            self.is_ended = True
+            if not is_stopped:
+                problem = error
             if self._agrees:
                 # The others wait for this rank's flags: it ends the run, and does not continue.
                 _any_rank(self._world, True, False)
         raise_together(self._world, problem)
+        if self._ends_unknown:
+            check_ends(self._world, rows.source.num_evaluated)
         return is_stopped
 
     def _until_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -379,11 +379,9 @@ class FitLoop:
         with self._logged.apart([*self._plan.validation]) as logged:
             self._together(self._callbacks.call, "on_test_begin", {})
             for name, rows in self._plan.validation.items():
-                found: dict[str, float] | None = None
-                with contextlib.suppress(DataInterruptedError):
-                    found = evaluate_rows(
-                        self._world, model, rows, self._callbacks, display, logged, should_stop=should_stop
-                    )
+                found = evaluate_rows(
+                    self._world, model, rows, self._callbacks, display, logged, should_stop=should_stop
+                )
                 # A rank that stops early, after a signal, say, ends the validation on all ranks.
                 received, stopping_rank = self._requests.agree(flagged=found is None)
                 if stopping_rank is not None:

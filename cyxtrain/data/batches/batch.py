@@ -53,6 +53,8 @@ class Share(ABC):
         """The share of the next step, if its samples may be fetched before this step is complete."""
         self.count_ranks: Callable[[], int] | None = None
         """Returns how many ranks, from 0, have samples in this step; None: no rank knows before they communicate."""
+        self.is_read_again = False
+        """Whether the step reads the samples more than once: it gets copies, as a model may change them in place."""
         self._copier = copier
         self._latest = -1
         self._early: tuple[int, Callable[[], Callable[[], Rows] | None]] | None = None
@@ -80,6 +82,12 @@ class Share(ABC):
             receive = self._begun_or_sent(index)
             assert receive is not None
             yield Batch(self.number, *receive())
+
+    def _copied(self, kept: Rows) -> Rows:
+        """Return samples that this share keeps, to be given to the model."""
+        if not self.is_read_again:
+            return kept
+        return kept.mapped(self._copier.clone)
 
     def _begun_or_sent(self, index: int) -> Callable[[], Rows] | None:
         """Return what receives a micro-batch, whose copy may have begun early."""
@@ -143,12 +151,11 @@ class RowShare(Share):
 
     @override
     def _fetch(self, index: int) -> Rows:
-        if index < len(self._kept):
-            return self._kept[index]
-        rows = self._fetch_rows(self._pieces[index])
-        if self._keeps:
-            self._kept.append(rows)
-        return rows
+        if not self._keeps:
+            return self._fetch_rows(self._pieces[index])
+        if index == len(self._kept):
+            self._kept.append(self._fetch_rows(self._pieces[index]))
+        return self._copied(self._kept[index])
 
     @override
     def describe(self, rows: Sequence[int]) -> str:
@@ -185,7 +192,7 @@ class StreamShare(Share):
 
     @override
     def _fetch(self, index: int) -> Rows:
-        return self._get()[0][index]
+        return self._copied(self._get()[0][index])
 
     @override
     def describe(self, rows: Sequence[int]) -> str:

@@ -33,10 +33,11 @@ class RowLoader:
         self._requests = _Requests()
         settings: dict[str, Any] = {"batch_sampler": self._requests}
         if loader is not None:
-            names = ["pin_memory", "worker_init_fn"]
+            names = ["pin_memory"]
             if loader.num_workers and uses_workers:
                 names += ["num_workers", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"]
             settings |= {name: getattr(loader, name) for name in names}
+            settings["worker_init_fn"] = _WorkerInit(loader.worker_init_fn)
         # Its own generator: PyTorch draws the seeds of workers from the one that training draws from.
         own = torch.Generator().manual_seed(seed % 2**63)
         collate = default_collate if loader is None else loader.collate_fn
@@ -69,6 +70,19 @@ class _Requests:
         return iter(self.given)
 
 
+class _WorkerInit:
+    """A `worker_init_fn` that calls the user's; `get_worker_info().dataset` is the user's, as PyTorch documents it."""
+
+    def __init__(self, given: Callable[[int], object] | None) -> None:
+        self._given = given
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # PyTorch loads from its own reference
+        if self._given is not None:
+            self._given(worker)
+
+
 def _unchanged(batch: Any) -> Any:
     return batch
 
@@ -77,7 +91,7 @@ class _SeededBatches(Dataset[Any]):
     """Collated batches of a dataset, whose random numbers depend only on the seeds of their rows."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate
         self._draws = False
         self._epoch = -1
@@ -85,7 +99,7 @@ class _SeededBatches(Dataset[Any]):
     def __getitems__(self, request: RowRequest) -> Any:
         if request.epoch not in (-1, self._epoch) and get_worker_info() is not None:  # a persistent worker has a copy
             self._epoch = request.epoch
-            set_epoch_of(self._dataset, request.epoch)
+            set_epoch_of(self.dataset, request.epoch)
         items = self._items(request)
         indices = [index for index, _ in request.rows]
         with _naming("collating samples", indices):
@@ -112,7 +126,7 @@ class _SeededBatches(Dataset[Any]):
         return items
 
     def _fetch(self, indices: list[int]) -> list[Any]:
-        several = getattr(self._dataset, "__getitems__", None)  # as PyTorch looks for it
+        several = getattr(self.dataset, "__getitems__", None)  # as PyTorch looks for it
         if callable(several):
             with _naming("loading samples", indices):
                 return list(several(indices))
@@ -120,7 +134,7 @@ class _SeededBatches(Dataset[Any]):
 
     def _row(self, index: int) -> Any:
         with _naming("loading sample", index):
-            return self._dataset[index]
+            return self.dataset[index]
 
 
 @contextlib.contextmanager

@@ -166,10 +166,15 @@ def _stream_of(
     """Return the batches of a loader that no one else iterates."""
     # A loader with persistent workers keeps its iterator, which the user's own loader, or another source, may be using.
     torch_compat.forget_iterator(loader)
+    # PyTorch refuses to set these attributes of a loader; this one is a copy. A persistent worker would neither get
+    # the dataset that `set_epoch` has changed, nor be seeded again; all ranks must get shared batches in one order.
+    settings = vars(loader)
+    settings["persistent_workers"] = False
+    settings["in_order"] = True
     dataset = loader.dataset
     note = ""
     if needs_split(loader):
-        vars(loader)["dataset"] = SplitOverWorkers(dataset)  # the copy's: PyTorch refuses to set it
+        settings["dataset"] = SplitOverWorkers(dataset)
         note = f", each sample by one of {loader.num_workers} workers"
     batches: Any = loader.batch_sampler
     parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]

@@ -42,6 +42,7 @@ class Source(ABC):
     column = column_code(None)  # code that makes a column of y, for errors
     target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples
     _weigh: Callable[[Rows], Rows] | None = None
+    num_evaluated: int | None = None  # batches of a stream, if the latest evaluation has read it to its end
     _limit: int | None = None  # batches to evaluate; None: all
 
     @property

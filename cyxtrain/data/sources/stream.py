@@ -50,6 +50,7 @@ class Pass:
         self.left_out: list[str] = []
         self.target_name: str | None = None
         self._peeked: Rows | None = None
+        self._is_over = False
         self._others = generators_of(parts)
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
@@ -89,6 +90,8 @@ class Pass:
                 self._states = GeneratorStates(others=self._others)
 
     def _read(self, own: Callable[[Tensor], Tensor]) -> Rows | None:
+        if self._is_over:  # an iterator may begin anew after its end
+            return None
         for given in self._batches:
             rows = as_batch(given)
             if not num_rows(rows.inputs):
@@ -100,7 +103,29 @@ class Pass:
             self.is_numpy = not holds_tensors(given)
             # A copy: the data may give the same memory again, and a model may change it.
             return rows.mapped(own)
+        self._is_over = True
         return None
+
+
+def check_ends(world: World, num_read: int | None) -> None:
+    """Refuse shared batches that end at another number on some rank, which has read `num_read`. All ranks call it.
+
+    None: this rank has stopped before their end. Cost: a small gather.
+    """
+    sent = world.gather("" if num_read is None else str(num_read))
+    counts = {rank: int(count) for rank, count in enumerate(sent) if count}
+    if len(set(counts.values())) <= 1:
+        return
+    fewest = min(counts, key=counts.__getitem__)
+    most = max(counts, key=counts.__getitem__)
+    raise on_all_ranks(
+        ConfigError(
+            f"the ranks share their batches, which end after {counts[fewest]:,} on rank {fewest}, and rank {most} has "
+            f"{counts[most]:,}: samples would be lost. Give every rank the same batches; or set sharded_data=True if "
+            "each has its own.",
+            rank=fewest,
+        )
+    )
 
 
 class StreamSource(Source):
@@ -236,15 +261,17 @@ class StreamSource(Source):
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
         """Yield this rank's turns of shared data; otherwise all of its own batches, numbered on this rank."""
         copier = make_copier(placement)
+        self.num_evaluated = None
 
         def own() -> Iterator[tuple[int, Rows]]:
             batches = self.begin_pass(0)
             for number in self._numbers(share):
                 rows = batches.read(copier.clone)
                 if rows is None:
-                    return
+                    break
                 if not self.is_shared or share.has(number):
                     yield number, self.checked(rows)
+            self.num_evaluated = batches.num_read
 
         return on_device(own(), copier, prefetches=not self.reads_once)
 
@@ -320,10 +347,11 @@ class StreamFeed(Feed):
 
     @override
     def set_step_size(self, effective_batch_size: int) -> None:
-        """Continue with as many batches per step as before, if ranks share them."""
-        if self._source.is_shared:
-            self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
-            self.effective_batch_size = self.rows_at_once * self._batches_per_step
+        """Continue with as many batches per step as before; with own data, each rank with as many as the others."""
+        self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
+        if not self._source.is_shared:
+            self._batches_per_step = max(1, self._batches_per_step // self._world.size) * self._world.size
+        self.effective_batch_size = self.rows_at_once * self._batches_per_step
 
     @property
     @override
@@ -373,13 +401,17 @@ class StreamFeed(Feed):
         """Read the batches of a step; return whether any rank has samples for it. All ranks call it."""
         read = share.batches_read
         began = time.perf_counter()
-        total = torch.tensor([share.rows + min(read, 0)], dtype=torch.int64, device="cpu")
-        self._world.reduce(total)
+        counted_read = max(read, 0)
+        own = [share.rows + min(read, 0), counted_read, counted_read**2]
+        rows, sum_read, sum_of_squares = self._world.reduce(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
         self._seconds += time.perf_counter() - began
-        if total < 0:
+        if rows < 0:
             raise DataInterruptedError
+        # Equal exactly if all ranks have read as many (Cauchy-Schwarz): so all of them notice.
+        if sum_of_squares * self._world.size != sum_read**2:
+            check_ends(self._world, self._next[1] + read)
         self._next = self._next[0], self._next[1] + read
-        share.global_rows = int(total)
+        share.global_rows = rows
         self._is_empty = self._is_empty and not share.global_rows
         return share.global_rows > 0
 
@@ -401,10 +433,10 @@ class StreamFeed(Feed):
 
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
         """Return this rank's batches of the next step, and how many batches were read for it."""
-        batches = self._current_pass()
         is_shared = self._source.is_shared
         count = self._batches_per_step if is_shared else self.micro_batches
         try:
+            batches = self._current_pass()
             found = [batches.read(copier.clone) for _ in range(count)]
         except DataInterruptedError:
             return [], _INTERRUPTED

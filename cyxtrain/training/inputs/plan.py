@@ -27,7 +27,7 @@ from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments,
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.fit_length import FitLength, all_steps, requested_steps, steps_per_epoch
-from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit
+from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit, size_of_validation
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
@@ -248,7 +248,7 @@ def _check_validation_set(
     name: str, source: Source, config: DistributedTrainingConfig, trainer: TrainerArguments
 ) -> CheckedData:
     with naming_validation(f"validation {name}".rstrip()):
-        size = source.batch_size or config.validation_batch_size or config.batch_size
+        size = size_of_validation(source, config)
         return replace(check_data(source, size, config, trainer), name=name)
 
 

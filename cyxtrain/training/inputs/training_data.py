@@ -48,7 +48,9 @@ def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoc
     # A checkpoint has the order of these rows by this setting alone; other data have theirs in their digest.
     if isinstance(training, ArraySource) and training.shuffle is not None:
         config = dataclasses.replace(config, shuffle=training.shuffle)
-    return dataclasses.replace(arguments, config=config), sources
+    # Not before the batch size is known, which the training data may decide.
+    validation = {name: _limited(source, config) for name, source in sources[1].items()}
+    return dataclasses.replace(arguments, config=config), (training, validation)
 
 
 def open_rows(world: World, data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig) -> Source:
@@ -117,7 +119,8 @@ def _open_sources(world: World, arguments: FitArguments, loss_fn: Any, epoch: in
                 "validation_split divides arrays; for other data, give validation_data=, such as a second DataLoader."
             )
         source, held_out = _split(source, arguments)
-        validation[""] = _limited(held_out, config)
+        _check_validation_batch_size(held_out, config)
+        validation[""] = held_out
     if arguments.class_weights is not None:  # they weight training alone, as in Keras
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
@@ -137,7 +140,8 @@ def _open_validation(world: World, arguments: FitArguments) -> dict[str, Source]
                     "it gives its batches once, and each epoch is validated: give the function that makes it, without "
                     "calling it, or a DataLoader."
                 )
-            found[name] = _limited(source, config)
+            _check_validation_batch_size(source, config)
+            found[name] = source
     return found
 
 
@@ -163,15 +167,23 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
         )
 
 
-def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
+def _check_validation_batch_size(validation: Source, config: DistributedTrainingConfig) -> None:
     size = config.validation_batch_size
     actual = validation.batch_size
     if size is not None and actual not in (None, size):
         raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {actual}: give one.")
+
+
+def size_of_validation(validation: Source, config: DistributedTrainingConfig) -> int:
+    """Return how many samples a rank evaluates at once; `config` has the batch size of the training data."""
+    return validation.batch_size or config.validation_batch_size or config.batch_size
+
+
+def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
     limits = [limit for limit in (int(config.fast_dev_run), config.validation_steps) if limit]
     if not limits:
         return validation
-    return validation.shortened(min(limits), actual or size or config.batch_size)
+    return validation.shortened(min(limits), size_of_validation(validation, config))
 
 
 @contextlib.contextmanager

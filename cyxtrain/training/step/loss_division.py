@@ -210,6 +210,7 @@ class DivisionBeforeForward(DivisionBeforeBackward):
 
     @override
     def before_forward(self, share: Share, max_micro_batches: int = 0) -> Tensor | int | None:
+        share.is_read_again = True
         items = super().before_forward(share, max_micro_batches)
         self._of_step = self._divisors(self._count(share, items, max_micro_batches), share)
         return items

@@ -117,6 +117,7 @@ class TrainingStep:
 
     def begin(self, share: Share, signals: Sequence[float] = ()) -> None:
         """Zero the gradients, and copy what a forward changes."""
+        share.is_read_again = self._closure_optimizer is not None
         self._zero()
         self._transaction.begin()
         if self._scale is not None:

@@ -275,6 +275,14 @@ def test_a_sampler_that_gives_another_order_where_a_fit_goes_on_is_refused(tmp_p
     shutil.rmtree(tmp_path)
 
 
+def test_a_sampler_that_gives_another_order_is_named_where_a_fit_resumes_between_epochs(tmp_path):
+    more = {"checkpoint_every_n_epochs": 1, "checkpoint_dir": str(tmp_path)}
+    with one_process():
+        trained(DataLoader(Plain(), BATCH, sampler=Stubborn(7)), **more)
+        with pytest.warns(UserWarning, match="a different order than before the checkpoint"):
+            trained(DataLoader(Plain(), BATCH, sampler=Stubborn(7)), resume="auto", epochs=3, **more)
+
+
 # --- evaluation and prediction --------------------------------------------------------------------------------------
 
 
