@@ -111,8 +111,8 @@ class LearningRates:
         self._scale(factor / self.factor)
         self.factor = factor
         self._used = []
-        if isinstance(self.scheduler, OneCycle) and warmup_steps:
-            self.scheduler.rise = min(warmup_steps / (steps or 1), 1.0)
+        if isinstance(self.scheduler, OneCycle):
+            self.scheduler.rise_in(warmup_steps, steps)
             warmup_steps = 0
         total_steps = max(1, schedule_steps or 0)
         if isinstance(self.scheduler, FitSchedule):

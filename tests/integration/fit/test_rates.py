@@ -264,3 +264,14 @@ def test_a_group_added_between_two_fits_is_scaled_and_scheduled_from_its_own_rat
     for found in everywhere(world_size, after_a_group_was_added, schedule):
         for name, rates in found.items():
             assert rates == pytest.approx([world_size * 0.1, world_size * 0.01]), name
+
+
+def test_the_warm_up_of_a_one_cycle_is_its_rise_in_that_fit_alone():
+    with one_process():
+        first, trainer = trace({"scheduler": "one_cycle"})
+        fit = {"epochs": 3, "batch_size": 4, "effective_batch_size": 16, "verbose": False}
+        warm, again = Trace(), Trace()
+        trainer.fit(*make_rows(96), callbacks=[warm], warmup_steps=9, **fit)
+        trainer.fit(*make_rows(96), callbacks=[again], **fit)
+    assert warm.rates[8] == pytest.approx(0.1) != first[8]
+    assert again.rates == first
