@@ -583,6 +583,34 @@ def test_what_needs_more_rows_is_no_number_yet():
         assert math.isnan(trainer.evaluate(inputs[:1], targets[:1])["r2"])
 
 
+class ReturnsColumn(nn.Module):
+    """Returns its loss, and a prediction per sample in a column, for a y without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        pred = self.layer(x)
+        return {"loss": (pred[:, 0] - labels).square().mean(), "pred": pred}
+
+
+def test_metrics_of_numbers_compare_a_column_sample_by_sample():
+    inputs, _ = make_rows(ROWS)
+    targets = inputs.sum(1).abs()
+    model = ReturnsColumn()
+    with one_process():
+        trainer = cx.DistributedTrainer(model, None, "sgd", metrics={"pred": ["mae", "mse", "mape", "rmse"]})
+        found = dict(trainer.evaluate(inputs, targets, batch_size=4))
+    predicted = model.layer(inputs)[:, 0].detach().double().numpy()
+    wanted = targets.double().numpy()
+    assert found["pred_mae"] == pytest.approx(expected.mean_absolute_error(wanted, predicted))
+    assert found["pred_mse"] == pytest.approx(expected.mean_squared_error(wanted, predicted))
+    assert found["pred_mape"] == pytest.approx(expected.mean_absolute_percentage_error(wanted, predicted))
+    assert found["pred_rmse"] == pytest.approx(expected.root_mean_squared_error(wanted, predicted))
+
+
 def test_micro_batches_do_not_keep_their_graphs():
     held: list[bool] = []
 
