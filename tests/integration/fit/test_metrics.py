@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import cyxtrain as cx
+from cyxtrain.metrics.metric import LibraryMetric
+from cyxtrain.world import runtime
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 expected: Any = LazyModule("sklearn.metrics")
@@ -581,6 +583,28 @@ def test_what_needs_more_rows_is_no_number_yet():
     with one_process():
         trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=["r2"])
         assert math.isnan(trainer.evaluate(inputs[:1], targets[:1])["r2"])
+
+
+def means_of_three_or_more() -> list[float]:
+    """A mean that needs three samples, over all ranks, after the first sample of each rank and after the second."""
+
+    def compute(self: Any) -> torch.Tensor:
+        if self.weight < 3:
+            raise ValueError("three samples are needed")
+        return self.mean_value / self.weight
+
+    world = runtime.join_if_nobody_has()
+    metric = LibraryMetric("mean", type("OfThree", (torchmetrics.MeanMetric,), {"compute": compute})())
+    found = []
+    for value in (1.0, 2.0):
+        metric.add(torch.tensor([value + world.rank]), torch.ones(1), 1)
+        found += metric.over_ranks(world)
+    return found
+
+
+def test_a_metric_that_needed_more_samples_continues_with_those_of_its_own_rank():
+    for found in run_world(2, means_of_three_or_more):
+        assert found == [pytest.approx(math.nan, nan_ok=True), 2.0]
 
 
 class ReturnsColumn(nn.Module):
