@@ -293,9 +293,9 @@ class Callbacks:
 
         If a "test" or "predict" begins, withdraw earlier requests to end it.
         """
-        flag = _FLAGS.get(hook.removeprefix("on_").removesuffix("_begin"))
-        if flag is not None and self._callbacks:
-            setattr(self._callbacks[0].trainer, flag, False)
+        kind = hook.removeprefix("on_").removesuffix("_begin")
+        if kind in _FLAGS:
+            self.withdraw_end(kind)
         # Sorting is stable: otherwise the user's order holds.
         for callback in sorted(self._callbacks, key=lambda each: each.runs_last):
             if last is None or callback.runs_last is last:
@@ -339,6 +339,11 @@ class Callbacks:
         """Return whether a callback has hooks of the batches of a "test" or "predict", or asks to end it."""
         has_hooks = self._overriding[f"on_{kind}_batch_begin"] or self._overriding[f"on_{kind}_batch_end"]
         return bool(has_hooks) or self.wants_end(kind)
+
+    def withdraw_end(self, kind: str) -> None:
+        """Withdraw earlier requests of callbacks to end a "test" or "predict"."""
+        if self._callbacks:
+            setattr(self._callbacks[0].trainer, _FLAGS[kind], False)
 
     def wants_end(self, kind: str) -> bool:
         """Return whether a callback asks to end a "test" or "predict"."""

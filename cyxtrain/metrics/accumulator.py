@@ -203,7 +203,7 @@ class _Column:
         self._pending = []
         if self._kept is not None:
             self._kept = (self._kept[0], 0)
-        values, sum_factors, weights = (_vector(each, table.device) for each in numbers)
+        values, sum_factors, weights = (vector_on(each, table.device) for each in numbers)
         if self.reduce == "last":
             self._device = torch.stack([weights[-1], values[-1]]).view(1, 2)
         elif self.reduce == "max":
@@ -253,11 +253,12 @@ def _over_rows(pairs: Sequence[Sequence[float]]) -> Pair:
     """Return the sum of each column, rounded once; NaN and infinities stay."""
     if len(pairs) == 1:
         return pairs[0][0], pairs[0][1]
-    first, second = map(_sum, zip(*pairs, strict=True))
+    first, second = map(exact_sum, zip(*pairs, strict=True))
     return first, second
 
 
-def _sum(numbers: Sequence[float]) -> float:
+def exact_sum(numbers: Sequence[float]) -> float:
+    """Return the sum, rounded once; NaN and infinities stay."""
     # fsum raises on opposite infinities, and diverging training must show its numbers.
     if all(map(math.isfinite, numbers)):
         return math.fsum(numbers)
@@ -279,7 +280,7 @@ def _own(number: Any) -> Any:
     return own_copy(number.detach()) if isinstance(number, Tensor) else number  # a later step may overwrite a tensor
 
 
-def _vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
+def vector_on(numbers: Sequence[Number], device: torch.device) -> Tensor:
     """Return numbers in float64 on a device, without waiting for it."""
     dtype = torch.float64
     if not any(isinstance(number, Tensor) for number in numbers):

@@ -18,6 +18,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import Tree, fields_of, parts_by_name, with_fields
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.accumulator import exact_sum, vector_on
 from cyxtrain.metrics.accuracy import Accuracy, ignored_class, labels_in
 from cyxtrain.metrics.logged import check_free
 from cyxtrain.metrics.named_losses import loss_function
@@ -168,12 +169,12 @@ class Loss:
         zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
         return replace(zero, parts=dict.fromkeys(self.shown, zero))
 
-    def combined(self, means: Mapping[str, float]) -> float:
-        """Return the sum of several losses; a NaN has counted nothing and adds nothing, unless all are NaN."""
-        counted = [name for name in self.weightings if not math.isnan(means[name])]
+    def combined(self, means: Mapping[str, float], weights: Mapping[str, float]) -> float:
+        """Return the sum of several losses; a mean of weight 0 adds nothing, and NaN if all are."""
+        counted = [name for name, each in self.weightings.items() if weights[name] or each is Weighting.NOTHING]
         if not counted:
             return math.nan
-        return math.fsum(self._factors.get(name, 1.0) * means[name] for name in counted)
+        return exact_sum([self._factors.get(name, 1.0) * means[name] for name in counted])
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Return targets in the dtype that the loss needs: class indices, or the model's floats."""
@@ -429,9 +430,10 @@ class Loss:
             counted = [factor * each.mean for factor, _, each in components if each.weight]
             total = torch.stack(counted).sum() if counted else first * math.nan
         else:
-            # The same without waiting for the accelerator; a loss of weight 0 has the mean NaN.
+            # The same without waiting for the accelerator.
             means = torch.stack([factor * each.mean.double() for factor, _, each in components])
-            total = means.nansum().masked_fill(means.isnan().all(), math.nan)
+            counts = vector_on([each.weight for _, _, each in components], first.device) != 0
+            total = means.masked_fill(~counts, 0.0).sum().masked_fill(~counts.any(), math.nan)
         return BatchLoss(total, rows, rows, parts)
 
     def _check_form(self, result: Any) -> None:

@@ -237,6 +237,9 @@ class LibraryMetric(Metric):
                 result = self._metric.compute()
             except ValueError:  # too few samples, on all ranks
                 return [math.nan] * len(self.names)
+            finally:
+                if self._metric._is_synced:  # it has raised before it put this rank's own state back
+                    self._metric.unsync()
         if isinstance(result, (tuple, list, dict)):
             raise self._not_one_number(f"{len(result)} parts")
         value = as_tensor(result)

@@ -286,7 +286,7 @@ def _by_name(name: str, metric: str, task: _Task | None, outputs: Sequence[str])
 def _of_numbers(name: str, metric: str, task: _Task) -> Metric:
     if metric in _OF_NUMBERS:
         difference = _OF_NUMBERS[metric]
-        return MeanMetric(name, lambda output, target: difference(output.double(), target.double()), False)
+        return MeanMetric(name, lambda output, target: difference(*_as_rows(output, target)), False)
     from torchmetrics import regression  # takes a second
 
     settings: dict[str, Any] = {}
@@ -443,6 +443,14 @@ def _as_two_classes(binary: Prepare, output: Tensor, target: Tensor) -> tuple[Te
 def _as_doubles(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     shape = (len(output), -1) if output.numel() > len(output) else (-1,)
     return output.double().reshape(shape), target.double().reshape(shape)
+
+
+def _as_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in float64, (n, 1) and (n,) in one shape: they would be broadcast to (n, n)."""
+    if output.dim() != target.dim():
+        output = output.reshape(len(output), -1)
+        target = target.reshape(len(target), -1)
+    return output.double(), target.double()
 
 
 def _is_library(metric: Any) -> bool:

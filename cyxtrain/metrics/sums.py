@@ -101,7 +101,7 @@ def _measured(pairs: Mapping[str, Pair], loss: Loss) -> dict[str, float]:
     shown = {name: _number_by(loss.weightings.get(name), pairs[name]) for name in loss.shown}
     found = {_LOSS: _number_by(loss.weighting, pairs[_LOSS])}
     if loss.weightings:
-        found[_LOSS] = loss.combined(shown)
+        found[_LOSS] = loss.combined(shown, {name: pairs[name][1] for name in shown})
     if loss.accuracy is not None:
         found["accuracy"] = mean_of(pairs[_CORRECT])
     return {**found, **shown}

@@ -104,14 +104,15 @@ class LearningRates:
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
         """Start a fit."""
         self.built_groups = len(self.optimizer.param_groups)
+        # Before the targets: a rate of the warm-up is what the latest fit noted, and its target is not.
+        self._adopt_program_rates()
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
-        self._adopt_program_rates()
         self._scale(factor / self.factor)
         self.factor = factor
         self._used = []
-        if isinstance(self.scheduler, OneCycle) and warmup_steps:
-            self.scheduler.rise = min(warmup_steps / (steps or 1), 1.0)
+        if isinstance(self.scheduler, OneCycle):
+            self.scheduler.rise_in(warmup_steps, steps)
             warmup_steps = 0
         total_steps = max(1, schedule_steps or 0)
         if isinstance(self.scheduler, FitSchedule):
@@ -242,12 +243,14 @@ class LearningRates:
         """Return the program's rates, before scaling and scheduling."""
         rates = self._first
         if not rates:
-            groups = self.optimizer.param_groups
+            groups = self.optimizer.param_groups[: self._num_groups]
             present = self._targets or [group["lr"] for group in groups]
             # Schedules store the initial rates.
             rates = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, present, strict=True)]
         # Rounded, because scaling and dividing may change the last bits.
-        return [float(f"{rate / self.factor:.12g}") for rate in rates]
+        found = [float(f"{rate / self.factor:.12g}") for rate in rates]
+        # Groups that the program has added since the latest fit have not been scaled.
+        return found + self.now()[self._num_groups :]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rates' part of a checkpoint, besides the scheduler's own state."""
@@ -277,15 +280,23 @@ class LearningRates:
         self._used = [float(rate) for rate in state.get("used", ())]
 
     def _adopt_program_rates(self) -> None:
-        """Start from rates that the program has set between two fits, before any scaling."""
-        for number, (noted, now) in enumerate(zip(self._noted, self.now(), strict=False)):
-            if now == noted:
-                continue
-            for name in _RATES:
-                if name in self.optimizer.param_groups[number]:
-                    self._put(number, name, now * self.factor)
-            for rates in self._initial_rates():
-                rates[number] = now * self.factor
+        """Start from rates and groups that the program has set between two fits, before any scaling."""
+        known = self._num_groups
+        self.follow_groups()
+        now = self.now()
+        changed = [number for number, rate in enumerate(self._noted[:known]) if now[number] != rate]
+        for number in (*changed, *range(known, len(now))):
+            self._adopt(number, now[number] * self.factor)
+
+    def _adopt(self, number: int, rate: float) -> None:
+        """Start a group from a rate of the program's, after any scaling."""
+        for name in _RATES:
+            if name in self.optimizer.param_groups[number]:
+                self._put(number, name, rate)
+        for rates in self._initial_rates():
+            rates[number] = rate
+        if self._targets:
+            self._targets[number] = rate
 
     def _initial_rates(self) -> list[list[float]]:
         """Return the lists of the groups' initial rates, except of schedules with their own rates."""

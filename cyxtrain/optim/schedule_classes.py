@@ -86,10 +86,17 @@ class OneCycle(FitSchedule):
     """
 
     label = "one_cycle"
+    DEFAULT_RISE = 0.3
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.rise = 0.3
+        self.rise = self.DEFAULT_RISE
         super().__init__(optimizer)
+
+    def rise_in(self, warmup_steps: int, steps: int | None) -> None:
+        """Set the rise of a fit of so many steps: its warm-up, or without one the default."""
+        self.rise = self.DEFAULT_RISE
+        if warmup_steps:
+            self.rise = min(warmup_steps / (steps or 1), 1.0)
 
     @override
     def factor(self) -> float:

@@ -379,6 +379,8 @@ class FitLoop:
         with self._logged.apart([*self._plan.validation]) as logged:
             self._together(self._callbacks.call, "on_test_begin", {})
             for name, rows in self._plan.validation.items():
+                if measured:
+                    self._callbacks.withdraw_end("test")  # it was about the set before
                 found = evaluate_rows(
                     self._world, model, rows, self._callbacks, display, logged, should_stop=should_stop
                 )

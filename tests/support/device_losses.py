@@ -14,6 +14,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import cyxtrain as cx
+from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.optim.clipping import multiply_gradients
 from cyxtrain.progress.display import Display, displays_by
 
@@ -209,6 +211,27 @@ def multiply() -> list[bool]:
             multiply_gradients([parameter, nn.Parameter(torch.zeros(2))], 1 / 3 if device == "cpu" else factor)
             sides.append(parameter.grad.cpu())
         found.append(torch.equal(*sides))
+    return found
+
+
+NAN = float("nan")
+# values and weights of two losses
+TWO_LOSSES = [((1.0, 2.0), (3, 3)), ((1.0, NAN), (3, 0)), ((1.0, NAN), (3, 3)), ((NAN, NAN), (0, 0))]
+
+
+def sums_of_losses() -> list[list[str]]:
+    """Returns the sums of `TWO_LOSSES` on the CPU, on the device, and there with weights that the host has."""
+    loss = Loss({"a": "mse", "b": "mse"})
+    found = []
+    for device, keeps_weights in (("cpu", False), (fakegpu.NAME, False), (fakegpu.NAME, True)):
+        sums = []
+        for values, weights in TWO_LOSSES:
+            parts = {}
+            for name, value, count in zip(("a_loss", "b_loss"), values, weights, strict=True):
+                weight: Any = count if keeps_weights else torch.tensor(count, device=device)
+                parts[name] = BatchLoss(torch.tensor(value, device=device), count, weight)
+            sums.append(str(float(loss._sum_of_losses(parts, 4).value)))
+        found.append(sums)
     return found
 
 

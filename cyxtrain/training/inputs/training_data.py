@@ -122,9 +122,14 @@ def _open_sources(world: World, arguments: FitArguments, loss_fn: Any, epoch: in
         _check_validation_batch_size(held_out, config)
         validation[""] = held_out
     if arguments.class_weights is not None:  # they weight training alone, as in Keras
-        ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
-        source = source.weighted_by_class(arguments.class_weights, ignored)
+        source = weighted_by_class(source, arguments.class_weights, loss_fn)
     return source, validation
+
+
+def weighted_by_class(source: Source, class_weights: Mapping[Any, Any], loss_fn: Any) -> Source:
+    """Return a source whose samples have their classes' weights; a class that the loss ignores needs none."""
+    ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
+    return source.weighted_by_class(class_weights, ignored)
 
 
 def _open_validation(world: World, arguments: FitArguments) -> dict[str, Source]:

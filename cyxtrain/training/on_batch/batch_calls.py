@@ -19,6 +19,7 @@ from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
+from cyxtrain.training.inputs.training_data import weighted_by_class
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.own_steps import TrainerSteps
 from cyxtrain.training.model.snapshot import put_into_training
@@ -70,7 +71,7 @@ class BatchCalls(TrainerView, TrainerSteps):
         """
         world = self._join("train_on_batch")
         given = (x, y, sample_weight, class_weight)
-        (source, config, form), _ = agree_on(world, lambda: _opened(world, self._state, *given))
+        (source, config, form), _ = agree_on(world, lambda: _opened(world, self, *given))
         known_form, plan = self._batch_plan or (None, None)
         if plan is None or known_form != form or plan.world.group is not world.group:
             weights = {"sample_weight": sample_weight, "class_weight": class_weight}
@@ -107,10 +108,11 @@ class BatchCalls(TrainerView, TrainerSteps):
 
 
 def _opened(
-    world: World, state: TrainingState, x: Any, y: Any, weights: Any, class_weights: Any
+    world: World, trainer: Any, x: Any, y: Any, weights: Any, class_weights: Any
 ) -> tuple[tuple[Source, DistributedTrainingConfig, Any], dict[str, Any]]:
     """Return a batch, its settings and its form, and what must be the same on every rank."""
     rows = _rows_of("train_on_batch", x)
+    state = trainer._state
     kept = {name: getattr(state.config, name) for name in _KEPT}
     require(
         not any(rates.ends_with_fit for rates in state.rates.values()),
@@ -120,7 +122,7 @@ def _opened(
     config = DistributedTrainingConfig(epochs=1, effective_batch_size=rows, shuffle=False, verbose=False, **kept)
     source = open_source(x, y, weights, config, 0, world, trains=True)
     if class_weights is not None:
-        source = source.weighted_by_class(class_weights, None)
+        source = weighted_by_class(source, class_weights, trainer._loss)
     facts = source.facts("the batch's")
     # A batch of the same form has other values, and so another hash.
     form = {name: value for name, value in facts.items() if "hash" not in name}

@@ -104,7 +104,8 @@ def _shapes_of(tensors: Sequence[Tensor]) -> Shapes:
 def _host_copy(tensor: Tensor) -> Tensor | HostCopy:
     if is_accelerator(tensor.device):
         return HostCopy(tensor.contiguous())
-    return tensor.detach()
+    # A copy: a model may write each batch's output into the same buffer, and a view would keep more than the rows.
+    return tensor.detach().clone()
 
 
 def _checked(

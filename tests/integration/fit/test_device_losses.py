@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device_losses import CASES, ONCE_PER_EPOCH, draw, fit_on_both, fit_on_both_with_ranks, step_by_hand
+from device_losses import CASES, ONCE_PER_EPOCH, draw, fit_on_both, fit_on_both_with_ranks, step_by_hand, sums_of_losses
 from stand_in import fakegpu
 from stand_in.running import run_on_stand_in
 
@@ -42,3 +42,10 @@ def test_a_step_by_hand_copies_its_numbers_once(fakegpu_folder):
     assert ours == wanted
     assert waits == len(ours)
     assert are_equal == [True] * 4
+
+
+@pytest.mark.nightly
+def test_on_a_device_too_only_a_loss_of_weight_0_is_left_out_of_the_sum(fakegpu_folder):
+    ((on_cpu, *on_device),) = run_on_stand_in(fakegpu_folder, 1, sums_of_losses)
+    assert on_cpu == ["3.0", "1.0", "nan", "nan"]
+    assert on_device == [on_cpu, on_cpu]

@@ -286,3 +286,33 @@ def test_parts_of_the_data_that_are_none_reach_the_model_as_none(world_size):
         assert found[3][0] == found[6][0] == found[5][0]
     with one_process(), pytest.raises(cx.ConfigError, match="X has no samples: it is None, or all of its parts are"):
         trainer_of(Masked()).predict({"inputs": None, "mask": None})
+
+
+class StopsFirstSet(cx.callbacks.Callback):
+    """Ends the validation of the first set after its first batch, and notes the batches of all sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self.batches:
+            self.trainer.stop_evaluating = True
+        self.batches.append(batch)
+
+
+def validate_two_sets() -> tuple[list[int], float, float]:
+    stops = StopsFirstSet()
+    trainer = trainer_of()
+    sets = {"a": ROWS, "b": ROWS}
+    history = trainer.fit(
+        *ROWS, epochs=1, validation_data=sets, validation_batch_size=5, verbose=False, callbacks=stops, batch_size=20
+    )
+    return stops.batches, history.validations[-1]["val_b_loss"], trainer.evaluate(*ROWS).loss
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_request_in_one_of_several_validation_sets_leaves_the_others_whole(world_size):
+    for batches, second, whole in everywhere(world_size, validate_two_sets):
+        assert batches == [0, *range(4 // world_size)]
+        assert second == pytest.approx(whole, rel=1e-6)

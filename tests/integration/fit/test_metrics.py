@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 import cyxtrain as cx
+from cyxtrain.metrics.metric import LibraryMetric
+from cyxtrain.world import runtime
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 expected: Any = LazyModule("sklearn.metrics")
@@ -561,6 +563,56 @@ def test_what_needs_more_rows_is_no_number_yet():
     with one_process():
         trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=["r2"])
         assert math.isnan(trainer.evaluate(inputs[:1], targets[:1])["r2"])
+
+
+def means_of_three_or_more() -> list[float]:
+    """A mean that needs three samples, over all ranks, after the first sample of each rank and after the second."""
+
+    def compute(self: Any) -> torch.Tensor:
+        if self.weight < 3:
+            raise ValueError("three samples are needed")
+        return self.mean_value / self.weight
+
+    world = runtime.join_if_nobody_has()
+    metric = LibraryMetric("mean", type("OfThree", (torchmetrics.MeanMetric,), {"compute": compute})())
+    found = []
+    for value in (1.0, 2.0):
+        metric.add(torch.tensor([value + world.rank]), torch.ones(1), 1)
+        found += metric.over_ranks(world)
+    return found
+
+
+def test_a_metric_that_needed_more_samples_continues_with_those_of_its_own_rank():
+    for found in run_world(2, means_of_three_or_more):
+        assert found == [pytest.approx(math.nan, nan_ok=True), 2.0]
+
+
+class ReturnsColumn(nn.Module):
+    """Returns its loss, and a prediction per sample in a column, for a y without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        pred = self.layer(x)
+        return {"loss": (pred[:, 0] - labels).square().mean(), "pred": pred}
+
+
+def test_metrics_of_numbers_compare_a_column_sample_by_sample():
+    inputs, _ = make_rows(ROWS)
+    targets = inputs.sum(1).abs()
+    model = ReturnsColumn()
+    with one_process():
+        trainer = cx.DistributedTrainer(model, None, "sgd", metrics={"pred": ["mae", "mse", "mape", "rmse"]})
+        found = dict(trainer.evaluate(inputs, targets, batch_size=4))
+    predicted = model.layer(inputs)[:, 0].detach().double().numpy()
+    wanted = targets.double().numpy()
+    assert found["pred_mae"] == pytest.approx(expected.mean_absolute_error(wanted, predicted))
+    assert found["pred_mse"] == pytest.approx(expected.mean_squared_error(wanted, predicted))
+    assert found["pred_mape"] == pytest.approx(expected.mean_absolute_percentage_error(wanted, predicted))
+    assert found["pred_rmse"] == pytest.approx(expected.root_mean_squared_error(wanted, predicted))
 
 
 def test_micro_batches_do_not_keep_their_graphs():

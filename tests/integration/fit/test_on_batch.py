@@ -244,3 +244,23 @@ def test_what_cannot_work_is_refused_by_name():
             trainer.train_on_batch(inputs * torch.inf, targets)
         assert all(parameter.grad is None for parameter in trainer.model.parameters())
         trainer.train_on_batch(inputs, targets)
+
+
+def weighted_with_an_ignored_class(by_fit: bool) -> Any:
+    inputs, targets = data()
+    targets[3] = -100
+    trainer = trainer_of(make_model("float64"))
+    weights = {number: 1.0 + number for number in range(CLASSES)}
+    if by_fit:
+        trainer.fit(inputs, targets, epochs=1, effective_batch_size=ROWS, class_weight=weights, verbose=False)
+    else:
+        trainer.train_on_batch(inputs, targets, class_weight=weights)
+    return flat(trainer.model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_class_that_the_loss_ignores_needs_no_class_weight(world_size):
+    with one_process():
+        fitted = weighted_with_an_ignored_class(True)
+    for found in everywhere(world_size, weighted_with_an_ignored_class, False):
+        np.testing.assert_allclose(found, fitted, rtol=1e-10)

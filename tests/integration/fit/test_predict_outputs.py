@@ -29,6 +29,41 @@ def trainer_of(model: nn.Module, loss_fn: Any = None) -> cx.DistributedTrainer:
     return cx.DistributedTrainer(model, loss_fn, adam(model))
 
 
+# --- outputs in memory that the model uses again ----------------------------------------------------------------------
+
+
+class OneBuffer(nn.Module):
+    """Writes the outputs of every batch to the same tensor, and returns it or a view of it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.outputs = torch.zeros(size, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.mul(x[:, :3], 2.0, out=self.outputs[: len(x)])
+        return self.outputs[: len(x)]
+
+
+def predict_from_one_buffer() -> tuple[Any, Any]:
+    inputs, targets = make_rows(12)
+    trainer = cx.DistributedTrainer(OneBuffer(2), "cross_entropy", "sgd", metrics={"all": cx.metrics.WholeSet(spread)})
+    found = trainer.predict(inputs, batch_size=2).numpy()
+    return found, dict(trainer.evaluate(inputs, targets, batch_size=2))["all"]
+
+
+def spread(output: Any, target: Any) -> float:
+    return float(np.std(output))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_returns_the_same_memory_for_each_batch_has_the_outputs_of_all(world_size):
+    wanted = 2.0 * make_rows(12)[0][:, :3].numpy()
+    for found, over_all in everywhere(world_size, predict_from_one_buffer):
+        np.testing.assert_array_equal(found, wanted)
+        assert over_all == pytest.approx(np.std(wanted), rel=1e-5)
+
+
 # --- rows of different lengths ----------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import Trace, fingerprint, make_model, make_rows, one_process, run_world
+from fitting import Trace, everywhere, fingerprint, make_model, make_rows, one_process, run_world
 from markers import by_night
 from torch import nn
 
@@ -184,3 +184,90 @@ def test_a_fit_that_ends_in_its_warm_up_leaves_the_rates_to_the_next_one(as_tens
         trainer.fit(*make_rows(20), callbacks=[found], **fit)
     assert found.rates == [0.125, 0.25, 0.375, 0.5, 0.5]
     assert (trainer.optimizer.param_groups[0]["lr"] is rate) == as_tensor
+
+
+def after_a_stop_within_the_warm_up(folder: str) -> dict[str, list[float]]:
+    """The rates of a fit that begins after one that stopped within its warm-up, by how it begins."""
+    fit: dict[str, Any] = {"batch_size": 4, "learning_rate_scaling": "linear", "warmup_steps": 4, "verbose": False}
+    found = {}
+    for name in ("same trainer", "set between", "loaded"):
+        trainer = make_trainer()
+        trainer.fit(*make_rows(48), max_steps=2, **fit)
+        if name == "set between":
+            trainer.set_learning_rates([0.05, 0.01])
+        if name == "loaded":
+            trainer.save_checkpoint(f"{folder}/warm.ckpt")
+            trainer = make_trainer()
+            trainer.load_checkpoint(f"{folder}/warm.ckpt")
+        rates = Trace()
+        trainer.fit(*make_rows(48), callbacks=[rates], epochs=1, **fit)
+        found[name] = rates.rates
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fit_after_one_that_stopped_in_its_warm_up_scales_the_programs_rate_once(world_size: int, tmp_path: Path):
+    warm = [0.25, 0.5, 0.75, 1.0]
+    for found in everywhere(world_size, after_a_stop_within_the_warm_up, str(tmp_path)):
+        for name, rates in found.items():
+            target = world_size * (0.05 if name == "set between" else 0.1)
+            steps = 12 // world_size
+            expected = [target * part for part in [*warm, *[1.0] * (steps - 4)]]
+            assert rates == pytest.approx(expected), name
+
+
+class GroupRates(cx.callbacks.Callback):
+    """Notes the rate of each group in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[list[float]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.rates.append([float(group["lr"]) for group in self.trainer.optimizer.param_groups])
+
+
+def constant(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+GROUP_SCHEDULES: dict[str, Any] = {"none": None, "by name": "linear", "function": constant}
+FIRST_FITS: dict[str, Any] = {"no fit": None, "whole": {}, "within the warm-up": {"warmup_steps": 3, "max_steps": 2}}
+
+
+def after_a_group_was_added(schedule: str) -> dict[str, list[float]]:
+    """The first rates of both groups in a fit before which a group was added, by the fit before that."""
+    found = {}
+    for name, settings in FIRST_FITS.items():
+        model = make_model()
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=GROUP_SCHEDULES[schedule])
+        fit: dict[str, Any] = {"batch_size": 4, "epochs": 1, "learning_rate_scaling": "linear", "verbose": False}
+        model[2].requires_grad_(False)
+        if settings is not None:
+            trainer.fit(*make_rows(24), **fit, **settings)
+        model[2].requires_grad_(True)
+        optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.01})
+        rates = GroupRates()
+        trainer.fit(*make_rows(24), callbacks=[rates], **fit)
+        found[name] = rates.rates[0]
+    return found
+
+
+@pytest.mark.parametrize("schedule", GROUP_SCHEDULES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_added_between_two_fits_is_scaled_and_scheduled_from_its_own_rate(world_size: int, schedule: str):
+    for found in everywhere(world_size, after_a_group_was_added, schedule):
+        for name, rates in found.items():
+            assert rates == pytest.approx([world_size * 0.1, world_size * 0.01]), name
+
+
+def test_the_warm_up_of_a_one_cycle_is_its_rise_in_that_fit_alone():
+    with one_process():
+        first, trainer = trace({"scheduler": "one_cycle"})
+        fit = {"epochs": 3, "batch_size": 4, "effective_batch_size": 16, "verbose": False}
+        warm, again = Trace(), Trace()
+        trainer.fit(*make_rows(96), callbacks=[warm], warmup_steps=9, **fit)
+        trainer.fit(*make_rows(96), callbacks=[again], **fit)
+    assert warm.rates[8] == pytest.approx(0.1) != first[8]
+    assert again.rates == first

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cyxtrain as cx
+from cyxtrain.metrics.loss import Loss
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -217,6 +218,50 @@ def test_a_step_in_which_no_label_counts_leaves_the_model_as_it_was():
         history = trainer.fit(words, torch.full_like(labels, IGNORED), epochs=1, verbose=False)
     np.testing.assert_array_equal(flat(model.parameters()), before)
     assert np.isnan(history.train_losses[0])
+
+
+class Heads(nn.Module):
+    """Two outputs: the second is NaN in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        b = self.b(x)
+        return {"a": self.a(x), "b": b if self.training else b * torch.nan}
+
+
+def validated_with_a_nan() -> list[float]:
+    model = Heads()
+    x = torch.ones(8, 4)
+    y = {"a": torch.ones(8, 1), "b": torch.ones(8, 1)}
+    trainer = cx.DistributedTrainer(model, {"a": "mse", "b": "mse"}, torch.optim.SGD(model.parameters(), 0.01))
+    history = trainer.fit(x, y, x, y, epochs=1, batch_size=4, verbose=False)
+    return [*history.train_losses, *history.val_losses, trainer.evaluate(x, y).loss]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_nan_in_one_of_several_losses_is_one_in_their_sum(world_size):
+    for trained, validated, evaluated in everywhere(world_size, validated_with_a_nan):
+        assert np.isfinite(trained)
+        assert np.isnan([validated, evaluated]).all()
+
+
+def test_only_a_loss_of_weight_0_is_left_out_of_the_sum():
+    loss = Loss({"a": "mse", "b": "mse"})
+    nan = float("nan")
+    for values, weights, expected in (
+        ((1.0, 2.0), (3.0, 3.0), 3.0),
+        ((1.0, nan), (3.0, 0.0), 1.0),
+        ((1.0, nan), (3.0, 3.0), nan),
+        ((nan, nan), (0.0, 0.0), nan),
+        ((float("inf"), -float("inf")), (1.0, 1.0), nan),
+    ):
+        means = {"a_loss": values[0], "b_loss": values[1]}
+        found = loss.combined(means, {"a_loss": weights[0], "b_loss": weights[1]})
+        assert found == pytest.approx(expected, nan_ok=True), (values, weights)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -67,3 +67,17 @@ def test_steps_are_the_same_again_after_what_was_kept_is_put_back(name: str, as_
         undo()
         assert not as_tensor or name == "another package's" or optimizer.param_groups[0]["lr"] is rate
         stepped(rates, 1)
+
+
+def test_a_warm_up_that_did_not_end_leaves_the_base_of_an_advanced_schedule():
+    optimizer = torch.optim.SGD(make_model().parameters(), 0.1)
+    schedule = schedulers.ExponentialLR(optimizer, 0.5)
+    rates = LearningRates(optimizer, schedule)
+    for warmup_steps, steps in ((0, 2), (4, 1), (0, 1)):
+        rates.begin(1.0, warmup_steps, steps=steps, schedule_steps=steps)
+        assert schedule.base_lrs == [0.1]
+        for _ in range(steps):
+            optimizer.step()
+            rates.step()
+        rates.note_rates()
+    assert rates.now() == [0.1 * 0.5**3]
