@@ -27,8 +27,9 @@ from cyxtrain.notebook.worker_calls import FIT, CallResult, run_call, settings_h
 from cyxtrain.optim.optimizers import described_name
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training import delegation
+from cyxtrain.training.delegation import TrainerParts
 from cyxtrain.training.inputs.arguments import parse_fit
-from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
+from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
 
@@ -57,7 +58,7 @@ def _num_workers(
 ) -> int:
     """Return how many processes run a call; below 2: this one."""
     is_launched = process_env.is_launched() or (runtime.is_initialized() and runtime.current().size > 1)
-    if is_launched or parts_of_trainer(trainer).is_fitting or keywords.get("distributed") is False:
+    if is_launched or TrainerParts.of(trainer).is_fitting or keywords.get("distributed") is False:
         return 1
     asked = keywords.get("num_processes", _config_of(trainer, method, arguments, keywords).num_processes)
     if asked == "auto":
@@ -101,7 +102,7 @@ class _Call:
             for callback in (*trainer.callbacks, *self._callbacks):
                 callback.set_trainer(trainer)  # otherwise the trainer of an earlier fit would be sent too
         else:
-            self._not_sent = sorted(parts_of_trainer(trainer).of_fits)
+            self._not_sent = sorted(TrainerParts.of(trainer).of_fits)
         self._parts = parts_of(trainer, self._callbacks)
         self._staying = {
             name: part for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook
@@ -243,7 +244,7 @@ def _named_parts(
     parts: dict[str, Any] = {"the model": trainer.model, "loss_fn": trainer.loss_fn}
     for name, optimizer in trainer.optimizers.items():
         parts[f"the {described_name(name)}"] = optimizer
-    parts["metrics"] = parts_of_trainer(trainer).given.metrics
+    parts["metrics"] = TrainerParts.of(trainer).given.metrics
     for name, scheduler in trainer.schedulers.items():
         parts[f"the {described_name(name, 'scheduler')}"] = scheduler
     for callback in (*checked_callbacks(keywords.get("callbacks")), *trainer.callbacks):

@@ -24,7 +24,8 @@ from cyxtrain.errors import warn
 from cyxtrain.notebook.sharing import CODE, address_of, as_bytes, from_bytes, returning
 from cyxtrain.optim.learning_rates import LearningRates, schedules_in
 from cyxtrain.optim.optimizers import place_state
-from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
+from cyxtrain.training.delegation import TrainerParts
+from cyxtrain.training.trainer import DistributedTrainer
 
 # Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred.
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -36,7 +37,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), *CODE, torch.dtype,
 
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Return the parts of a trainer, and of a call's callbacks, that both sides have, by name."""
-    own = parts_of_trainer(trainer)
+    own = TrainerParts.of(trainer)
     schedules: list[Any] = []
     for owner in own.owners.values():
         if isinstance(owner, LearningRates):
@@ -105,7 +106,7 @@ class AttributeDigests:
             if isinstance(module, nn.Module) and " module " in part:
                 new = {name: each for name, each in module.named_children() if id(each) not in self._known}
                 found.children |= {(part, name): each for name, each in new.items()}
-        for root, module in parts_of_trainer(self._trainer).modules.items():
+        for root, module in TrainerParts.of(self._trainer).modules.items():
             # Detached: the parameter or buffer itself would be sent by name, without its values.
             for name, parameter in module.named_parameters():
                 found.tensors[f"{root} parameter {name}"] = (parameter.detach(), parameter.requires_grad)
@@ -172,7 +173,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if isinstance(owner, nn.Module) and " module " in part:
             hidden = _OF_MODULES
         elif part == "trainer":
-            hidden = parts_of_trainer(owner).local
+            hidden = TrainerParts.of(owner).local
         elif isinstance(owner, torch.optim.Optimizer):
             hidden = _OF_OPTIMIZERS
         for name, value in list(vars(owner).items()):
@@ -182,7 +183,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
     """Apply the changes of another process to a trainer's parts (`parts_of`)."""
-    modules = parts_of_trainer(trainer).modules
+    modules = TrainerParts.of(trainer).modules
     # New modules first: parameters and buffers are set by their path.
     for (part, name), child in changes.children.items():
         vars(parts[part]).pop(name, None)

@@ -14,7 +14,8 @@ from cyxtrain.config import BackendType, requested_backend
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.notebook.pool import Pool
-from cyxtrain.training.trainer import DistributedTrainer, parts_of_trainer
+from cyxtrain.training.delegation import TrainerParts
+from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.workers.machine import usable_cores
 from cyxtrain.world import runtime
 
@@ -127,7 +128,7 @@ def _own_sources() -> dict[str, int]:
 
 def is_on_gpu(trainer: DistributedTrainer) -> bool:
     """Return whether a trainer's workers use accelerators."""
-    device = parts_of_trainer(trainer).given.device
+    device = TrainerParts.of(trainer).given.device
     if device != "auto":
         return accelerator.is_accelerator(torch.device(device))
     parameter = next(trainer.model.parameters(), None)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from cyxtrain.training.inputs.checked_data import TrainerArguments
+from cyxtrain.world.world import World
 
 
 class TrainerParts(NamedTuple):
-    """What a delegate sends, changes and reads of a trainer (`trainer.parts_of_trainer`).
+    """What a delegate sends, changes and reads of a trainer.
 
     Attributes:
         owners: The objects whose attributes a call may change, by name: "trainer", "its state", the optimizers and
@@ -27,6 +28,20 @@ class TrainerParts(NamedTuple):
     local: frozenset[str]
     given: TrainerArguments
     is_fitting: bool
+
+    @classmethod
+    def of(cls, trainer: Any) -> TrainerParts:
+        """Return the parts of a `DistributedTrainer`."""
+        state = trainer._state
+        modules = {} if state.loss is None else state.loss.named_modules("loss")
+        return cls(
+            owners={"trainer": trainer, "its state": state, **state.parts_of_fits},
+            of_fits=frozenset(state.parts_of_fits),
+            modules={**modules, "model": trainer.model},
+            local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
+            given=trainer._arguments(World()),
+            is_fitting=trainer._fit is not None,
+        )
 
 
 Delegate = Callable[[Any, str, tuple[Any, ...], Mapping[str, Any]], Any]

@@ -36,7 +36,7 @@ from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.display import Verbosity
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
-from cyxtrain.training.delegation import TrainerParts, delegated
+from cyxtrain.training.delegation import delegated
 from cyxtrain.training.evaluation import Call, Evaluation, evaluate, predict, predict_to_folder
 from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.header import explain, numerics_of
@@ -303,16 +303,18 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         if history is not None:
             return history
         with self._state.claim, loader_workers.ignoring_signals(stopping_signals()):  # a killed worker ends its rank
-            plan, ddp, resumption, header_lines = self._plan_fit((X, y, *more), keywords)
-            with self._fit_context(plan, ddp) as logged:
-                # What is wrong on one rank, such as a warning that is an error there, must not let the others wait.
-                with ending_group_on_error(plan.world):
-                    plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
-                    self._fit = FitLoop(self._state, plan, ddp, resumption, logged)
-                # Otherwise the checkpoint would stay in memory after the fit loop lets go of it.
-                del resumption
-                exit_for(self._fit.fit())
+            self._fit_here((X, y, *more), keywords)
         return self._state.history
+
+    def _fit_here(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        plan, ddp, resumption, header_lines = self._plan_fit(arguments, keywords)
+        with self._fit_context(plan, ddp) as logged:
+            # What is wrong on one rank, such as a warning that is an error there, must not let the others wait.
+            with ending_group_on_error(plan.world):
+                plan.display.header([*explain(self._state, plan, self.ddp_config), *header_lines])
+                self._fit = FitLoop(self._state, plan, ddp, resumption, logged)
+            del resumption  # the checkpoint would stay in memory after the fit loop lets go of it
+            exit_for(self._fit.fit())
 
     def _plan_fit(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -592,17 +594,3 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             # Rank 0's values are not sent then, so the ranks' own values must already be equal.
             must_match |= value_facts(self._state.trained)
         return plan, {**facts, **must_match, "the number of epochs trained before": self.epoch}
-
-
-def parts_of_trainer(trainer: DistributedTrainer) -> TrainerParts:
-    """Return the parts of a trainer that another process needs to run its calls."""
-    state = trainer._state
-    modules = {} if state.loss is None else state.loss.named_modules("loss")
-    return TrainerParts(
-        owners={"trainer": trainer, "its state": state, **state.parts_of_fits},
-        of_fits=frozenset(state.parts_of_fits),
-        modules={**modules, "model": trainer.model},
-        local=frozenset({"_fit", "_logged", "_wrappers", "_state"}),
-        given=trainer._arguments(World()),
-        is_fitting=trainer._fit is not None,
-    )
