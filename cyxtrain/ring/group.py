@@ -350,10 +350,11 @@ class Group:
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
         """Start a send or recv of a flat tensor, which is kept until it is done."""
         mailbox = self.engine.mailbox
+        lowest = ANY_SOURCE if receiving else 0
+        if not lowest <= peer < self.world_size:
+            raise ConfigError(f"rank {peer} is not in this group of {self.world_size}.")
         if peer == self.rank or mailbox is None:
             raise ConfigError(f"rank {self.global_rank(self.rank)} cannot send to or receive from itself.")
-        if not ANY_SOURCE <= peer < self.world_size:
-            raise ConfigError(f"rank {peer} is not in this group of {self.world_size}.")
         dtype = dtype_code(flat.dtype)
         operation = Operation(Kind.MESSAGE, 0, Reduction.NONE, dtype, tuple(flat.shape), tag, self.directory.generation)
         if self.failure.error is not None:

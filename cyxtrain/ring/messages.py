@@ -108,8 +108,10 @@ class Mailbox:
 
     @property
     def busy(self) -> bool:
-        """Whether any message is pending."""
-        return bool(self._receives) or any(self._outboxes.values())
+        """Whether any message is pending: a recv that waits, a send, or a message that has begun to arrive."""
+        if self._receives or any(self._outboxes.values()):
+            return True
+        return any(inbox.current is not None for inbox in self._inboxes.values())
 
     def post_send(self, message: Message) -> None:
         """Start a send: as much as the kernel takes is sent at once."""

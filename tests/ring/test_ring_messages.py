@@ -12,7 +12,7 @@ from markers import by_night
 from ring_values import DTYPES, all_reduce, error_of, made, same
 from worlds import join_threads, run_threads, wait_until
 
-from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError
 from cyxtrain.ring import messages
 from cyxtrain.ring.wire.frames import HEADER_BYTES, Kind, Operation, dtype_code, expected_header
 
@@ -195,6 +195,30 @@ def test_a_rank_that_waits_in_a_collective_still_sends_what_the_other_needs_befo
         group.recv([tensor], 0).wait()
         group.barrier()
         assert same(tensor, made(torch.float32, LARGE, 0))
+
+    run_threads(2, rank_main)
+
+
+def test_a_rank_that_waits_in_a_collective_still_takes_what_the_other_must_send_before_it_comes():
+    def rank_main(group):
+        if group.rank() == 1:
+            group.send([made(torch.float32, LARGE, 1)], 0).wait()
+            group.barrier()
+            return
+        tensor = torch.empty(LARGE)
+        work = group.recv([tensor], 1)
+        group.barrier()
+        work.wait()
+        assert same(tensor, made(torch.float32, LARGE, 1))
+
+    run_threads(2, rank_main)
+
+
+def test_no_message_goes_to_any_rank_or_to_one_beyond_the_group():
+    def rank_main(group):
+        for rank in (messages.ANY_SOURCE, 2):
+            with pytest.raises(ConfigError, match=f"rank {rank} is not in this group of 2"):
+                group.send([torch.ones(1)], rank)
 
     run_threads(2, rank_main)
 
