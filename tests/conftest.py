@@ -121,6 +121,15 @@ def rank_server() -> None:
     rank_processes.start_server()
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make this process a world of one."""
+    import fitting
+
+    with fitting.one_process():
+        yield
+
+
 @pytest.fixture(scope="session")
 def needs_hosts() -> None:
     """Skip tests where this machine cannot have several hosts: finding out starts two."""

@@ -201,7 +201,7 @@ def test_ranks_whom_unix_sockets_connect_share_memory():
 @pytest.mark.parametrize("transport", ["auto", "unix", "cma"])
 def test_a_unix_socket_that_cannot_be_reached_leads_to_tcp_or_an_error_where_it_was_asked_for(monkeypatch, transport):
     """As for two containers, that share a kernel and not a network."""
-    monkeypatch.setattr(dial, "unix_address", lambda name: f"\0{name}-of-another-network")
+    monkeypatch.setattr(dial, "unix_address", lambda name: f"\0{name[1:]}-of-another-network")
     options = RingOptions(transport=transport)
     if transport != "unix":
         assert run_threads(3, travelled, options=options) == [("tcp", False)] * 3

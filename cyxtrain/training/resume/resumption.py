@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
 from cyxtrain.checkpoint.format.optimizer_state import drop_groups
@@ -39,7 +40,7 @@ class Resumption:
     def load(self, state: TrainingState, plan: FitPlan, run: Mapping[str, Any], *, is_new_run: bool) -> None:
         """Load state and data; raise CheckpointError as `TrainingState.load`. All ranks call it."""
         # A copy: on CPUs an optimizer takes the tensors over, and on_train_begin may change them in place.
-        loaded = copy.deepcopy(self._checkpoint)
+        loaded = replace(self._checkpoint, **{name: _copy_of(each) for name, each in vars(self._checkpoint).items()})
         state.continue_fit(plan.world, loaded, self._source, plan.config, run, is_new_run=is_new_run)
         with restoring_from(self._source):
             plan.feed.check_world(loaded.world_size, place_of(state.position))
@@ -103,3 +104,14 @@ class Resumption:
             raise CheckpointError(
                 f"Cannot resume from {self._source}: the state of rank {rank} is wrong: {error}."
             ) from error
+
+
+def _copy_of(value: Any) -> Any:
+    """Copy tensors, of any layout, and JSON values."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copy_of(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_copy_of, value)]
+    return value

@@ -591,7 +591,7 @@ test_what_has_no_step_or_no_weight_is_refused_by_name = refuses(
     *(
         (
             lambda weight=weight: fit_own(with_loss(lambda output, _: (output.sum(), weight))),
-            r"its weight is .*: a weight is a count, of rows or tokens",
+            r"its weight is .*: a weight is a count, of samples or tokens",
         )
         for weight in WRONG_WEIGHTS
     ),

@@ -430,8 +430,8 @@ PACKED = nn.utils.rnn.pack_sequence([torch.ones(length, 4) for length in (2, 1)]
 test_what_predict_cannot_take_or_return_is_refused = refuses(
     (
         lambda: predict(lambda logits: logits.T),
-        r"for 4 rows it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it with "
-        r"the rows first \(state\.transpose\(0, 1\)\), or return only what you need",
+        r"for 4 samples it returned a tensor of shape \[3, 4\]\. Its rows are in the second dimension, .* return it "
+        r"with the rows first \(state\.transpose\(0, 1\)\), or return only what you need",
     ),
     (
         lambda: predict(lambda logits: {"logits": logits, "past_key_values": object()}),

@@ -484,7 +484,7 @@ test_rows_that_cannot_be_held_out_are_refused = refuses(
     (lambda: held_out(np.ones((40, 2), "float32"), validation_stratify=True), r"y is torch.float32 of shape \[40, 2\]"),
     (
         lambda: held_out(LABELS, validation_groups=GROUPS[1:]),
-        r"validation_groups has the shape \[39\], and X has 40 ro",
+        r"validation_groups has the shape \[39\], and X has 40 samples",
     ),
     (lambda: held_out(LABELS, validation_groups=[0] * 40), "validation_groups has 1 group"),
     (lambda: held_out(LABELS, validation_groups=GROUPS, validation_stratify=True), "Samples are held out in one way"),

@@ -516,6 +516,7 @@ def pair_of_marked(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def overflowing(as_view: bool) -> str:
     """Returns the error of a fit in float16, whose second step has one sample that counts, of a large gradient."""
     model = nn.Linear(1, 1, bias=False).half()
+    nn.init.ones_(model.weight)
     x, y = torch.ones(16, 1).half(), torch.ones(16, 1).half()
     x[9], y[8:], y[9] = 30000, 0, 1
     optimizer = torch.optim.SGD(model.parameters(), 0.5)

@@ -257,8 +257,11 @@ def draw(loss: str, *class_names: str) -> None:
 
 
 test_mistakes_are_refused_before_anything_starts = refuses(
-    (lambda: measure(wrong_name), "the metric bleu failed when it was tried on a few rows: AttributeError: .*argmaxx"),
-    (lambda: measure(lambda: 3), "the metric bleu failed when it was tried on a few rows: TypeError"),
+    (
+        lambda: measure(wrong_name),
+        "metric bleu failed when it was tried on a few samples: AttributeError: .*argmaxx",
+    ),
+    (lambda: measure(lambda: 3), "the metric bleu failed when it was tried on a few samples: TypeError"),
     (lambda: measure(lambda o, t: o), "the metric bleu must return a number, or numbers by name"),
     (lambda: measure(lambda o, t: {"loss": 3}), "'loss' and names that begin with 'val_' are taken"),
     (lambda: measure(lambda o, t: {"a": "b"}), "must return a number, or numbers by name .* it returned {'a': 'b'}"),
@@ -267,7 +270,7 @@ test_mistakes_are_refused_before_anything_starts = refuses(
     (lambda: measure(None), r"WholeSet\.function must be a function"),
     (
         lambda: measure(lambda o, t: 0.0, preprocess=lambda o, t: o.mean()),
-        r"bleu needs outputs with one row per input row; .*shape \[\].*preprocess",
+        r"bleu needs outputs with one row per sample; .*shape \[\].*preprocess",
     ),
     (lambda: draw("cross_entropy", "a", "b"), "class_names has 2 names, and there are 3 classes"),
     (lambda: draw("mse"), "ConfusionMatrix is for classes"),
