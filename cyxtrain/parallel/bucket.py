@@ -44,7 +44,7 @@ class Bucket:
         self._spec = spec
         self._as_view = as_view  # whether `.grad` becomes its place in the bucket
         self.received: list[float] = []
-        """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
+        """In the last bucket: the mean over ranks of each signal, in the latest synchronisation."""
         self.losses_are_finite = True  # in the last bucket: whether the losses of all ranks were
         self._gradients_end = spec.flags_offset
         self._group: Any = None

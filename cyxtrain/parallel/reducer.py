@@ -98,8 +98,13 @@ class Reducer:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def take_over(self, earlier: Reducer) -> None:
-        """Close an `earlier` reducer of the same module, and continue from its state."""
+        """Close an `earlier` reducer of the same module, and continue from its state, in its place."""
         earlier.close()
+        # A wrapper that was made between the two still averages what it has: this one only looks newer.
+        for other in earlier._newer:
+            if not other._names.keys().isdisjoint(self._names):
+                other._newer.discard(self)
+                self._newer.add(other)
         self.unsynced = earlier.unsynced
         self.next_sync = earlier.next_sync
         self.flags.take_over(earlier.flags)

@@ -25,7 +25,7 @@ class Synchronization:
         weight: That of this rank's losses; None: it does not travel.
         factor: By which the averages were multiplied.
         is_sent: Whether gradients were averaged; in a world of one, which has nobody to send to, from the beginning.
-        has_changed_averages: Whether the step has multiplied the averages: their check in the exchange does not count.
+        has_changed_averages: Whether the step has multiplied the averages: they are checked once more.
         has_shared_buffers: Whether a forward has shared buffers; another one does not share them again, as ranks may
             run different numbers of forwards.
     """

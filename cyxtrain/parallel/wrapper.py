@@ -224,10 +224,21 @@ class DistributedDataParallel(nn.Module):
     def begin_sync(self, scale: float = 1.0, signals: Sequence[float] = ()) -> Synchronization:
         """Begin a synchronisation: what is accumulated and watched, and was not averaged, is discarded.
 
+        All ranks call it. Changes of the module are followed here, as ranks may run different numbers of forwards.
+
         Args:
             scale: What the gradients are multiplied by, the same on every rank.
             signals: Of this rank, `num_signals` of them or none, each 0 or 1.
         """
+        if self._reducer is not None:
+            self._follow_module(tensors_of(self.module)[0])
+        return self._new_sync(scale, signals)
+
+    def discard_sync(self) -> None:
+        """Discard what is accumulated and watched, and was not averaged."""
+        self._new_sync(1.0, ())
+
+    def _new_sync(self, scale: float, signals: Sequence[float]) -> Synchronization:
         sync = Synchronization(scale, signals)
         self._latest.sync = sync
         if self._reducer is None:
@@ -362,21 +373,25 @@ class DistributedDataParallel(nn.Module):
         return [name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
 
     def _prepare(self) -> None:
-        """Follow changes of the module, and share buffers before the first forward of a step.
-
-        Only the first that shares any: ranks may have different numbers of micro-batches.
-        """
+        """Follow changes of the module, unless `begin_sync` has; share buffers before the first forward of a step."""
         reducer = self._reducer
         if reducer is None or self._latest.is_suspended:
             return
         parameters, buffers = tensors_of(self.module)
-        if not reducer.held:
+        has_begun = reducer.next_sync is self._latest.sync
+        if not has_begun and not reducer.held:
             self._follow_module(parameters)
-        sync = reducer.next_sync
-        if buffers and self.training and not (reducer.unsynced or sync.has_shared_buffers):
-            self._share_buffers(buffers, before_step=True)
-            # A loop of the user's own, which begins no synchronisation, shares them before each forward.
-            sync.has_shared_buffers = sync is self._latest.sync
+        if buffers and self.training:
+            self._share_before_step(buffers)
+
+    def _share_before_step(self, buffers: Sequence[Tensor]) -> None:
+        """Share buffers, unless an earlier forward of the step has: ranks may run different numbers of forwards."""
+        reducer = self._reducer
+        if reducer is None or reducer.unsynced or reducer.next_sync.has_shared_buffers:
+            return
+        self._share_buffers(buffers, before_step=True)
+        # A loop of the user's own, which begins no synchronisation, shares them before each forward.
+        reducer.next_sync.has_shared_buffers = reducer.next_sync is self._latest.sync
 
     def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace the reducer if parameters were added, replaced, unfrozen or converted.

@@ -308,7 +308,7 @@ class DistributedAMPTrainer:
 
     def _discard_step(self) -> None:
         self._share = _CurrentStep(self.step, self._share.global_rows, self._placement)
-        self._ddp.begin_sync()
+        self._ddp.discard_sync()
         self._ddp.module.zero_grad()
 
 

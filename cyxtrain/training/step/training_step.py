@@ -81,7 +81,7 @@ class TrainingStep:
         self._clip = make_clip(state.config, state.optimizers)
         self._logged = logged
         self._scale = state.loss_scale
-        self._multiplier = 1.0  # of this rank's losses before backward: the loss scale over the number of ranks
+        self._multiplier = 1.0  # of losses before backward; with fp16 the loss scale over the number of ranks
         self._before_update = state.callbacks.before_optimizer_step
         self._world = ddp.world
         self._device = setup.placement.device

@@ -200,3 +200,23 @@ def test_layers_unfrozen_between_two_fits_are_stepped_by_the_fused_optimizer_too
             found.append(flat(model.parameters()))
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-6)
     np.testing.assert_allclose(found[2], found[0], rtol=0, atol=1e-6)
+
+
+def thaw_before_an_uneven_step() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        model[0].requires_grad_(False)
+        before = flat(model[0].parameters())
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+        x, y = make_rows(9)
+        settings: dict[str, Any] = {"batch_size": 4, "accumulation_steps": 2, "callbacks": Thaw(), "verbose": False}
+        trainer.fit(x[:, :4].double(), y, epochs=2, **settings)
+    assert not np.array_equal(before, flat(model[0].parameters()))
+    return fingerprint(model)
+
+
+def test_ranks_with_other_numbers_of_micro_batches_follow_an_unfrozen_layer_together():
+    """The only step of an epoch has two micro-batches on rank 0, and one on rank 1."""
+    first, second = run_world(2, thaw_before_an_uneven_step)
+    assert first == second
