@@ -29,6 +29,7 @@ NOT_PYTORCH = {
     "_DYNAMIC_CLASS_TRACKER_BY_ID": "cloudpickle",
     "_current_frames": "sys",
     "_exit": "os",
+    "_is_synced": "torchmetrics",
     "_lru_cache_wrapper": "functools",
     "_reductions": "torchmetrics",
     "_replace": "named tuples",
