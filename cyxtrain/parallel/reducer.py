@@ -101,7 +101,7 @@ class Reducer:
         """Close an `earlier` reducer of the same module, and continue from its state, in its place."""
         earlier.close()
         # A wrapper that was made between the two still averages what it has: this one only looks newer.
-        for other in earlier._newer:
+        for other in [each for each in earlier._newer if each is not self]:
             if not other._names.keys().isdisjoint(self._names):
                 other._newer.discard(self)
                 self._newer.add(other)
