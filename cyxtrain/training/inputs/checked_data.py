@@ -133,6 +133,11 @@ class ModelSetup:
     num_micro_batches: int = 1
     without_rows: EmptyBatch | None = None
 
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether each forward needs all ranks: the loss gathers rows, or a layer such as SyncBatchNorm does."""
+        return bool(self.loss.gathers) or self.without_rows is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedData(ModelSetup):

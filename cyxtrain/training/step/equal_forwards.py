@@ -22,8 +22,7 @@ class EqualForwardsStep(TrainingStep):
 
     @override
     def _accumulate(self, share: Share) -> list[Result]:
-        needs_all_ranks = self._loss.gathers or self._setup.without_rows is not None
-        most = self._uneven_micro_batches(share) if needs_all_ranks else None
+        most = self._uneven_micro_batches(share) if self._setup.needs_all_ranks else None
         if most is None:
             return super()._accumulate(share)
         self._items = self._division.before_forward(share, most)

@@ -114,5 +114,4 @@ def _kind_of_step(setup: ModelSetup, updates: Updates | None, *, is_fit: bool) -
         return LoopStep
     if updates is not None:
         return partial(StepWithUpdates, updates)
-    needs_all_ranks = setup.loss.gathers or setup.without_rows is not None
-    return EqualForwardsStep if needs_all_ranks else TrainingStep
+    return EqualForwardsStep if setup.needs_all_ranks else TrainingStep
