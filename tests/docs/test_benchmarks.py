@@ -23,6 +23,7 @@ import torch
 import worlds
 from benchmark_runs import BENCHMARKS, run_benchmark
 from lazy import LazyModule
+from markers import nightly_where
 from text_tables import Table
 
 import cyxtrain as cx
@@ -246,6 +247,7 @@ SAVING_WAYS = ["writer", "writer-first", "write-checkpoint", "torch-save", "torc
 SAVING_WAYS += ["dcp", "dcp-async", "dcp-async-kept", "bare"]
 
 
+@nightly_where(lambda name: name not in ("writer", "bare"))
 @pytest.mark.parametrize("name", SAVING_WAYS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_a_way_saves_is_what_it_reads_though_training_goes_on(tmp_path, name):

@@ -45,6 +45,7 @@ def run_alone(page: Page, folder: Path, *, with_slow: bool, seconds: float) -> N
 
 
 @pytest.mark.usefixtures("rank_server")
+@nightly_where(lambda page: page.path.name in ("training.md", "callbacks.md"))
 @pages("python")
 def test_programs_run_alone(page, tmp_path):
     run_alone(page, tmp_path, with_slow=False, seconds=SECONDS)

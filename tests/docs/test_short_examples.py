@@ -92,7 +92,7 @@ SHORT = {
     ),
 }
 SHORT["vae_gan"] = Ending(SHORT["vae"].line, (0.015, 0.07), (0.03, 0.08), same_on_two_ranks=False)
-DAILY = ("callbacks", "collectives", "custom_loop")
+DAILY = ("callbacks", "collectives")
 LONGER = {"draw_pictures", "train_cyxtrain", "train_digits", "train_torch"}
 """Examples that tests/docs/test_examples.py runs, and one that needs a browser."""
 

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from markers import by_night
+from markers import by_night, nightly_where
 from ring_values import (
     Op,
     all_reduce,
@@ -180,6 +180,7 @@ def test_nobody_goes_on_before_the_last_one_has_come(world_size, cores, call, mo
     assert len(set(came.values())) == 1
 
 
+@nightly_where(lambda at: at == 3)
 @pytest.mark.skipif(not ORDERS_WRITES, reason="nothing is shown in memory on this system")
 @with_cores((2, 2), (3, 3))
 @pytest.mark.parametrize("at", [1, 3])
@@ -374,6 +375,7 @@ def test_large_calls_that_differ_are_an_error_on_every_rank_within_a_second(what
     check_differing(what, 3, [0], ring_options=over_plain_links(way, monkeypatch))
 
 
+@nightly_where(lambda cores: cores == 3)
 @with_cores((3, 1), (3, 3))
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_also_where_they_pass_through_shared_memory(what, world_size, cores):

@@ -54,7 +54,9 @@ TIMEOUT_MS = 30_000
 
 @functools.cache
 def cases(world_size: int, full: bool) -> list[Case]:
-    """Every case for so many ranks, or by day those that differ most, in an order that all ranks know.
+    """The cases for so many ranks, or by day those that differ most, in an order that all ranks know.
+
+    By night: every dtype with every reduction at every length; every layout with every dtype.
 
     By day: all_reduce, and float32 everywhere, at every length; everything else with none and with one more element
     than there are ranks, each dtype with one of its reductions in turns; layouts with float32, and once with complex64.
@@ -77,12 +79,17 @@ def _reductions(name: str, dtype: torch.dtype) -> tuple[str, ...]:
     return reductions_of(dtype) if name in REDUCING else ("",)
 
 
+def _in_turns(reductions: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    """One of the reductions; none if there is none."""
+    return reductions[turn % (len(reductions) or 1) :][:1]
+
+
 def _dtypes(world_size: int, full: bool) -> Iterator[Case]:
     for name in TENSORS:
         for place, dtype in enumerate(DTYPES):
             reductions, counts = _reductions(name, dtype), lengths(world_size)
             if not (full or name == "all_reduce" or dtype is torch.float32):
-                reductions = reductions[place % (len(reductions) or 1) :][:1]
+                reductions = _in_turns(reductions, place)
                 counts = [0, world_size + 1]
             for reduction in reductions:
                 for count in counts:
@@ -90,10 +97,16 @@ def _dtypes(world_size: int, full: bool) -> Iterator[Case]:
 
 
 def _layouts(full: bool) -> Iterator[Case]:
+    """A layout is undone before a reduction begins: float32 has them all, each other dtype one of its own in turns."""
     for name in TENSORS:
-        for layout in (layout for layout in LAYOUTS if layout != "flat"):
-            for dtype in DTYPES if full else (torch.float32, torch.complex64):
-                for reduction in _reductions(name, dtype)[: None if full else 1]:
+        for turn, layout in enumerate(layout for layout in LAYOUTS if layout != "flat"):
+            for place, dtype in enumerate(DTYPES if full else (torch.float32, torch.complex64)):
+                reductions = _reductions(name, dtype)
+                if not full:
+                    reductions = reductions[:1]
+                elif dtype is not torch.float32:
+                    reductions = _in_turns(reductions, turn + place)
+                for reduction in reductions:
                     several = (0, 1, 3) if full else (0, 3) if dtype is torch.float32 else (3,)
                     for count in (1,) if layout == "0-dim" else several:
                         yield Case(name, dtype, reduction, layout, count)

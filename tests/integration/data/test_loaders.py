@@ -517,6 +517,7 @@ def rows_in_batches(folder: str, resume: str | None) -> list[int]:
     return trained(DataLoader(Plain(), batch_sampler=Longer(4)), resume=resume, **more)["seen"]
 
 
+@pytest.mark.nightly
 def test_more_ranks_go_on_in_the_middle_of_batches_that_are_made_in_advance(tmp_path):
     with one_process():
         through = rows_in_batches(str(tmp_path), None)

@@ -588,6 +588,7 @@ class Counting(IterableDataset):
         yield from zip(inputs, targets, strict=True)
 
 
+@pytest.mark.nightly
 def test_validation_and_training_may_go_through_one_loader_whose_workers_stay():
     def fit(stays: bool) -> list[float]:
         loader = DataLoader(Counting(), 4, num_workers=1, persistent_workers=stays)

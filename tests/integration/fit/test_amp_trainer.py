@@ -13,7 +13,7 @@ import pytest
 import torch
 from fitting import CLASSES, FEATURES, Floats, flat, make_model, make_rows, one_process, run_world, seeded
 from kept_worlds import close_worlds
-from markers import by_night
+from markers import by_night, nightly_where
 from refusals import ending, refusal, refuses
 from torch import Tensor, nn
 
@@ -83,6 +83,7 @@ def train_in_steps(name: str, accumulation_steps: int, cuts: list[int]) -> dict[
     return {"parameters": after, "steps": steps, "moved": not np.array_equal(before, after)}
 
 
+@nightly_where(lambda name: name not in ("mean", "pair", "several sum"))
 @pytest.mark.parametrize("name", ["mean", "sum", "weighted", "pair", "own", "several mean", "several sum"])
 def test_two_ranks_with_uneven_batches_train_as_one_does_with_all_rows(name):
     with one_process():
@@ -442,6 +443,7 @@ def fit_beside(lives: bool) -> Floats:
     return flat(model.parameters())
 
 
+@pytest.mark.nightly
 def test_a_fit_of_the_same_model_is_alone_with_its_gradients():
     for found, expected in zip(run_world(2, fit_beside, True), run_world(2, fit_beside, False), strict=True):
         assert np.array_equal(found, expected)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import everywhere
+from markers import by_night
 
 import cyxtrain as cx
 
@@ -83,8 +84,8 @@ def breadth(kind: str) -> list[int]:
     [
         (1, "plain", (97, 40, 57)),
         (2, "plain", (122, 58, 76)),
-        (1, "masked", (97, 41, 57)),
-        (2, "masked", (123, 61, 76)),
+        by_night(1, "masked", (97, 41, 57)),
+        by_night(2, "masked", (123, 61, 76)),
     ],
 )
 def test_a_step_enters_no_more_files_and_classes(world_size, kind, most):

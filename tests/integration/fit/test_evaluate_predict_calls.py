@@ -95,7 +95,7 @@ def take_steps() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, by_night(4)])
+@pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(4)])
 def test_steps_are_the_first_batches_of_all_ranks_together(world_size):
     with one_process():
         trainer, expected = trainer_of(), []
@@ -278,7 +278,7 @@ def use_parts_that_are_none() -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_parts_of_the_data_that_are_none_reach_the_model_as_none(world_size):
     for found in everywhere(world_size, use_parts_that_are_none):
         assert all(len(each) == 2 + 60 for each in found)

@@ -133,7 +133,7 @@ def stop_and_resume(folder: str, ranks: int | None, accumulation: int) -> list[A
     return [whole]
 
 
-@pytest.mark.parametrize(("world_size", "resuming"), [(2, 2), (2, 1), by_night(1, 1), by_night(1, 2)])
+@pytest.mark.parametrize(("world_size", "resuming"), [(2, 2), by_night(2, 1), by_night(1, 1), by_night(1, 2)])
 def test_a_resumed_epoch_has_all_its_numbers(tmp_path, world_size, resuming):
 
     ((whole,), *_) = run_world(world_size, stop_and_resume, str(tmp_path), None, 1)

@@ -21,6 +21,7 @@ from fitting import (
     run_world,
     seeded,
 )
+from markers import by_night
 from torch import nn
 
 import cyxtrain as cx
@@ -157,8 +158,8 @@ def fit_longer(folder: str, shorter: dict[str, Any], longer: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("world_size", "shorter", "longer"),
     [
-        (1, {"max_steps": 7}, {"max_steps": 13}),
-        (2, {"max_steps": 7}, {"max_steps": 13}),
+        by_night(1, {"max_steps": 7}, {"max_steps": 13}),
+        by_night(2, {"max_steps": 7}, {"max_steps": 13}),
         (1, {"max_steps": 7, "scheduler_interval": "epoch"}, {"epochs": 2, "scheduler_interval": "epoch"}),
         (1, {"max_steps": 7, "epochs": 2, "validate_every_n_steps": 3}, {"epochs": 2, "validate_every_n_steps": 3}),
         (2, {"epochs": 1, "validate_every_n_steps": 3}, {"epochs": 2, "validate_every_n_steps": 3}),

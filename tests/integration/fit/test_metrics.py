@@ -83,7 +83,8 @@ def task(kind: str) -> tuple[nn.Module, Any, tuple[torch.Tensor, torch.Tensor], 
 SUMS_OF_FRACTIONS = [*OF_NUMBERS, "calibration_error", "confidence", "rights"]
 
 
-@pytest.mark.parametrize("world_size", [2, by_night(3)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_metrics_that_count_or_rank_have_the_bits_of_one_process_and_others_its_rounding(world_size):
     kinds = ("classes", "logits", "labels", "two numbers")
     [alone] = everywhere(1, evaluated_kinds, kinds)

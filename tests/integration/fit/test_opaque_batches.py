@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, one_process
-from markers import by_night
+from markers import by_night, nightly_where
 from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional
@@ -196,6 +196,7 @@ def fitted(name: str, **settings: Any) -> dict[str, Any]:
     return {"parameters": flat(model.parameters()), "losses": history.train_losses, "evaluated": measured}
 
 
+@nightly_where(lambda world_size: world_size == 1)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_step_trains_on_batches_of_any_form_as_a_loop_does_on_any_number_of_ranks(world_size, name):

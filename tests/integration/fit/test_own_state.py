@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, fingerprint, make_model, make_rows, one_process
+from markers import by_night, nightly_where
 from refusals import warning_texts
 from torch import Tensor, nn
 from torch.ao import quantization
@@ -112,7 +113,7 @@ def kept(declared: tuple[str, ...] | None) -> dict[str, Any]:
     return {**found, "said": [text for text in said if "buffer" in text]}
 
 
-@pytest.mark.parametrize("declared", [None, ("center",), ("center", "running_center")])
+@pytest.mark.parametrize("declared", [None, by_night(("center",)), by_night(("center", "running_center"))])
 def test_only_means_over_samples_are_averaged_over_ranks_in_silence(declared):
     [alone] = everywhere(1, kept, declared)
     ranks = everywhere(2, kept, declared)
@@ -215,6 +216,7 @@ def first_weight(model: nn.Module) -> Tensor:
     return named.get("0.weight_orig", named.get("0.weight"))
 
 
+@nightly_where(lambda is_first: not is_first)
 @pytest.mark.parametrize("kind", ["EMA", "SWA"])
 @pytest.mark.parametrize("change", ["prune", "freeze", "remove", "new head"])
 @pytest.mark.parametrize("is_first", [True, False])

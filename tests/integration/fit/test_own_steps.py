@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, SaveAt, everywhere, flat, make_model, make_rows, one_process
-from markers import by_night
+from markers import by_night, nightly_where
 from refusals import refuses, warning_texts
 from torch import Tensor, nn
 from torch.nn import functional
@@ -250,6 +250,7 @@ def everything() -> dict[str, Any]:
     }
 
 
+@nightly_where(lambda world_size: world_size == 1)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_model_without_forward_trains_evaluates_and_predicts_by_steps(world_size):
     for found in everywhere(world_size, everything):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
-from markers import by_night
+from markers import by_night, nightly_where
 from refusals import refusal, refuses
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
@@ -135,6 +135,7 @@ def expected_sentences() -> list[Any]:
     return found
 
 
+@nightly_where(lambda world_size: world_size == 1)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_rows_of_batches_that_are_padded_to_their_longest_are_a_list_or_are_padded(world_size):
     expected = expected_sentences()
@@ -335,7 +336,7 @@ def predict_packed(rows: int, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("rows", [1, 7, by_night(13)])
+@pytest.mark.parametrize("rows", [by_night(1), 7, by_night(13)])
 def test_packed_sequences_are_rows_in_the_order_of_the_data_and_states_stay_beside_them(rows, world_size, tmp_path):
     inputs = sequences(rows)
     with torch.no_grad():

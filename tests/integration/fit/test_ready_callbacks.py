@@ -680,7 +680,8 @@ def fit_with_one_each(who: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("who", [0, by_night(1)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("who", [0, 1])
 def test_each_callback_on_one_rank_alone_decides_for_all(who, tmp_path):
     first, second = run_world(2, fit_with_one_each, who, str(tmp_path))
     assert first == second

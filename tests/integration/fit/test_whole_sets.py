@@ -123,6 +123,7 @@ def resume_each(folder: str) -> list[dict[str, list[float]]]:
     return found + [fit_measured(resume=str(path)) for path in sorted(Path(folder).glob("step-*.ckpt"))]
 
 
+@pytest.mark.nightly
 def test_a_resumed_fit_has_the_same_numbers(tmp_path):
     for whole, *resumed in run_world(2, resume_each, str(tmp_path)):
         assert len(resumed) == 3
@@ -379,7 +380,7 @@ def drawn(folder: str) -> tuple[Any, list[str]]:
     return metric.matrix, list(history)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_confusion_matrix_is_of_all_rows_and_a_picture(world_size, tmp_path):
     ranks = everywhere(world_size, drawn, str(tmp_path))
     assert not any("matrix" in name for _, names in ranks for name in names)
@@ -392,6 +393,7 @@ def test_a_confusion_matrix_is_of_all_rows_and_a_picture(world_size, tmp_path):
     assert [image.step for image in events.Images("epoch/confusion_matrix")] == [5, 10]
 
 
+@pytest.mark.nightly
 def test_each_validation_set_has_a_picture(tmp_path):
     metric = cx.metrics.ConfusionMatrix(tmp_path / "matrix.png")
     sets = {"near": make_rows(9, seed=1), "far/b": make_rows(7, seed=2)}

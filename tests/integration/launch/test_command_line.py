@@ -153,6 +153,7 @@ def test_it_goes_on_and_evaluates_what_it_has_kept(by_one_rank, tmp_path, monkey
         assert alone("evaluate", *words) == (0, "".join(f"{line}\n" for line in by_one_rank[-2:]))
 
 
+@pytest.mark.nightly
 def test_it_evaluates_rank_0s_checkpoint_if_each_rank_has_written_its_own(by_one_rank, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = ["training.checkpoint_every_n_epochs=1", "training.save_on_master_only=false"]

@@ -209,9 +209,11 @@ def test_the_error_of_one_ranks_own_code_has_its_whole_traceback_and_one_prefix(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("mistake", GOLDEN)
-def test_five_mistakes_under_every_launcher(mistake, launcher, tmp_path):
+@pytest.mark.parametrize(
+    ("mistake", "launcher"),
+    [*((mistake, "launch 2") for mistake in GOLDEN), *(("forward", each) for each in LAUNCHERS if each != "launch 2")],
+)
+def test_each_mistake_on_two_ranks_and_one_of_them_under_every_launcher(mistake, launcher, tmp_path):
     code, lines = lines_of(tmp_path, launcher, mistake)
     assert code == 1
     lines = [line.removeprefix("[rank 0] ").removeprefix("[rank 1] ") for line in lines]

@@ -186,6 +186,7 @@ def fit_two_parts(num_processes: int | None) -> list[Any]:
     return [fingerprint(model), flat(momenta).tolist(), rates, history.history, evaluation.loss]
 
 
+@pytest.mark.nightly
 def test_several_optimizers_return_into_the_callers_objects():
     assert fit_two_parts(RANKS) == run_world(RANKS, fit_two_parts, None)[0]
 
@@ -676,6 +677,7 @@ class Choosy(Staying):
         raise cx.ConfigError("not with these")
 
 
+@pytest.mark.nightly
 def test_a_callback_that_stays_may_refuse():
     trainer = trainer_of()
     with pytest.raises(cx.ConfigError, match="not with these"):

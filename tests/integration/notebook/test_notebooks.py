@@ -149,6 +149,7 @@ def test_it_is_interrupted_in_an_epoch_and_goes_on(kernel):
     assert "TrainingHistory: 2 epochs" in shown
 
 
+@pytest.mark.nightly
 def test_an_error_in_forward_is_shown_as_itself(kernel):
     _, shown = kernel.run(
         "class Broken(Net):\n"

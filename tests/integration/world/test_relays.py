@@ -370,7 +370,7 @@ def test_of_two_launchers_at_one_port_one_always_ends_well(tmp_path):
         "cx.finalize()\n"
         "print(f'total {total.item():g}')\n"
     )
-    for _ in range(20):
+    for _ in range(8):
         port = str(free_port())
         command = [
             sys.executable,

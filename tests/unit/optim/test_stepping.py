@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import make_model, make_rows, seeded
+from markers import by_night
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -58,7 +59,7 @@ def step_without_waiting(step: OptimizerStep, skip: Tensor = GOOD) -> bool:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", by_night("float64")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bits_are_those_of_the_optimizers_own_step(name, dtype, groups):
     with seeded():

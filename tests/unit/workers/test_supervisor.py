@@ -128,6 +128,7 @@ def test_a_failure_caused_by_another_rank_is_not_the_first(tmp_path: Path) -> No
     assert b"[rank 2] PeerLostError: rank 1 has ended\n" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_rank_that_still_ends_after_its_error_is_the_first(tmp_path: Path) -> None:
     source = """
         if rank == 1:
