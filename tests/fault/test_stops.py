@@ -7,6 +7,7 @@ launcher, or every process       left; two SIGINT are the second Ctrl-C: ended a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import pytest
 from markers import by_night
-from stopped_fits import SIGNALS, Cell, Outcome, Program, every_cell
+from stopped_fits import SECONDS, SIGNALS, Cell, Outcome, Program, every_cell
+from worlds import wait_until
 
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.environment import loader_workers, torch_compat
@@ -218,6 +220,20 @@ def test_handlers_of_the_program_are_not_sent_to_workers():
 # --- random kills ---------------------------------------------------------------------------------------------------
 
 
+def kill_one(draw: random.Random, pids: list[int], number: signal.Signals) -> None:
+    """Send a signal to one of these processes, which may have ended."""
+    if pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(draw.choice(pids), number)
+
+
+def goes_on(program: Program) -> bool:
+    """Return whether a program gets through two more epochs, and does not end."""
+    seen = program.output().count("epoch ")
+    wait_until(lambda: not program.is_running() or program.output().count("epoch ") > seen + 1, SECONDS)
+    return program.is_running()
+
+
 def strike(seed: int, folder: Path) -> str:
     """Kill, or ask to stop, a random process at a random moment of a fit; return what is wrong; "": nothing."""
     draw = random.Random(seed)
@@ -235,8 +251,12 @@ def strike(seed: int, folder: Path) -> str:
             places["worker"] = program.workers()
         if starter == "launch":
             places |= {"launcher": [program.programs[0].pid], "guard": program.guards()}
-        victim = draw.choice(sorted(name for name, pids in places.items() if pids))
-        os.kill(draw.choice(places[victim]), number)
+        victim = draw.choice(sorted(places))
+        kill_one(draw, places[victim], number)
+        if (victim, number) == ("worker", signal.SIGKILL):
+            # A worker of a stream ends with each epoch, and nobody misses one that would have ended then.
+            while goes_on(program):
+                kill_one(draw, program.workers(), number)
         ends = (victim, number) not in {
             ("guard", signal.SIGKILL),
             ("guard", signal.SIGTERM),

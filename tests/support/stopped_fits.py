@@ -242,14 +242,14 @@ class Program:
         return [int(path.read_text()) for path in sorted(self.folder.glob("pid*"))]
 
     def workers(self, rank: int = 0) -> list[int]:
-        """The workers of a rank's DataLoader."""
-        children = psutil.Process(self.ranks()[rank]).children()
-        return [child.pid for child in children if not any("resource_tracker" in word for word in child.cmdline())]
+        """The workers of a rank's DataLoader; those of a stream end with each epoch."""
+        commands = _commands_of_children(self.ranks()[rank])
+        return [pid for pid, command in commands.items() if "resource_tracker" not in command]
 
     def guards(self) -> list[int]:
         """The guards of the launcher, which work in no folder of ours."""
-        children = psutil.Process(self.programs[0].pid).children()
-        return [child.pid for child in children if any("guard.py" in word for word in child.cmdline())]
+        commands = _commands_of_children(self.programs[0].pid)
+        return [pid for pid, command in commands.items() if "guard.py" in command]
 
     def everything(self) -> list[int]:
         """Every process of the program, the latest first: workers, ranks, launcher."""
@@ -289,6 +289,14 @@ class Program:
 
     def output(self) -> str:
         return "".join(path.read_text("utf-8", "replace") for path in sorted(self.folder.glob("output*")))
+
+
+def _commands_of_children(pid: int) -> dict[int, str]:
+    found = {}
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found[child.pid] = " ".join(child.cmdline())
+    return found
 
 
 def _describe(pid: int) -> str:
