@@ -91,9 +91,9 @@ class MetricSums:
     def cheap_values(self) -> dict[str, float]:
         """Return this rank's loss, accuracy and means; on an accelerator of the call before, without waiting."""
         pairs = self._numbers.lately()
-        if not pairs:
-            return {}
-        return _measured(pairs, self._loss) | self.metrics.cheap_values()
+        # The first call on an accelerator begins the copies of all of them.
+        means = self.metrics.cheap_values()
+        return _measured(pairs, self._loss) | means if pairs else {}
 
 
 def _measured(pairs: Mapping[str, Pair], loss: Loss) -> dict[str, float]:
