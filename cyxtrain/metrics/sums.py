@@ -93,7 +93,9 @@ class MetricSums:
         pairs = self._numbers.lately()
         # The first call on an accelerator begins the copies of all of them.
         means = self.metrics.cheap_values()
-        return _measured(pairs, self._loss) | means if pairs else {}
+        if not pairs:
+            return {}
+        return _measured(pairs, self._loss) | means
 
 
 def _measured(pairs: Mapping[str, Pair], loss: Loss) -> dict[str, float]:

@@ -97,15 +97,13 @@ def _dtypes(world_size: int, full: bool) -> Iterator[Case]:
 
 
 def _layouts(full: bool) -> Iterator[Case]:
-    """A layout is undone before a reduction begins: float32 has them all, each other dtype one of its own in turns."""
+    """A layout is undone before a reduction begins: float32 meets all reductions, other dtypes one in turns."""
     for name in TENSORS:
         for turn, layout in enumerate(layout for layout in LAYOUTS if layout != "flat"):
             for place, dtype in enumerate(DTYPES if full else (torch.float32, torch.complex64)):
                 reductions = _reductions(name, dtype)
-                if not full:
-                    reductions = reductions[:1]
-                elif dtype is not torch.float32:
-                    reductions = _in_turns(reductions, turn + place)
+                if not (full and dtype is torch.float32):
+                    reductions = _in_turns(reductions, turn + place if full else 0)
                 for reduction in reductions:
                     several = (0, 1, 3) if full else (0, 3) if dtype is torch.float32 else (3,)
                     for count in (1,) if layout == "0-dim" else several:

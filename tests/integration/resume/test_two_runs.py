@@ -15,6 +15,7 @@ import torch
 from fitting import make_model, make_rows, one_process
 from rank_processes import run_ranks
 from refusals import warning_texts
+from worlds import wait_until
 
 import cyxtrain as cx
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
@@ -119,7 +120,10 @@ def fit_where_a_warning_is_an_error(folder: str) -> None:
             trainer.fit(*ROWS, checkpoint_dir=folder, **given)
         except UserWarning:
             # This rank lives on, as in a notebook: the other one must not wait for its end.
-            time.sleep(5)
+            wait_until(Path(folder, "told").exists)
+            raise
+        except cx.DistributedTrainingError:
+            Path(folder, "told").touch()
             raise
 
 
