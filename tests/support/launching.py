@@ -60,6 +60,9 @@ def start_child():  # a process that ends only when it is told to
                              stdout=subprocess.PIPE)
     child.stdout.read(1)
     return child.pid
+def rest():  # until a signal; `signal.pause` sleeps through one that comes between the interpreter's look and its call
+    while True:
+        time.sleep(0.01)
 def ready(child=None):
     note(f"ready{rank}", json.dumps([os.getpid(), child] if child else [os.getpid()]))
 """

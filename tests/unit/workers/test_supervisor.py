@@ -54,7 +54,7 @@ def test_the_first_failure_stops_all_and_has_the_last_word(tmp_path: Path) -> No
             print("some warning", file=sys.stderr)
             raise ValueError("the loss is a banana")
         ready(start_child())
-        signal.pause()
+        rest()
     """
     done = run_script(tmp_path, 3, source)
     assert done.returncode == 1
@@ -91,7 +91,7 @@ def test_only_a_failure_stops_the_others() -> None:
 
 
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
-    with started(tmp_path, 3, "ready(); signal.pause()") as launcher:
+    with started(tmp_path, 3, "ready(); rest()") as launcher:
         wait_for_ranks(tmp_path, 3)
         os.kill(json.loads((tmp_path / "ready2").read_text())[0], signal.SIGKILL)
         _, errors = launcher.communicate(timeout=SECONDS)
@@ -276,8 +276,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_and_what_they_started(
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             signal.signal(getattr(signal, name), say)
         ready(child)
-        while True:
-            signal.pause()
+        rest()
     """
     with started(tmp_path, 2, source) as launcher:
         pids = wait_for_ranks(tmp_path, 2)
@@ -291,7 +290,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_and_what_they_started(
 
 
 def test_ctrl_c_stops_one_rank_alone(tmp_path: Path) -> None:
-    with started(tmp_path, 1, "ready(start_child()); signal.pause()") as launcher:
+    with started(tmp_path, 1, "ready(start_child()); rest()") as launcher:
         pids = wait_for_ranks(tmp_path, 1)
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=SECONDS)
@@ -302,7 +301,7 @@ def test_ctrl_c_stops_one_rank_alone(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_ranks_import_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "slow_library.py").write_text("from __main__ import ready, signal\nready()\nsignal.pause()\n")
+    (tmp_path / "slow_library.py").write_text("from __main__ import ready, rest\nready()\nrest()\n")
     with started(tmp_path, 2, "import slow_library") as launcher:
         pids = wait_for_ranks(tmp_path, 2)
         launcher.send_signal(signal.SIGINT)
@@ -315,8 +314,7 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     source = """
         signal.signal(signal.SIGINT, lambda *_: note(f"refused{rank}", ""))
         ready()
-        while True:
-            signal.pause()
+        rest()
     """
     with started(tmp_path, 2, source) as launcher:
         pids = wait_for_ranks(tmp_path, 2)
@@ -354,9 +352,9 @@ def test_a_second_sigterm_does_not_kill_and_the_rank_is_asked_alone_first(tmp_pa
 def test_sigusr1_is_passed_on_to_ranks_that_may_use_it(handles: bool, code: int, tmp_path: Path) -> None:
     source = f"""
         if {handles}:
-            signal.signal(signal.SIGUSR1, lambda *_: print("mine"))
+            signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("mine")))
         ready()
-        signal.pause()
+        rest()
     """
     with started(tmp_path, 2, source) as launcher:
         wait_for_ranks(tmp_path, 2)
@@ -368,7 +366,7 @@ def test_sigusr1_is_passed_on_to_ranks_that_may_use_it(handles: bool, code: int,
 
 
 def test_the_grace_is_a_setting_and_an_invalid_one_is_refused(tmp_path: Path) -> None:
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nwhile True: signal.pause()"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nrest()"
     with started(tmp_path, 1, deaf, env=environment(CYXTRAIN_GRACE_SECONDS="0.5")) as launcher:
         wait_for_ranks(tmp_path, 1)
         launcher.send_signal(signal.SIGTERM)
@@ -402,7 +400,7 @@ def test_what_a_rank_leaves_behind_ends_with_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no process groups")
 @pytest.mark.parametrize("num_ranks", [1, by_night(3)])
 def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path: Path, num_ranks: int) -> None:
-    with started(tmp_path, num_ranks, "ready(start_child()); signal.pause()") as launcher:
+    with started(tmp_path, num_ranks, "ready(start_child()); rest()") as launcher:
         pids = wait_for_ranks(tmp_path, num_ranks)
         assert all(runs(pid) for pid in pids)
         guards = children_of(launcher.pid) - set(pids)
@@ -488,8 +486,7 @@ def test_a_rank_that_refuses_to_end_is_killed_after_the_grace(tmp_path: Path, mo
             sys.exit(1)
         signal.signal(signal.SIGTERM, lambda *_: print("no"))
         ready()
-        while True:
-            signal.pause()
+        rest()
     """
     outcome, shown = supervise(tmp_path, 2, source)
     assert [ended.killed_by for ended in outcome.exits] == [None, signal.SIGKILL]
@@ -510,7 +507,7 @@ def test_a_pipe_that_a_daemon_holds_does_not_hold_us(tmp_path: Path, monkeypatch
         if os.fork() == 0:
             os.setsid()
             ready()
-            signal.pause()
+            rest()
         wait_for("ready0")
     """
     threads = threading.active_count()
