@@ -33,15 +33,8 @@ class Point(NamedTuple):
 class BackgroundSender:
     """Calls a tracker's methods in one thread: in order, in batches, and again after an error.
 
-    Points wait in a queue until the tracker has them. A full queue drops new points and counts them.
-
-    Args:
-        tracker: Whose methods to call.
-        run: What is known of the run: "run_id" ("": the service has not given one yet), "sent" (the last step sent by
-            name), "waiting" (points to send first), "settings" and "checkpoint_step".
-        path: File for `run`.
-        settings: What a new run shows of its settings.
-        owns_run: Whether to finish the run; a run that the user began stays open.
+    `run`, which it writes to `path`, has the "run_id" ("": the service has not given one yet), by name the last step
+    "sent", and the points "waiting" to be sent. A full queue drops new points. `owns_run`: whether to finish the run.
     """
 
     def __init__(
@@ -71,14 +64,12 @@ class BackgroundSender:
     def add(self, points: Iterable[Point]) -> None:
         """Queue points."""
         with self._condition:
-            was_empty = not self._queue
             for point in points:
                 if len(self._queue) + len(self._sending) < QUEUE_POINTS:
                     self._queue.append(point)
                 else:
                     self._num_lost += 1
-            if was_empty or len(self._queue) >= BATCH_POINTS:
-                self._condition.notify_all()
+            self._condition.notify_all()
 
     def add_file(self, path: Path) -> None:
         """Queue a file, in place of one that still waits."""
@@ -110,7 +101,10 @@ class BackgroundSender:
             if self._sending:
                 if not self._repeat(self._tracker.log, self._sending):
                     return
-                self._confirm()
+                with self._condition:
+                    self.run["sent"] |= {point.name: point.step for point in self._sending}
+                    self._sending = []
+                self._write()
             files = self._files
             self._files = []
             for path in files:
@@ -132,12 +126,6 @@ class BackgroundSender:
             while self._queue and len(self._sending) < BATCH_POINTS:
                 self._sending.append(self._queue.popleft())
             return bool(self._sending or self._files) and not self._has_given_up
-
-    def _confirm(self) -> None:
-        with self._condition:
-            self.run["sent"] |= {point.name: point.step for point in self._sending}
-            self._sending = []
-        self._write()
 
     def _repeat(self, call: Callable[..., Any], *arguments: Any) -> bool:
         """Call until it succeeds; once the fit has ended, twice. Return whether to continue."""

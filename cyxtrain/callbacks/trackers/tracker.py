@@ -30,19 +30,15 @@ class Tracker(Callback, abc.ABC):
     """Send the numbers of a fit to a service, from rank 0: the base class of `MLflow`, `WandB` and `Trackio`.
 
     For another service, derive a class with four methods: `start`, `log`, `artifact` and `finish`. A background thread
-    calls them one at a time; they may block and raise. A fit waits for them 5 s at most at its start and 10 s at its
-    end. Failed calls are repeated; up to 10,000 points wait, and a warning at the end counts those that were lost.
-
-    A resumed fit continues its run and sends each point once: the last step sent is in checkpoints, and in a file of
-    `folder`. If settings that decide the numbers have changed, or the checkpoint is older than the run's newest, a
-    warning tells that a new run begins.
+    calls them one at a time, and again if they raise. Training does not wait for them, but a fit does: 5 s at most at
+    its start, and 10 s at its end. A resumed fit continues its run and sends each point once. See docs/trackers.md.
 
     Args:
         parameters: Your own settings, by name, shown with the fit's; if they change, a new run begins.
         log_every_n_steps: Also send rank 0's loss so far, its metrics and the learning rate every so many steps, as
             "step/loss" and others; 0: only epochs and validations.
         log_checkpoints: Upload checkpoints, too: each that is complete when the one before has been uploaded.
-        folder: Local folder for a small file per run.
+        folder: Local folder for a small file per run: its id, and the last step sent of each curve.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -101,13 +97,12 @@ class Tracker(Callback, abc.ABC):
             return
         self._status = "KILLED"
         self._has_warned = False
-        folder = Path(local_path("folder", self.folder)).absolute()
         settings = self._settings()
         deciding = {name: settings[name] for name in settings if name in _DECIDING or name in self.parameters}
         active = self._active_run()
-        run = {**self._known, "settings": deciding}
+        run = {"settings": deciding, **self._known}
         if resumed or self.trainer.step:
-            run |= read_run(self._path(folder, run["key"]))
+            run |= read_run(self._path(run["key"]))
         if run["key"] and self._continues(run, deciding, active):
             settings = {}
             run["waiting"] = [each for each in run["waiting"] if each[1] > run["sent"].get(each[0], -1)]
@@ -115,11 +110,11 @@ class Tracker(Callback, abc.ABC):
             run = {"key": secrets.token_hex(8), "run_id": active, "sent": {}, "waiting": [], "checkpoint_step": -1}
             run["settings"] = deciding
         self._last = run["sent"] | {name: step for name, step, *_ in run["waiting"]}
-        self._sender = BackgroundSender(self, run, self._path(folder, run["key"]), settings, owns_run=not active)
+        self._sender = BackgroundSender(self, run, self._path(run["key"]), settings, owns_run=not active)
         self._warn_of_problem()
 
-    def _path(self, folder: Path, key: str) -> Path:
-        return folder / f"{type(self).__name__}-{key}.json"
+    def _path(self, key: str) -> Path:
+        return Path(local_path("folder", self.folder)).absolute() / f"{type(self).__name__}-{key}.json"
 
     def _continues(self, run: dict[str, Any], deciding: dict[str, str], active: str) -> bool:
         """Return whether the fit continues a run; warn if not."""
@@ -169,7 +164,7 @@ class Tracker(Callback, abc.ABC):
             new = [name for name in numbers if step > self._last.get(name, -1)]
             self._last |= dict.fromkeys(new, step)
             now = time.time()
-            self._sender.add(Point(name, step, float(numbers[name]), now) for name in new)
+            self._sender.add([Point(name, step, float(numbers[name]), now) for name in new])
 
     def on_checkpoint(self, path: Path) -> None:
         if self._sender is not None:
