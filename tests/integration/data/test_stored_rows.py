@@ -185,6 +185,40 @@ def refused(path: str) -> str:
     return refusal(fitted, inputs, make_rows(ROWS)[1])
 
 
+class ByName(nn.Module):
+    """The small model, which takes its rows by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def train_arrow(folder: str) -> bool:
+    """Returns whether a fit of an Arrow file has the bits of one of the arrays by name."""
+    import datasets
+
+    inputs, targets = make_rows(ROWS)
+    bits = []
+    for data in ((datasets.load_from_disk(folder).with_format("torch"),), ({"x": inputs}, targets)):
+        model = ByName()
+        cx.DistributedTrainer(model, "cross_entropy", adam(model)).fit(*data, **FIT)
+        bits.append(fingerprint(model))
+    return bits[0] == bits[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_arrow_file_of_hugging_face_trains_with_the_bits_of_the_array(tmp_path, world_size):
+    datasets = pytest.importorskip("datasets")
+    inputs, targets = make_rows(ROWS)
+    made = datasets.Dataset.from_dict({"x": inputs.numpy(), "label": targets.numpy()})
+    made.save_to_disk(str(tmp_path / "arrow"))
+    assert all(everywhere(world_size, train_arrow, str(tmp_path / "arrow")))
+
+
 def anonymous_megabytes() -> float:
     """Returns the memory of this process that is no file's."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
