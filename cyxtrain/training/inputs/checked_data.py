@@ -18,6 +18,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import labels_of
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
+from cyxtrain.data.batches.stored import few_of_stored, holds_stored
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator
 from cyxtrain.environment.regular_files import local_path
@@ -198,8 +199,7 @@ def check_data(
         loss = Loss(None, used=loss)
     elif not predicting:
         check_targets(source, loss)
-    inputs, targets, weights = source.example
-    loss.inspect(labels_of(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
+    _inspect_labels(source, loss)
     with memory_explained(world, trains=trains_on is not None):
         placement = place_model(world, model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())  # model.to() does not move it
@@ -217,6 +217,14 @@ def check_data(
         metrics=tried.metrics,
         tried=tried,
     )
+
+
+def _inspect_labels(source: Source, loss: Loss) -> None:
+    """Let the loss look at the labels; at the first ones if they are in an HDF5 file."""
+    inputs, targets, weights = source.example
+    labels = labels_of(inputs, targets)
+    are_all = source.is_whole and not holds_stored(labels)
+    loss.inspect(few_of_stored(labels), are_all=are_all, rows_have_weights=weights is not None)
 
 
 def _tried(kind: str, dry_run: DryRun, source: Source, trains_on: Rows | None, *, counts_flops: bool) -> Tried:

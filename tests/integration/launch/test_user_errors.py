@@ -49,8 +49,9 @@ LAUNCHERS = {
 }
 
 PROGRAM = """
-import os, sys, time
+import os, sys, time, warnings
 from pathlib import Path
+warnings.simplefilter("ignore")  # forks of a process do not read PYTHONWARNINGS
 mistake = sys.argv[1]
 def ready():
     Path("ready" + os.environ.get("RANK", "0")).touch()

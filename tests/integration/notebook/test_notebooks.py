@@ -196,7 +196,7 @@ def test_the_quickstart_runs_and_has_its_outputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook: Any = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     saved = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", coalesce_streams=True).execute()
     found = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     assert [[each.output_type for each in outputs] for outputs in saved] == [
         [each.output_type for each in outputs] for outputs in found
