@@ -9,6 +9,8 @@ from cyxtrain.callbacks.monitors import GradientNormMonitor, SlowRankMonitor, Te
 from cyxtrain.callbacks.progress_bar import ProgressBar
 from cyxtrain.callbacks.rate_callbacks import LearningRateMonitor, LearningRateScheduler, ReduceLROnPlateau
 from cyxtrain.callbacks.tensorboard import TensorBoard
+from cyxtrain.callbacks.trackers.services import MLflow, Trackio, WandB
+from cyxtrain.callbacks.trackers.tracker import Tracker
 
 __all__ = [
     "EMA",
@@ -20,6 +22,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "LearningRateScheduler",
+    "MLflow",
     "ModelCheckpoint",
     "ProgressBar",
     "ReduceLROnPlateau",
@@ -28,4 +31,7 @@ __all__ = [
     "TerminateOnNaN",
     "ThroughputMonitor",
     "Timer",
+    "Tracker",
+    "Trackio",
+    "WandB",
 ]

@@ -1,0 +1,1 @@
+"""Callbacks for experiment trackers (MLflow, W&B, Trackio), and their base class; TensorBoard is not here."""

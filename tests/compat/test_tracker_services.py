@@ -1,0 +1,137 @@
+"""The trackers against the services' own libraries, with a store on local disk: one run, one curve, over a resume."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_tracker import fit
+from rank_processes import run_ranks, values
+
+import cyxtrain as cx
+from cyxtrain.callbacks import MLflow, Tracker, Trackio, WandB
+
+pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.nightly]
+STEPS = [5, 10, 15]
+
+
+def fit_in_two_parts(folder: str, name: str, variables: dict[str, str]) -> list[Any]:
+    """Fit two epochs, resume for the third; fit into a run of the user's. Returns the losses of both parts' history."""
+    os.environ.update(variables)
+    os.chdir(folder)
+
+    def tracker() -> Tracker:
+        made = {
+            "MLflow": lambda **more: MLflow("own", **more),
+            "WandB": WandB,
+            "Trackio": lambda **more: Trackio("own", **more),
+        }
+        return made[name](parameters={"layers": 2}, log_checkpoints=True, log_every_n_steps=5)
+
+    with cx.init():
+        for epochs in (2, 3):
+            trainer = fit(tracker(), epochs=epochs, resume="auto", checkpoint_every_n_epochs=1)
+        return [trainer.history.history["loss"], fit_in_a_run_of_the_user(name, tracker())]
+
+
+def fit_in_a_run_of_the_user(name: str, tracker: Tracker) -> bool:
+    """Return whether the run that was active is still open after the fit."""
+    if name == "MLflow":
+        import mlflow
+
+        with mlflow.start_run() as run:
+            fit(tracker, epochs=1)
+            found = mlflow.get_run(run.info.run_id)
+            return found.info.status == "RUNNING" and "loss" in found.data.metrics
+    if name == "WandB":
+        import wandb
+
+        with wandb.init() as run:
+            fit(tracker, epochs=1)
+            return wandb.run is run and "loss" in dict(run.summary)
+    import trackio
+
+    run = trackio.init("theirs", name="mine", embed=False)
+    fit(tracker, epochs=1)
+    still = trackio.context_vars.current_run.get() is run
+    trackio.finish()
+    return still
+
+
+def run_parts(folder: Path, name: str, **variables: str) -> list[float]:
+    [(losses, is_open)] = values(run_ranks(1, fit_in_two_parts, str(folder), name, variables, seconds=200))
+    assert is_open
+    assert len(losses) == 3
+    return losses
+
+
+@pytest.mark.timeout(300)
+def test_mlflow_has_one_run_with_one_curve(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    store = tmp_path / "mlflow.db"
+    losses = run_parts(tmp_path, "MLflow", MLFLOW_TRACKING_URI=f"sqlite:///{store}")
+    with sqlite3.connect(store) as base:
+        runs = base.execute("select run_uuid, status from runs order by start_time").fetchall()
+        curve = "select step, value from metrics where key='loss' and run_uuid=? order by step"
+        assert [status for _, status in runs] == ["FINISHED", "FINISHED"]
+        assert base.execute(curve, runs[0][:1]).fetchall() == [*zip(STEPS, losses, strict=True)]
+        steps = base.execute(curve.replace("'loss'", "'step/loss'"), runs[0][:1]).fetchall()
+        assert [step for step, _ in steps] == STEPS
+        params = dict(base.execute("select key, value from params where run_uuid=?", runs[0][:1]).fetchall())
+        assert (params["layers"], params["optimizer"]) == ("2", "SGD")
+    base.close()
+    assert [*tmp_path.rglob("checkpoints/*.ckpt")]
+
+
+@pytest.mark.timeout(300)
+def test_wandb_offline_has_one_run_with_one_curve(tmp_path):
+    pytest.importorskip("wandb")
+    losses = run_parts(tmp_path, "WandB", WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
+    assert losses
+    files = [*(tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
+    ids = [file.stem.removeprefix("run-") for file in sorted(files)]
+    # Each part of an offline run is a folder; `wandb sync` joins those of one id.
+    assert len(ids) == 3
+    assert len(set(ids)) == 2
+    assert max(map(ids.count, ids)) == 2
+    [own] = {each for each in ids if ids.count(each) == 2}
+    found = [row for file in sorted(files) if own in file.name for row in history_of(file)]
+    assert sorted((int(row["step"]), row["loss"]) for row in found if "loss" in row) == [
+        *zip(STEPS, losses, strict=True)
+    ]
+
+
+def history_of(file: Path) -> list[dict[str, float]]:
+    """Return the rows of an offline run."""
+    import json
+
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(file))
+    rows = []
+    while data := store.scan_data():
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
+    return rows
+
+
+@pytest.mark.timeout(300)
+def test_trackio_has_one_run_with_one_curve(tmp_path):
+    pytest.importorskip("trackio")
+    losses = run_parts(tmp_path, "Trackio", TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
+    import json
+
+    [store] = (tmp_path / "trackio").glob("own*.db")
+    with sqlite3.connect(store) as base:
+        rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    base.close()
+    assert len({name for name, _, _ in rows}) == 1
+    curve = [(step, json.loads(metrics)["loss"]) for _, step, metrics in rows if "loss" in json.loads(metrics)]
+    assert curve == [*zip(STEPS, losses, strict=True)]

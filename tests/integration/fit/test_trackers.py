@@ -1,0 +1,193 @@
+"""A tracker gets each number of a fit once, over kills and resumes, and a service in trouble never stops a fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from file_tracker import FailingTracker, FileTracker, calls, curves, fit, fit_in_a_world, fit_in_folder
+from fitting import make_rows, one_process, run_new_world
+from markers import nightly_where
+from rank_processes import run_ranks
+from refusals import refuses, warning_texts
+
+import cyxtrain as cx
+from cyxtrain.callbacks import MLflow, Tracker
+from cyxtrain.callbacks.trackers import background_sender
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+PLACES = [("start", 0), ("batch", 3), ("batch", 11), ("validation", 10), ("epoch", 5), ("end", 15)]
+
+
+def of_kind(file: str, kind: str) -> list[Any]:
+    return [values[0] for each, *values in calls(file) if each == kind]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, rank_server):
+    folder = str(tmp_path_factory.mktemp("undisturbed"))
+    run_new_world(2, fit_in_folder, folder)
+    return curves(f"{folder}/calls")
+
+
+def test_points_are_those_of_the_history_and_only_rank_0_logs(undisturbed, tmp_path):
+    with one_process():
+        history = fit(FileTracker(f"{tmp_path}/calls")).history.history
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy", "learning_rate"):
+        assert curves(f"{tmp_path}/calls")[name] == [*zip([5, 10, 15], history[name], strict=True)]
+    assert [step for step, _ in curves(f"{tmp_path}/calls")["step/loss"]] == [10]
+    assert [step for step, _ in undisturbed["step/loss"]] == [*range(1, 16)]
+    assert [step for step, _ in undisturbed["val_loss"]] == [5, 10, 15]
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
+
+
+@nightly_where(lambda place: place[0] not in ("batch", "end"))
+@pytest.mark.skipif(os.name == "nt", reason="ranks are killed by POSIX signals here")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_killed_fit_that_resumes_gives_the_curves_of_the_undisturbed_one(place, undisturbed, tmp_path):
+    killed = run_ranks(2, fit_in_a_world, str(tmp_path), *place)
+    assert killed[0].kind == "Killed"
+    run_new_world(2, fit_in_folder, str(tmp_path))
+    file = f"{tmp_path}/calls"
+    assert curves(file) == undisturbed
+    [*_, last] = of_kind(file, "finish")
+    assert last == "FINISHED"
+    if place[0] in ("batch", "validation", "end") and place != ("batch", 3):
+        assert set(of_kind(file, "start")) == {"run 1"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the signal is POSIX's")
+def test_a_fit_that_is_terminated_ends_as_killed_and_goes_on_in_the_same_run(undisturbed, tmp_path):
+    stopped = run_ranks(2, fit_in_a_world, str(tmp_path), "batch", 7, signal.SIGTERM)
+    assert [each.kind for each in stopped] == ["SystemExit"] * 2
+    run_new_world(2, fit_in_folder, str(tmp_path))
+    assert curves(f"{tmp_path}/calls") == undisturbed
+    assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1"]
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["KILLED", "FINISHED"]
+    assert of_kind(f"{tmp_path}/calls", "artifact")[-1].endswith(".ckpt")
+
+
+def test_an_error_ends_the_run_as_failed(alone, tmp_path):
+    def fail(epoch: int, logs: Any) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(FileTracker(f"{tmp_path}/calls"), cx.callbacks.LambdaCallback(on_epoch_end=fail))
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["FAILED"]
+
+
+def test_fitting_again_continues_the_run_and_new_settings_begin_one(alone, tmp_path):
+    tracker = FileTracker(f"{tmp_path}/calls", parameters={"layers": 2})
+    trainer = fit(tracker)
+    trainer.fit(*make_rows(40), epochs=1, effective_batch_size=8, verbose=False, callbacks=[tracker])
+    assert of_kind(tracker.file, "start") == ["run 1", "run 1"]
+    with pytest.warns(UserWarning, match="does not continue the run run 1, but another one: clip_norm changed"):
+        trainer.fit(*make_rows(40), epochs=1, effective_batch_size=8, clip_norm=1.0, verbose=False, callbacks=tracker)
+    first, second, third = (values[1] for kind, *values in calls(tracker.file) if kind == "start")
+    assert first["layers"] == "2"
+    assert first["model"] == "Sequential"
+    assert "shuffle" not in first  # its default
+    assert second == {}
+    assert third["clip_norm"] == "1.0"
+
+
+def test_an_earlier_checkpoint_begins_a_new_run(alone, tmp_path):
+    kept = {"checkpoint_dir": f"{tmp_path}/kept", "checkpoint_every_n_epochs": 1}
+    fit(FileTracker(f"{tmp_path}/calls"), **kept)
+    with pytest.warns(UserWarning, match="resumes from step 5, and the run has a checkpoint of step 15"):
+        fit(FileTracker(f"{tmp_path}/calls"), resume=f"{tmp_path}/kept/epoch-0001.ckpt")
+    assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 2"]
+    assert [step for step, _ in curves(f"{tmp_path}/calls")["loss"]] == [5, 10, 15, 10, 15]
+
+
+def test_a_run_without_its_local_file_continues_from_the_checkpoint(alone, tmp_path):
+    kept = {"checkpoint_dir": f"{tmp_path}/kept", "checkpoint_every_n_epochs": 1}
+    fit(FileTracker(f"{tmp_path}/calls"), **kept)
+    for file in (tmp_path / "trackers").iterdir():
+        file.unlink()
+    fit(FileTracker(f"{tmp_path}/calls"), resume="auto", epochs=4, **kept)
+    # What was sent after the checkpoint's state was taken comes again, with the same values.
+    losses = curves(f"{tmp_path}/calls")["loss"]
+    assert [step for step, _ in sorted(set(losses))] == [5, 10, 15, 20]
+    assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1"]
+
+
+# --- services in trouble --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_waits(monkeypatch):
+    monkeypatch.setattr(background_sender, "START_SECONDS", 0.3)
+    monkeypatch.setattr(background_sender, "END_SECONDS", 0.3)
+
+
+def fit_beside(tracker: Tracker, **more: Any) -> list[str]:
+    """Fit, and return the warnings; it must not wait for the tracker."""
+    began = time.monotonic()
+    with warning_texts() as texts:
+        fit(tracker, **more)
+    assert time.monotonic() - began < 5
+    return [text for text in texts if "Tracker" in text]
+
+
+@pytest.mark.parametrize("kind", ["start", "log", "finish"])
+def test_a_service_that_does_not_answer_is_left_alone(kind, alone, tmp_path, short_waits):
+    gate = threading.Event()
+    tracker = FileTracker(f"{tmp_path}/calls", (kind, gate), log_every_n_steps=0)
+    texts = fit_beside(tracker)
+    gate.set()
+    lost = 6 * 3 if kind != "finish" else 0
+    assert [text.partition(" were")[0] for text in texts] == [f"FileTracker: {lost} points"] * bool(lost)
+
+
+def test_what_waits_is_in_the_checkpoint_and_sent_when_the_fit_resumes(alone, tmp_path, short_waits):
+    kept = {"checkpoint_dir": f"{tmp_path}/kept", "checkpoint_every_n_epochs": 1}
+    fit_beside(FailingTracker(f"{tmp_path}/calls", "start", 1000), **kept)
+    assert calls(f"{tmp_path}/calls") == []
+    fit_beside(FailingTracker(f"{tmp_path}/calls", "", 0), resume="auto", epochs=4, **kept)
+    assert [step for step, _ in curves(f"{tmp_path}/calls")["loss"]] == [5, 10, 15, 20]
+
+
+@pytest.mark.parametrize("kind", ["start", "log"])
+def test_a_wrong_key_is_one_warning_and_failed_calls_are_repeated(kind, alone, tmp_path, short_waits):
+    texts = fit_beside(FailingTracker(f"{tmp_path}/calls", kind, 1))
+    assert texts == ["FailingTracker: PermissionError: wrong key. Training continues; failed calls are repeated."]
+    assert [step for step, _ in curves(f"{tmp_path}/calls")["loss"]] == [5, 10, 15]
+
+
+def test_a_full_queue_drops_and_counts(alone, tmp_path, short_waits, monkeypatch):
+    monkeypatch.setattr(background_sender, "QUEUE_POINTS", 10)
+    gate = threading.Event()
+    tracker = FileTracker(f"{tmp_path}/calls", ("start", gate), log_every_n_steps=0)
+    assert fit_beside(tracker)[0].startswith("FileTracker: 18 points were not sent")
+    assert len(tracker.state_dict()["waiting"]) == 10
+    gate.set()
+
+
+def test_a_local_file_that_cannot_be_written_is_a_warning(alone, tmp_path):
+    (tmp_path / "trackers").touch()
+    [text] = fit_beside(FileTracker(f"{tmp_path}/calls"))
+    assert "Cannot write file of a tracker's run" in text
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
+
+
+def _missing() -> Tracker:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        patch.delitem(sys.modules, "mlflow", raising=False)
+        return MLflow()
+
+
+test_wrong_arguments_are_refused = refuses(
+    (lambda: FileTracker("x", log_every_n_steps=-1), "log_every_n_steps must be a whole number"),
+    (lambda: FileTracker("x", log_checkpoints=1), "log_checkpoints must be True or False"),
+    (lambda: FileTracker("x", parameters=3), "parameters must be a dictionary"),
+    (lambda: FileTracker("s3://bucket/x"), "folder is s3://bucket/trackers, a URL"),
+    (_missing, r"MLflow needs the library mlflow: pip install 'cyxtrain\[mlflow\]'"),
+)
