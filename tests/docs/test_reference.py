@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import ROOT
+from pages import ROOT, section
 
 import cyxtrain as cx
 
@@ -160,11 +160,11 @@ def test_every_environment_variable_that_the_package_reads_is_in_the_table(gener
     assert ours == {name for name in listed if name.startswith(("CYXTRAIN_", "DISTRIBUTED_"))}
 
 
-# --- docs/names.md --------------------------------------------------------------------------------------------------
+# --- public names in docs/evidence.md ------------------------------------------------------------------------------
 
 NAMES = re.findall(
     r"^\| `(\w+)` \| .+ \| `(tests/[\w/]+\.py)` \| (?:`(examples/[\w./]+)`|\[.*\]\((\w+\.md)\)) \|$",
-    (ROOT / "docs" / "names.md").read_text(encoding="utf-8"),
+    section(ROOT / "docs" / "evidence.md", "Public names"),
     flags=re.MULTILINE,
 )
 
