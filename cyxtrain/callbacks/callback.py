@@ -1,13 +1,15 @@
 """The base class of callbacks: Keras's hooks, called on every rank at the same points of a fit.
 
-on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
+on_train_begin -> on_fit_start (the state of a resumed fit is restored)
+               -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
                   on_train_batch_end
                -> on_test_begin -> for each batch: on_test_batch_begin, on_test_batch_end -> on_test_end (validation)
                -> on_validation_end -> on_epoch_end -> ... -> on_train_end
 evaluate:         on_test_begin -> ... -> on_test_end
 predict:          on_predict_begin -> for each batch: on_predict_batch_begin, on_predict_batch_end -> on_predict_end
 
-A validation within an epoch follows the on_train_batch_end of a step.
+A validation within an epoch follows the on_train_batch_end of a step. on_checkpoint follows a step, an epoch or the
+last step, on rank 0.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -155,6 +158,16 @@ class Callback:
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """A fit starts; if it resumes, `load_state_dict` follows, with model and optimizer restored."""
+
+    def on_fit_start(self, resumed: bool) -> None:
+        """The first epoch, or the rest of one, is about to start; `resumed`: from a checkpoint, which is restored."""
+
+    def on_checkpoint(self, path: Path) -> None:
+        """A checkpoint of `fit` is complete on the disk; called on rank 0 alone, soon after, in the training thread.
+
+        The last one's call comes before `on_train_end`, and also if the fit is stopped. `keep_last` may remove the
+        file when later ones are complete. Files that `save_checkpoint` or a callback writes are not reported.
+        """
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """The fit is complete, not interrupted; logs hold the numbers of the last epoch."""

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 _MEANINGS: dict[str, dict[str, str]] = {
     "hook": {
-        "on_train_begin": "on_train_start on_fit_start on_sanity_check_start on_init_end",
+        "on_train_begin": "on_train_start on_sanity_check_start on_init_end",
         "on_train_end": "on_fit_end",
+        "on_checkpoint": "on_save on_checkpoint_saved",
         "on_epoch_begin": "on_epoch_start on_train_epoch_start",
         "on_epoch_end": "on_train_epoch_end on_log",
         "on_train_batch_begin": "on_train_batch_start on_batch_begin on_batch_start on_step_begin on_before_zero_grad",
@@ -27,7 +28,6 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "on_predict_batch_begin": "on_predict_batch_start",
         "There is no hook between forward and backward": "on_before_backward",
         "Return the state from state_dict(); load_state_dict() restores it": "on_save_checkpoint on_load_checkpoint",
-        "Checkpoints are saved by fit(checkpoint_every_n_epochs=1), or by trainer.save_checkpoint(path)": "on_save",
     },
     "loss": {
         "cross_entropy: It takes outputs without a softmax, and y as class indices, or as one-hot rows of floats.": (

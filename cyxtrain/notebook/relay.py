@@ -41,6 +41,8 @@ class Relay(Callback):
             self._report((HOOK, self._name, hook, arguments))
 
     on_train_begin = _forwarding("on_train_begin")
+    on_fit_start = _forwarding("on_fit_start")
+    on_checkpoint = _forwarding("on_checkpoint")
     on_train_end = _forwarding("on_train_end")
     on_epoch_begin = _forwarding("on_epoch_begin")
     on_epoch_end = _forwarding("on_epoch_end")

@@ -1,9 +1,9 @@
 """Send objects to other processes of this machine: pickled, with large arrays in shared memory.
 
 Classes and functions of a notebook are sent by value (cloudpickle). Arrays are written once, into a file without a
-name, which each receiver maps; memory maps are sent as the name of their file. Parts that both sides have, such as a
-trainer's model, are sent by name. So are, from then on, the objects, classes and functions that were sent: both sides
-name them by their number in the pickle's memo.
+name, which each receiver maps; memory maps and HDF5 datasets are sent as the name of their file. Parts that both sides
+have, such as a trainer's model, are sent by name. So are, from then on, the objects, classes and functions that were
+sent: both sides name them by their number in the pickle's memo.
 
 Loading runs whatever code the sender chooses: only messages of `pool.py` and `worker.py` are loaded here, over a
 connection that nobody else can reach.
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.serialization import config as serialization
 
+from cyxtrain.data.batches.stored import reopening
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.regular_files import open_regular
 
@@ -122,7 +123,8 @@ def write(
     """Write an object and all that it holds to an empty file.
 
     `known` is what the receiver has, by name; `Pickler` describes the options. Cost: the bytes of its arrays once,
-    except memory maps. Raises any Exception if it holds something that cannot be sent, such as an open file.
+    except memory maps and HDF5 datasets. Raises any Exception if it holds something that cannot be sent, such as an
+    open file.
     """
     pickler = _pickler(known, is_data=is_data, sent=sent)
     # A file that never leaves memory needs no checksum, which PyTorch would compute over all bytes.
@@ -247,6 +249,9 @@ def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], fi
 
 def _reduced(obj: Any) -> tuple[Any, ...] | None:
     """Return how to rebuild an object whose own pickle would lose something; None for any other."""
+    stored = reopening(obj)
+    if stored is not None:
+        return stored
     if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
         return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
     # Pickled by name, it would be looked up in the receiver's own __main__.

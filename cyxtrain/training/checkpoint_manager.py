@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
+from collections.abc import Iterator
+from pathlib import Path
 
 from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
@@ -53,6 +56,8 @@ class CheckpointManager:
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
+        # The writing thread adds the files that are complete.
+        self._complete: queue.SimpleQueue[Path] = queue.SimpleQueue()
         all_write = not self._config.save_on_master_only
         self._folder = CheckpointFolder(self._config.checkpoint_dir, self._world.rank if all_write else None)
         # The folder that it is when the fit begins; if the current folder is gone, writing reports it.
@@ -172,6 +177,11 @@ class CheckpointManager:
         if self._is_on and self._saved != self._name():
             self._save(totals)
 
+    def take_complete(self) -> Iterator[Path]:
+        """Yield the files that this rank has completed since the last call."""
+        while not self._complete.empty():
+            yield self._complete.get()
+
     def gather(self, totals: MetricSums | None) -> None:
         """Average buffers; gather compression state and, within an epoch, what each rank has. All ranks call it."""
         if totals is not None:
@@ -277,6 +287,7 @@ class CheckpointManager:
                 folder.mark_best(folder.file(name))
             if keep_last:
                 folder.prune(run, keep_last, folder.file(name))
+            self._complete.put(folder.file(name))
 
         def make_room() -> bool:
             # Delete now what would be deleted afterwards, except one.

@@ -6,7 +6,7 @@ What happens from the call to the first step, in this order:
    new fit, or finds a checkpoint and loads it (`Resumption.load`). Then rank 0 sends its parameters to all ranks.
 2. `DistributedTrainer.fit` shows the header, and makes the loop; rank 0 enters the folder of checkpoints.
 3. `FitLoop._begin_training`: `set_params` and `on_train_begin`; `Resumption.restore` loads the checkpoint again; the
-   first checkpoint is tried. From here on the state is the one that training continues from.
+   first checkpoint is tried. From here on the state is the one that training continues from: `on_fit_start`.
 4. `FitLoop._begin_epoch`: `on_epoch_begin`, except in the middle of an epoch. The generators are seeded, and
    `Resumption.restore_epoch` restores the sums of the epoch. If the validation of its last step is missing, it follows.
 5. `FitLoop._train_one_step`, for each share of the data.
@@ -118,6 +118,7 @@ class FitLoop:
                 self._requests.begin_stop(stop)
                 self._ddp.sync_buffers()
             self._manager.finish(self._session.totals)
+            self._report_checkpoints()
             best = ""
             if stop is None:
                 best = self._manager.load_best()
@@ -192,6 +193,7 @@ class FitLoop:
             (self._validate_if_due, self._validates_within_epochs),
             (self._check_replicas_if_due, bool(config.check_replicas_every_n_steps)),
             (self._save_if_due, bool(config.checkpoint_every_n_steps)),
+            (self._report_checkpoints, config.makes_checkpoints and self._world.is_first),
         ]
         return [phase for phase, is_asked_for in phases if is_asked_for]
 
@@ -213,6 +215,12 @@ class FitLoop:
             # The latest step may still be undone.
             self._session.wait_for_verdict()
             self._manager.save_step(self._session.totals)
+
+    def _report_checkpoints(self, _: Share | None = None) -> None:
+        """Call `on_checkpoint` on rank 0 for each file that has been completed since the last call."""
+        if self._world.is_first:
+            for path in self._manager.take_complete():
+                self._callbacks.call("on_checkpoint", path)
 
     @contextlib.contextmanager
     def _resources(self) -> Iterator[None]:
@@ -244,7 +252,7 @@ class FitLoop:
         del self._manager
 
     def _begin_training(self) -> None:
-        """Call `on_train_begin`; if the fit resumes, load the checkpoint again."""
+        """Call `on_train_begin`; if the fit resumes, load the checkpoint again; call `on_fit_start`."""
         self._callbacks.call("set_params", self._plan.params(self._last_epoch))
         if self._resumption is not None:
             self._resumption.drop_added_groups(self._state)
@@ -252,6 +260,7 @@ class FitLoop:
         if self._resumption is not None:
             self._resumption.restore(self._state, self._plan, self._ddp, self._logged)
         self._manager.check()
+        self._together(self._callbacks.call, "on_fit_start", self._resumption is not None)
 
     def _begin_epoch(self) -> TrainingStep:
         plan = self._plan
@@ -323,6 +332,7 @@ class FitLoop:
         if position.stopped:
             self._explain_end(where)
         self._manager.after_epoch()
+        self._report_checkpoints()
         stop_if_requested(received)
 
     def _explain_end(self, where: str) -> None:

@@ -100,6 +100,17 @@ def test_a_notebooks_workers_are_timed_and_weighed(tmp_path):
 
 
 @pytest.mark.nightly
+def test_an_epoch_of_a_file_is_compared_with_a_loop(tmp_path):
+    pytest.importorskip("h5py")
+    printed, results = run_benchmark(
+        "stored_rows.py", tmp_path, "--rows", "300", "--launches", "1", "--batch-sizes", "64"
+    )
+    for row in results["rows"]:
+        assert row["ratio"] == pytest.approx([row["fit"][0] / row["loop"][0]] * 3)
+        assert row["layout"] in printed
+
+
+@pytest.mark.nightly
 def test_steps_of_all_ways_are_compared(tmp_path):
     printed, results = run_benchmark(
         *("ddp_step.py", tmp_path, "--launches", "1", "--models", "convnet", "--batches", "4", "--floors"),

@@ -255,7 +255,11 @@ def strike(seed: int, folder: Path) -> str:
         kill_one(draw, places[victim], number)
         if (victim, number) == ("worker", signal.SIGKILL):
             # A worker of a stream ends with each epoch, and nobody misses one that would have ended then.
-            while goes_on(program):
+            # At random moments: just after the line of an epoch, its workers have always ended.
+            for _ in range(100):
+                if not goes_on(program):
+                    break
+                time.sleep(draw.random())
                 kill_one(draw, program.workers(), number)
         ends = (victim, number) not in {
             ("guard", signal.SIGKILL),

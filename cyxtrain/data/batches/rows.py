@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from cyxtrain.config.settings import is_number
+from cyxtrain.data.batches.stored import StoredTensor, is_stored, refuse_closed, stored_tensor
 from cyxtrain.data.batches.structure import Tree, fields_of, map_tree, named_tensors, num_rows, same_sequence, tensors
 from cyxtrain.environment.accelerator import to_device
 from cyxtrain.errors import ConfigError, brief, shortened
 
 NAMES = ("X", "y", "sample_weight")
 SAMPLED_ROWS = 1024
+# Of an HDF5 dataset: each may need a whole chunk of the file.
+_SAMPLED_STORED_ROWS = 64
 
 # PyTorch's index_select does not take these types; it takes the same bits as signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -94,6 +97,7 @@ def _as_tree(values: Any, name: str) -> Any:
     """Return a user's arrays as tensors, or None: one, or several in a dictionary, a tuple or a list."""
     if values is None:
         return None
+    refuse_closed(values, name)
     if isinstance(values, PackedSequence):
         raise ConfigError(
             f"{name} is a PackedSequence, whose tensors have no row per sample: give padded rows and their lengths, "
@@ -131,7 +135,8 @@ def _are_several(values: Any) -> bool:
 
 
 def _is_array_or_several(part: Any) -> bool:
-    return isinstance(part, (Tensor, np.ndarray)) or fields_of(part) is not None or _are_several(part)
+    is_array = isinstance(part, (Tensor, np.ndarray)) or is_stored(part)
+    return is_array or fields_of(part) is not None or _are_several(part)
 
 
 def holds_tensors(values: Any) -> bool:
@@ -166,6 +171,9 @@ def rows_not_finite(rows: Tensor) -> list[int]:
 
 
 def _as_tensor(values: Any, name: str) -> Tensor:
+    stored = stored_tensor(values, name)
+    if stored is not None:
+        return stored
     if isinstance(values, Tensor):
         tensor = values.detach()
     else:
@@ -237,6 +245,9 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
     """Return rows by number, of any dtype; rows on the CPU go to pinned memory if `pinned`."""
+    if isinstance(tensor, StoredTensor):
+        found, places = tensor.sorted_rows(rows.numpy())
+        return gather(found, places, pinned=pinned)
     if tensor.dtype in _SIGNED:
         return gather(tensor.view(_SIGNED[tensor.dtype]), rows, pinned=pinned).view(tensor.dtype)
     if not tensor.is_cpu:
@@ -254,6 +265,8 @@ def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
     """Return a hash of up to that many samples, evenly spaced, the first and the last among them."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
+    if isinstance(tensor, StoredTensor):
+        rows = min(rows, _SAMPLED_STORED_ROWS)
     count = min(len(tensor), rows)
     chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
     sample = gather(tensor, chosen).cpu().contiguous()

@@ -30,6 +30,7 @@ from cyxtrain.data.batches.rows import (
     sampled_hash,
     weighted_by_class,
 )
+from cyxtrain.data.batches.stored import StoredTensor, loaded
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import RowFeed
 from cyxtrain.data.order import EpochOrder, SeededOrder, lengths_of
@@ -43,7 +44,7 @@ _SCAN_ELEMENTS = 1 << 22
 
 
 class ArraySource(Source):
-    """Rows of NumPy arrays or tensors. Nothing is copied, memory maps stay on disk."""
+    """Rows of NumPy arrays or tensors. Nothing is copied; memory maps and HDF5 datasets stay on disk."""
 
     is_whole = True
     drop_last = False
@@ -53,10 +54,10 @@ class ArraySource(Source):
         self._first_row = 0  # in the arrays that the user gave
         self._lengths: Indices | None = None  # of rows, by which an epoch groups them
         self._rows: Indices | None = None  # the samples that were chosen of them; None: all from the first one on
+        self.example = as_rows(inputs, targets, weights)
         self.is_numpy = not holds_tensors(inputs)
         self.column = column_code(targets)
         self._columns = dict(zip(NAMES, map(columns_of, (inputs, targets, weights)), strict=True))
-        self.example = as_rows(inputs, targets, weights)
         if len(self) == 0:
             raise ConfigError("X has no samples: there is nothing to train on or to evaluate.")
         self.example.check_lengths()
@@ -118,10 +119,17 @@ class ArraySource(Source):
         return part
 
     def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> ArraySource:
-        """Return some samples, in their order, as a source: a copy."""
+        """Return some samples, in their order, as a source: a copy, except of rows in an HDF5 file."""
         part = copy.copy(self)
-        part._rows = np.flatnonzero(is_chosen)
-        part.example = self.gather(part._rows)
+        rows = np.flatnonzero(is_chosen)
+        part._rows = rows
+
+        def picked(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, StoredTensor):
+                return tensor.chosen(rows)
+            return gather(tensor, torch.from_numpy(rows))
+
+        part.example = self.example.mapped(picked)
         if part._lengths is not None:
             part._lengths = part._lengths[part._rows]
         return part
@@ -154,7 +162,9 @@ class ArraySource(Source):
     @override
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
         copier = make_copier(placement)
-        own = functools.partial(copier.clone, memory_format=torch.contiguous_format)  # a model may change it
+
+        def own(tensor: Tensor) -> Tensor:
+            return copier.clone(loaded(tensor), memory_format=torch.contiguous_format)  # a model may change it
 
         def batches() -> Iterator[tuple[int, Rows]]:
             for number in share.of(self.num_batches(batch_size)):
@@ -193,7 +203,8 @@ class ArraySource(Source):
         wrong: set[int] = set()
         columns: list[str] = []
         for name, tensor in self.example.named():
-            if not tensor.is_floating_point() or tensor.numel() == 0:
+            # Rows in an HDF5 file are not read before they are used.
+            if isinstance(tensor, StoredTensor) or not tensor.is_floating_point() or tensor.numel() == 0:
                 continue
             rows = max(1, _SCAN_ELEMENTS // tensor[0].numel())
             for start in range(first, end, rows):

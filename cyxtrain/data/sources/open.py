@@ -18,6 +18,7 @@ from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.dataset_source import DatasetSource
 from cyxtrain.data.sources.fetching import SplitOverWorkers, needs_split
 from cyxtrain.data.sources.source import Source
+from cyxtrain.data.sources.stateful import as_plain_loader
 from cyxtrain.data.sources.stream import StreamSource
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
@@ -58,7 +59,7 @@ def open_source(
     name = type(inputs).__name__
     _check_alone(inputs, targets, weights)
     if isinstance(inputs, DataLoader):
-        return _open_loader(inputs, config, number, world)
+        return _open_loader(as_plain_loader(inputs), config, number, world)
     if isinstance(inputs, IterableDataset):
         return _stream_of(DataLoader(inputs, batch_size=config.batch_size), name, config, number, world)
     if isinstance(inputs, Iterator):

@@ -17,6 +17,7 @@ from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.batches.collate import check_parts
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows, column_code, weighted_by_class
+from cyxtrain.data.batches.stored import few_of_stored
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import Feed
 from cyxtrain.errors import ConfigError
@@ -52,8 +53,8 @@ class Source(ABC):
 
     @property
     def targets(self) -> Any:
-        """Y of the example, or None."""
-        return self.example.targets
+        """Y of the example, or None; of a y of several numbers per sample in an HDF5 file, the first rows."""
+        return few_of_stored(self.example.targets)
 
     @abstractmethod
     def describe(self) -> str:

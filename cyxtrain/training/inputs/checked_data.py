@@ -18,6 +18,7 @@ from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import labels_of
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
+from cyxtrain.data.batches.stored import few_of_stored, holds_stored
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator
 from cyxtrain.environment.regular_files import local_path
@@ -199,7 +200,9 @@ def check_data(
     elif not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example
-    loss.inspect(labels_of(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
+    labels = labels_of(inputs, targets)
+    are_all = source.is_whole and not holds_stored(labels)
+    loss.inspect(few_of_stored(labels), are_all=are_all, rows_have_weights=weights is not None)
     with memory_explained(world, trains=trains_on is not None):
         placement = place_model(world, model, loss, trainer.device, channels_last=config.channels_last)
         place_state(*trainer.optimizers.values())  # model.to() does not move it

@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import re
+import signal
 import threading
 import time
 import types
@@ -25,6 +26,7 @@ import cyxtrain as cx
 from cyxtrain.callbacks import Callback, EarlyStopping
 from cyxtrain.callbacks.callback import BatchLogs
 from cyxtrain.checkpoint import files
+from cyxtrain.checkpoint.folder import look_into
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -118,6 +120,75 @@ def test_hooks_come_in_keras_order_on_every_rank_with_the_numbers_of_all(world_s
         assert logs["batch begin 0"] == logs["train begin"] == logs["epoch begin 1"] == {}
     epoch_ends = [{name: values for name, values in logs.items() if "epoch end" in name} for _, logs, _ in ranks]
     assert all(each == epoch_ends[0] for each in epoch_ends)
+
+
+class Hearing(Callback):
+    """Writes down in which order it is restored, started, and told of checkpoints."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": "a"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.heard.append(f"run {state['run']}")
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.heard.append("train begin")
+
+    def on_fit_start(self, resumed: bool) -> None:
+        self.heard.append("fit resumed" if resumed else "fit start")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.heard.append(f"epoch {epoch}")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.heard.append(f"step {self.trainer.step}")
+
+    def on_checkpoint(self, path: Path) -> None:
+        assert look_into(path).position  # it is complete
+        self.heard.append(path.stem)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.heard.append("train end")
+
+
+def fit_heard(folder: str, settings: dict[str, Any]) -> list[str]:
+    hearing = Hearing()
+    trainer_with(hearing).fit(INPUTS, TARGETS, epochs=2, checkpoint_dir=folder, **QUIET, **settings)
+    return hearing.heard
+
+
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
+def test_a_fit_starts_after_callbacks_are_restored_also_in_the_middle_of_an_epoch(world_size, tmp_path):
+    folder = str(tmp_path)
+    for heard in everywhere(world_size, fit_heard, folder, {"max_steps": 3, "checkpoint_every_n_steps": 3}):
+        assert heard[:4] == ["train begin", "fit start", "epoch 0", "step 0"]
+    for heard in everywhere(world_size, fit_heard, folder, {"resume": "auto"}):
+        assert heard == ["train begin", "run a", "fit resumed", "step 3", "train end"]
+
+
+def test_rank_0_hears_of_each_checkpoint_when_it_is_complete(tmp_path):
+    often = {"checkpoint_every_n_steps": 1, "checkpoint_every_n_epochs": 1}
+    first, second = run_world(2, fit_heard, str(tmp_path), often)
+    epochs = ["epoch 0", "step 0", "step 1", "epoch 1", "step 2", "step 3"]
+    assert second == ["train begin", "fit start", *epochs, "train end"]
+    written = ["step-00000001", "step-00000002", "epoch-0001", "step-00000003", "step-00000004", "epoch-0002"]
+    assert [name for name in first if "-" in name] == written
+    assert {path.stem for path in tmp_path.glob("*-0*.ckpt")} == set(written)
+    assert [name for name in first if "-" not in name] == second
+    assert first.index("epoch-0002") < first.index("train end")
+
+
+def test_the_checkpoint_of_a_fit_that_is_stopped_is_heard_of(tmp_path):
+    hearing = Hearing()
+    stop = cx.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: signal.raise_signal(signal.SIGTERM))
+    fit = trainer_with(hearing, stop).fit
+    with one_process(), pytest.raises(SystemExit):
+        fit(INPUTS, TARGETS, epochs=2, checkpoint_every_n_epochs=1, checkpoint_dir=str(tmp_path), **QUIET)
+    [file] = tmp_path.glob("step-*.ckpt")
+    assert hearing.heard[-1] == file.stem
 
 
 def test_logs_of_a_batch_are_the_means_of_the_epoch_so_far():

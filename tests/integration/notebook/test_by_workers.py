@@ -211,6 +211,23 @@ def test_data_of_every_kind(kind):
         assert isinstance(trainer.predict(given[0]), np.ndarray)
 
 
+@pytest.mark.nightly
+def test_workers_open_an_hdf5_file_themselves(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = X.numpy()
+        file["y"] = Y.numpy()
+        with pytest.raises(cx.ConfigError, match=r"X cannot be sent to worker processes: .* is open for writing"):
+            trainer_of().fit(file["x"], file["y"], **SETTINGS)
+    trainer = trainer_of()
+    trainer.fit(X, Y, **SETTINGS)
+    stored = trainer_of()
+    with h5py.File(tmp_path / "rows.h5") as file:
+        stored.fit(file["x"], file["y"], **SETTINGS)
+        assert (stored.predict(file["x"]) == stored.predict(X.numpy())).all()
+    assert fingerprint(stored.model) == fingerprint(trainer.model)
+
+
 @dataclasses.dataclass
 class Cut:
     """Scores, and nothing."""

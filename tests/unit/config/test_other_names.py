@@ -47,7 +47,7 @@ OURS = {
 ANSWERS = {
     "hook": {
         "on_train_start": "Did you mean 'on_train_begin'?",
-        "on_fit_start": "'on_train_begin'",
+        "on_save": "'on_checkpoint'",
         "on_fit_end": "'on_train_end'",
         "on_epoch_start": "'on_epoch_begin'",
         "on_train_epoch_start": "'on_epoch_begin'",
