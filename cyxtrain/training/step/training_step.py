@@ -83,8 +83,8 @@ class TrainingStep:
         self._clip = make_clip(state.config, state.optimizers)
         self._logged = logged
         self._scale = state.loss_scale
-        # Of losses before backward. With fp16 the loss scale over N, the number of ranks: `divided` has multiplied by N,
-        # which is thus left out until `finish`.
+        # Of losses before backward. With fp16 the loss scale over N, the number of ranks: `divided` has multiplied by
+        # N, which is thus left out until `finish`.
         self._multiplier = 1.0
         self._before_update = state.callbacks.before_optimizer_step
         self._world = ddp.world
