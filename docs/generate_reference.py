@@ -40,6 +40,29 @@ UNITS = {
 }
 """Units by the name of a setting; the others have none."""
 
+BY_NEED: dict[str, Sequence[str]] = {
+    "Ten settings to start with": (
+        *("epochs", "effective_batch_size", "batch_size", "validation_split", "keep_best", "load_best"),
+        *("checkpoint_every_n_epochs", "warmup_steps", "clip_norm", "precision"),
+    ),
+    "Length of a fit": ("max_steps", "max_time_seconds", "steps_per_epoch", "fast_dev_run", "num_processes"),
+    "Samples": ("shuffle", "seed", "drop_last", "sharded_data"),
+    "Validation": (
+        *("validation_freq", "validate_every_n_steps", "validate_every_n_minutes", "validation_batch_size"),
+        *("validation_steps", "validation_stratify"),
+    ),
+    "Checkpoints": (
+        *("checkpoint_dir", "checkpoint_every_n_steps", "checkpoint_every_n_minutes", "keep_last", "on_save_error"),
+        "save_on_master_only",
+    ),
+    "Gradients and learning rate": (
+        *("accumulation_steps", "clip_value", "clip_adaptive", "learning_rate_scaling", "scheduler_interval"),
+        *("on_nonfinite", "check_replicas_every_n_steps"),
+    ),
+    "Speed": ("compile", "float32_precision", "channels_last", "fused_optimizer", "amp", "sync_batchnorm", "profile"),
+}
+"""The settings of `fit` by what you need them for; those that are not listed follow under "Output and others"."""
+
 ENVIRONMENT = (
     ("RANK", "integer", "0", "", "This process's number among all, from 0. Set it together with `WORLD_SIZE`."),
     ("WORLD_SIZE", "integer", "1", "processes", "The number of processes on all machines."),
@@ -196,11 +219,21 @@ def field_docstrings(config: type) -> dict[str, str]:
     return found
 
 
-def settings_table(config: type) -> str:
-    """Return the table of one class of settings: name, type, default, unit and meaning of each field."""
+def fit_settings() -> str:
+    """Return a table for each group of the settings of `fit`, those to start with first."""
+    listed = {name for names in BY_NEED.values() for name in names}
+    rest = [field.name for field in dataclasses.fields(cx.DistributedTrainingConfig) if field.name not in listed]
+    groups = {**BY_NEED, "Output and others": rest}
+    tables = (f"**{title}**\n\n{settings_table(cx.DistributedTrainingConfig, groups[title])}" for title in groups)
+    return "\n\n".join(tables)
+
+
+def settings_table(config: type, names: Sequence[str] | None = None) -> str:
+    """Return the table of a class of settings (or of some fields, by name): type, default, unit and meaning of each."""
     meanings = field_docstrings(config)
+    fields = {field.name: field for field in dataclasses.fields(config)}
     rows = []
-    for field in dataclasses.fields(config):
+    for field in (fields[name] for name in names or fields):
         unit = next((unit for pattern, unit in UNITS.items() if re.search(pattern, field.name)), "")
         rows.append((f"`{field.name}`", f"`{field.type}`", f"`{field.default!r}`", unit, meanings[field.name]))
     return table(("setting", "type", "default", "unit", "meaning"), rows)
@@ -284,6 +317,8 @@ def errors_table() -> str:
 def generate(name: str, page: str) -> str:
     """Return the table with a name; `page` is the text of the page that it stands in."""
     configs = {each.__name__: each for each in SETTINGS}
+    if name == "DistributedTrainingConfig":
+        return fit_settings()
     if name in configs:
         return settings_table(configs[name])
     if name in GROUPS:

@@ -258,7 +258,7 @@ def tensor_of(parameter: Tensor) -> int:
     return getattr(parameter, "_cdata", 0)
 
 
-def attach_hooks(parameter: Tensor) -> None:
+def reattach_lost_hooks(parameter: Tensor) -> None:
     """Register the hooks of a parameter again after PyTorch has swapped its C++ tensor."""
     known = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if known is not None:

@@ -173,7 +173,7 @@ class LowRankExchange(GradientExchange):
 
     @property
     @override
-    def received(self) -> list[Tensor]:
+    def results(self) -> list[Tensor]:
         return [self._first, self._second]
 
     @override

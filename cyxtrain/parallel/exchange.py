@@ -84,7 +84,7 @@ class GradientExchange(ABC):
         """Copy what was received into the bucket."""
 
     @property
-    def received(self) -> list[Tensor]:
+    def results(self) -> list[Tensor]:
         """What was received, the same on every rank: if it is finite, all ranks' gradients are."""
         return [self._numbers]
 

@@ -48,7 +48,8 @@ class Reducer:
         keep_freed_memory()  # autograd's own gradients are freed in each step, when they were copied to a bucket
         parameters = trained_parameters(model)
         self._model = model
-        self._kinds = {id(p): (p.dtype, p.get_device(), p.requires_grad, p) for p in model.parameters()}  # keeps ids
+        # With the parameter itself: its id must not be reused.
+        self._kinds = {id(p): (p.dtype, p.get_device(), p.requires_grad, p) for p in model.parameters()}
         self._names = {parameter: name for name, parameter in parameters}
         self._allow_unused = config.find_unused_parameters or config.static_graph
         self._trained = [parameter for _, parameter in parameters]
@@ -64,7 +65,7 @@ class Reducer:
         self.low_rank = install_compression(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
         self._world = world
-        self._backward: weakref.ref[_Backward] | None = None
+        self._current_run: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
         self.flags = SyncFlags(self._buckets, self._names)
@@ -72,7 +73,7 @@ class Reducer:
         self.next_sync = Synchronization()  # what the next backward sends with its gradients
         self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
         self.unsynced = False  # whether there are gradients that were not averaged
-        self._first = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
+        self._first_tensor = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
         self._comm_hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._device_waits: accelerator.Stopwatch | None = None
         self._handles: list[Any] = []  # of the hooks on parameters
@@ -93,14 +94,15 @@ class Reducer:
         sparse = [parameter for _, parameter in self._sparse.parameters]
         for index, parameters in [*enumerate(buckets), (_SPARSE, sparse)]:
             for slot, parameter in enumerate(parameters):
-                torch_compat.attach_hooks(parameter)
+                torch_compat.reattach_lost_hooks(parameter)
                 hook = functools.partial(Reducer._on_gradient, reference, index, slot)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def take_over(self, earlier: Reducer) -> None:
         """Close an `earlier` reducer of the same module, and continue from its state, in its place."""
         earlier.close()
-        # A wrapper that was made between the two still averages what it has: this one only looks newer.
+        # `self` takes the place of `earlier`: it only looks newer than a wrapper that was made between the two, which
+        # still averages what it has.
         for other in [each for each in earlier._newer if each is not self]:
             if not other._names.keys().isdisjoint(self._names):
                 other._newer.discard(self)
@@ -129,11 +131,14 @@ class Reducer:
         kinds = self._kinds
         for parameter in parameters:
             kind = kinds.get(id(parameter))
-            if kind is None or kind[0] is not parameter.dtype or kind[1] != parameter.get_device():
+            if kind is None:
                 return False
-            if parameter.requires_grad and not kind[2]:
+            dtype, device, was_trained, _ = kind
+            if dtype is not parameter.dtype or device != parameter.get_device():
                 return False
-        is_swapped = bool(self._trained) and torch_compat.tensor_of(self._trained[0]) != self._first
+            if parameter.requires_grad and not was_trained:
+                return False
+        is_swapped = bool(self._trained) and torch_compat.tensor_of(self._trained[0]) != self._first_tensor
         return len(parameters) == len(kinds) and not is_swapped
 
     def new_parameters(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -146,7 +151,7 @@ class Reducer:
 
     @property
     def carries_weights(self) -> bool:
-        """Whether a weight travels with the gradients, which are divided by that of all ranks: not in 16 bits."""
+        """Whether this rank's weight can travel in the last bucket: not in 16 bits, nor compressed."""
         return not self._is_compressing and bool(self._buckets) and self._buckets[-1].numbers.dtype.itemsize > 2
 
     @property
@@ -166,6 +171,7 @@ class Reducer:
 
     def is_finite(self) -> bool:
         """Return whether gradients and losses of the latest synchronisation are finite, on every rank alike."""
+        # They end in flags, one of which is NaN if a rank's loss is not finite.
         dense = [bucket.numbers for bucket in self._buckets if not bucket.exchange.is_known_finite]
         return all_finite(dense + [values_of(p.grad) for _, p in self._sparse.parameters if p.grad is not None])
 
@@ -201,7 +207,7 @@ class Reducer:
         self._absent = absent
         if absent:
             self._versions = None  # they are of a forward that does not belong to this backward
-        self._finish(check=refuses_unused and not self._allow_unused)
+        self._finish(refuses_unused=refuses_unused and not self._allow_unused)
 
     @staticmethod
     def _on_gradient(reference: weakref.ref[Reducer], index: int, slot: int, _: Tensor) -> None:
@@ -213,10 +219,10 @@ class Reducer:
         if self.held or self._newer:
             self.unsynced = True
             return
-        if self._backward is None or self._backward() is None:
+        if self._current_run is None or self._current_run() is None:
             self._begin_backward()
         if index == _SPARSE:
-            checked_gradient(*self._sparse.parameters[slot])
+            checked_gradient(*self._sparse.parameters[slot])  # for its errors: it is averaged at the end
             return
         bucket = self._buckets[index]
         if bucket.launched:
@@ -227,9 +233,9 @@ class Reducer:
     def at_end_of_backward(self) -> None:
         """Launch the remaining buckets, and wait for all. Called by autograd."""
         if torch_compat.current_autograd_node() is not None:
-            self._backward = None
+            self._current_run = None
             raise DistributedTrainingError(f"a backward ended inside another one. {_REENTRANT}")
-        self._finish(check=not self._allow_unused)
+        self._finish(refuses_unused=not self._allow_unused)
 
     def _begin_backward(self) -> None:
         self._switch_world(runtime.following(self._world))
@@ -238,11 +244,11 @@ class Reducer:
             self.record_forward()
         self._begin()
         backward = _Backward(self)
-        self._backward = weakref.ref(backward)
+        self._current_run = weakref.ref(backward)
         torch_compat.call_after_backward(backward.at_end)
 
     def _begin(self) -> None:
-        self.flags.read()
+        self.flags.read()  # of the previous synchronisation, if they are still on their way
         for bucket in self._buckets:
             bucket.clear()
         self._next_bucket = 0
@@ -261,24 +267,24 @@ class Reducer:
             self.seconds += time.perf_counter() - began
             self._next_bucket += 1
 
-    def _finish(self, *, check: bool) -> None:
+    def _finish(self, *, refuses_unused: bool) -> None:
         """Launch the remaining buckets, wait for all, and give the averages to the parameters."""
         try:
             self._launch(rest=True)
             self._check_versions()
-            received, unused = self._receive()
-            runtime.check_default_group()
+            flags_by_bucket, unused = self._receive()
+            runtime.check_default_group()  # an aborted NCCL raises nothing
         except RuntimeError as error:
             cause = runtime.cause_of(error)
             if cause is None:
                 raise
             raise cause from error
         finally:
-            self._backward = None
+            self._current_run = None
             self._versions = None
             self.next_sync = Synchronization()
         self.unsynced = False
-        self.flags.end_synchronization(received, unused, refuses_unused=check)
+        self.flags.end_synchronization(flags_by_bucket, unused, refuses_unused=refuses_unused)
 
     def _receive(self) -> tuple[Sequence[Sequence[float] | None], list[nn.Parameter]]:
         """Wait for all, and give out the averages.
@@ -288,24 +294,25 @@ class Reducer:
         """
         began = time.perf_counter()
         for bucket in self._buckets:
-            bucket.exchange.launch_second_round()
+            bucket.exchange.launch_second_round()  # PowerSGD has one
         with self._stopwatch():
             for bucket in self._buckets:
                 bucket.exchange.wait()
         self.seconds += time.perf_counter() - began
         is_finite = True
         if self.low_rank:  # only PowerSGD needs to know, to keep or drop what it has left out
-            is_finite = all_finite([each for bucket in self._buckets for each in bucket.exchange.received])
-        received = self.flags.receive()
-        # The last bucket carries what is sent once: signals, weight and loss.
-        factor = self._buckets[-1].factor_of(self.next_sync.weight, received[-1])
-        for bucket, own in zip(self._buckets, received, strict=True):
-            bucket.finish(own, is_finite=is_finite, factor=factor)
+            is_finite = all_finite([each for bucket in self._buckets for each in bucket.exchange.results])
+        flags_by_bucket = self.flags.receive()
+        # The last bucket carries what is sent once: signals, weight and loss. There is one: trainers refuse a model
+        # that trains nothing (`check_trained`).
+        factor = self._buckets[-1].factor_of(self.next_sync.weight, flags_by_bucket[-1])
+        for bucket, bucket_flags in zip(self._buckets, flags_by_bucket, strict=True):
+            bucket.finish(bucket_flags, is_finite=is_finite, factor=factor)
         began = time.perf_counter()
         unused = self._sparse.average(self._world, absent=self._absent, factor=factor)
         self.seconds += time.perf_counter() - began
         self.next_sync.complete(factor, self.flags.received)
-        return received, unused
+        return flags_by_bucket, unused
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
         """Return what measures how long an accelerator waits for its backend; with the ring, the host waits."""
@@ -371,7 +378,7 @@ def _gradient_buffers(
 
 
 class _Backward:
-    """A run of autograd, which alone keeps it alive: after an error in it, the reducer begins anew."""
+    """A run of autograd. Held by autograd's callback alone, so it is gone after an error in backward."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer

@@ -21,6 +21,9 @@ from cyxtrain.launch.command_line import cyxtrain
 PAGES = [read_page(path) for path in (ROOT / "README.md", *DOCS)]
 LANGUAGES = {"python", "yaml", "sh", "text", "{toctree}", "{eval-rst}"}
 SECONDS = 60.0
+FIT_PAGES = ("training.md", "steps.md", "losses.md", "optimizers.md", "loops.md", "speed.md")
+BY_NIGHT = (*FIT_PAGES, "callbacks.md", "recipes.md")
+"""Pages whose programs take longest; test_front_door.py runs those of the recipes."""
 
 
 def pages(*languages: str):
@@ -45,7 +48,7 @@ def run_alone(page: Page, folder: Path, *, with_slow: bool, seconds: float) -> N
 
 
 @pytest.mark.usefixtures("rank_server")
-@nightly_where(lambda page: page.path.name in ("training.md", "callbacks.md"))
+@nightly_where(lambda page: page.path.name in BY_NIGHT)
 @pages("python")
 def test_programs_run_alone(page, tmp_path):
     run_alone(page, tmp_path, with_slow=False, seconds=SECONDS)

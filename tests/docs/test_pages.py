@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import section
 
 from cyxtrain.ring import executor
 from cyxtrain.ring.monitoring import heartbeat, monitor, wait_graph
@@ -21,6 +22,7 @@ from cyxtrain.ring.wire import frames, link
 from cyxtrain.ring.wire.frames import Control, Kind, Operation, dtype_code, expected_header, header
 
 ROOT = Path(__file__).resolve().parents[2]
+EVIDENCE = ROOT / "docs" / "evidence.md"
 PAGES = ("how_it_works", "ring", "exactness", "faults")
 FOLDERS = (ROOT, ROOT / "cyxtrain", ROOT / "docs")
 
@@ -44,7 +46,8 @@ def test_files_that_a_page_names_exist(name):
 
 
 def test_each_feature_names_a_test_and_what_happens_on_resume_in_a_notebook_and_in_yaml():
-    rows = [line.strip("|").split("|") for line in page("features").splitlines() if line.startswith("| ")][1:]
+    lines = section(EVIDENCE, "Features").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| ")][1:]
     assert rows
     for row in rows:
         assert len(row) == 5, row
@@ -184,7 +187,8 @@ def test_limits_on_the_page_of_the_ring_are_those_of_the_code(words, ours, their
     assert ours == theirs
 
 
-KERAS_ROWS = re.findall(r"^\| `(test_\w+)` \| (.+) \|$", page("keras_features"), flags=re.MULTILINE)
+KERAS = section(EVIDENCE, "Tests of Keras")
+KERAS_ROWS = re.findall(r"^\| `(test_\w+)` \| (.+) \|$", KERAS, flags=re.MULTILINE)
 
 
 def test_each_test_of_keras_has_an_answer_and_the_tests_that_show_it():
@@ -196,16 +200,15 @@ def test_each_test_of_keras_has_an_answer_and_the_tests_that_show_it():
         for file, test in tests:
             text = (ROOT / file).read_text(encoding="utf-8")
             assert re.search(rf"^(def {test}\(|{test} = )", text, flags=re.MULTILINE), (name, file, test)
-    text = page("keras_features")
     counts = [sum(answer.startswith(kind) for _, answer in KERAS_ROWS) for kind in ("yes", "not app", "refused")]
     assert [len(KERAS_ROWS), *counts] == [
-        int(number) for number in re.findall(r"\b\d+\b", text.partition("Of ")[2])[:4]
+        int(number) for number in re.findall(r"\b\d+\b", KERAS.partition("Of ")[2])[:4]
     ]
 
 
 def test_the_tests_of_keras_are_those_of_its_package():
     found = importlib.util.find_spec("keras")
-    if found is None or importlib.metadata.version("keras") not in page("keras_features"):
+    if found is None or importlib.metadata.version("keras") not in KERAS:
         pytest.skip("this version of Keras is not installed")
     folder = Path(found.origin).parent / "src"
     files = [folder / "trainers" / "trainer_test.py", *sorted((folder / "callbacks").glob("*_test.py"))]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import ROOT
+from pages import ROOT, section
 
 import cyxtrain as cx
 
@@ -143,7 +143,16 @@ def test_every_setting_is_in_a_table_with_its_meaning():
     for config in (cx.DistributedConfig, cx.DDPConfig, cx.DistributedTrainingConfig, cx.AMPConfig):
         table = REFERENCE.partition(f"<!-- generated: {config.__name__} -->")[2].partition("<!-- /generated -->")[0]
         rows = re.findall(r"^\| `(\w+)` \| `.+?` \| `.*?` \|.*?\| \S.* \|$", table, flags=re.MULTILINE)
-        assert rows == [field.name for field in dataclasses.fields(config)]
+        fields = [field.name for field in dataclasses.fields(config)]
+        assert sorted(rows) == sorted(fields)
+        assert rows == fields or config is cx.DistributedTrainingConfig
+
+
+def test_reference_begins_with_ten_settings_of_fit(generator):
+    first, *_ = generator.BY_NEED
+    assert len(generator.BY_NEED[first]) == 10
+    table = REFERENCE.partition(f"**{first}**")[2].partition("\n**")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == list(generator.BY_NEED[first])
 
 
 def test_every_public_function_and_class_is_in_a_table(generator):
@@ -161,11 +170,11 @@ def test_every_environment_variable_that_the_package_reads_is_in_the_table(gener
     assert ours == {name for name in listed if name.startswith(("CYXTRAIN_", "DISTRIBUTED_"))}
 
 
-# --- docs/names.md --------------------------------------------------------------------------------------------------
+# --- public names in docs/evidence.md ------------------------------------------------------------------------------
 
 NAMES = re.findall(
     r"^\| `(\w+)` \| .+ \| `(tests/[\w/]+\.py)` \| (?:`(examples/[\w./]+)`|\[.*\]\((\w+\.md)\)) \|$",
-    (ROOT / "docs" / "names.md").read_text(encoding="utf-8"),
+    section(ROOT / "docs" / "evidence.md", "Public names"),
     flags=re.MULTILINE,
 )
 

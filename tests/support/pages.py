@@ -152,6 +152,12 @@ def anchors(path: Path) -> set[str]:
     return found
 
 
+def section(path: Path, heading: str) -> str:
+    """Return the text under a heading of the second level, up to the next one."""
+    text = without_fences(path.read_text(encoding="utf-8"))
+    return f"{text}\n".partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
 def without_fences(text: str) -> str:
     """Return a page without its fenced blocks."""
     return re.sub(r"^( *`{3,}).*?^\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)

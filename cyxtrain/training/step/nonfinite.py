@@ -26,7 +26,7 @@ from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.step.transaction import StepTransaction, Undo
 
 MAX_SKIPPED = 10
-"""Skipped steps in a row before training stops with an error."""
+"""Steps in a row that are not finite: the last of so many raises, though such steps are skipped."""
 _SHOWN_RANKS = 4
 _REPORT_SECONDS = 10.0
 """After an error the device may never send a report."""
@@ -39,7 +39,7 @@ _LOOK_IN_LOOP = "Look for 0/0, log(0) and sqrt(0) in model and loss, and at the 
 
 
 class Verdict(enum.Enum):
-    """Whether a step is taken; the same on every rank."""
+    """Whether a step is taken, from best to worst; the same on every rank."""
 
     TAKEN = "taken"
     OVERFLOW = "not taken, because the loss scale was too large: loss and metrics are right"
@@ -66,7 +66,7 @@ class FiniteGuard:
         transaction: What a step changes, to put it back.
         state: Its loss scale is updated here. An overflow that a smaller one may cure is not an error.
         ends_fit: Whether such a step ends the fit in good order.
-        defers_verdicts: Whether the verdict on a step arrives in the next one: what that does must not depend on it.
+        defers_verdicts: Whether the verdict on a step arrives in the next one, which must not depend on it.
         is_fit: Whether `fit` takes the steps, and not a user's own loop.
         part: Which part of the model `ddp` has, for messages, if a step has several updates; the guard of the whole
             model then updates the loss scale (`end_updates`).
@@ -109,18 +109,20 @@ class FiniteGuard:
         `recompute` runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad` then
         holds this rank's own gradients.
         """
+        is_whole_model = not self._part
         finite = self._ddp.is_finite()
         scale_can_fall = self._scale is not None and self._scale.can_fall
         if self._scale is not None:
             # For the error: the update below changes it.
             self._used_scale = self._scale.value
-            if not self._part:
+            if is_whole_model:
                 self._scale.update(overflowed=not finite)
         if finite:
             self._position.set(skipped=0)
             self._taken += 1
             return Verdict.TAKEN
         if scale_can_fall and self._ddp.losses_are_finite():
+            # What the step has logged stays: loss and metrics are right.
             self._transaction.put_back_buffers()
             self._overflows += 1
             return Verdict.OVERFLOW
@@ -172,12 +174,12 @@ class FiniteGuard:
         if pending is None:
             return
         if pending.report.is_good():
-            self._ddp.read_report(pending.report)
+            self._ddp.read_report(pending.report)  # for the ranks' signals
             self._position.set(skipped=0)
             self._taken += 1
             return
         pending.undo()
-        # After the undo, because it may refuse unused parameters.
+        # For the signals, too; after the undo, because it may refuse unused parameters.
         self._ddp.read_report(pending.report)
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in pending.report.nonfinite]
@@ -212,8 +214,8 @@ class FiniteGuard:
             recomputed_losses = recompute()
             if share.rows:
                 facts = self._facts(share, losses, recomputed_losses)
-        undo()
-        # As the next forward would.
+        undo()  # of what `recompute` has changed
+        # As the next forward would, if there is one: until then the ranks' buffers differ.
         self._ddp.sync_buffers()
         self._raise_or_warn(share, self._ddp.world.gather_json(facts), nonfinite)
 
@@ -325,8 +327,8 @@ def _describe(at_fault: Mapping[int, dict[str, Any]], nonfinite: Iterable[str], 
         too_large = "to be added" if compression is None else f"for compression={compression!r}"
         return (
             f"the gradients of {shortened(nonfinite)} are not finite in the average over ranks; those that each rank "
-            f"makes when it runs its batch once more are: they are too large {too_large}, or chance decides, as in "
-            "dropout"
+            f"makes when it runs its batch once more are finite: they are too large {too_large}, or chance decides, as "
+            "in dropout"
         )
     descriptions = []
     for rank, facts in [*at_fault.items()][:_SHOWN_RANKS]:

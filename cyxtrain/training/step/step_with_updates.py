@@ -69,7 +69,7 @@ class StepWithUpdates(EqualForwardsStep):
 
     @property
     @override
-    def _backward_averages(self) -> bool:  # type: ignore[override]
+    def _others_run_backward(self) -> bool:  # type: ignore[override]
         return not self._updates.parts
 
     @override

@@ -1,10 +1,11 @@
 """One training step.
 
 The order of a training step: zero the gradients; accumulate the forward and backward of each micro-batch under no_sync,
-of which the last backward averages gradients over ranks, or over the weight of all ranks; unscale; check for NaN/Inf,
-and set the next loss scale; clip; step the optimizer, then its schedule; accumulate metrics of the epoch.
+of which the last backward averages gradients over ranks (`loss_division` says what they are divided by); unscale; check
+for NaN/Inf, and set the next loss scale; clip; step the optimizer, then its schedule; accumulate metrics of the epoch.
 
 Parameters change only after every collective of the step has succeeded; over NCCL the host does not wait for that.
+Where it does not wait for the check either, the device itself skips an update whose gradients are bad.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class TrainingStep:
     """
 
     _is_fit = True  # and not a loop of the user's own
-    _backward_averages = True  # of ranks with rows: it refuses unused parameters, and ranks without rows must too
+    # Other ranks average in a backward, which refuses unused parameters: a rank without rows must refuse alike.
+    _others_run_backward = True
 
     def __init__(
         self,
@@ -74,14 +76,16 @@ class TrainingStep:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
-        self._steps = [OptimizerStep(each) for each in state.optimizers.values()]
+        self._optimizer_steps = [OptimizerStep(each) for each in state.optimizers.values()]
         # the optimizer that evaluates the loss itself, such as LBFGS: the only one of its fit
         self._closure_optimizer = next(filter(needs_closure, state.optimizers.values()), None)
         self._rates = [*state.rates.values()]
         self._clip = make_clip(state.config, state.optimizers)
         self._logged = logged
         self._scale = state.loss_scale
-        self._multiplier = 1.0  # of losses before backward; with fp16 the loss scale over the number of ranks
+        # Of losses before backward. With fp16 the loss scale over N, the number of ranks: `divided` has multiplied by
+        # N, which is thus left out until `finish`.
+        self._multiplier = 1.0
         self._before_update = state.callbacks.before_optimizer_step
         self._world = ddp.world
         self._device = setup.placement.device
@@ -92,33 +96,35 @@ class TrainingStep:
             ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=self._is_fit
         )
         self.totals = MetricSums(1, setup.loss, setup.metrics)
-        self._items: Tensor | int | None = None  # what the model counts in the running step, over all ranks
+        self._items: Tensor | int | None = None  # what the model counts, such as tokens, in the step over all ranks
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
         self._division = self._choose_division()
 
     def __call__(self, share: Share, signals: Sequence[float] = ()) -> None:
         """Zero; accumulate, of which the last micro-batch syncs; unscale; check, update the scale; clip; step.
 
-        `signals`, each 0 or 1, travel with the gradients.
+        `signals`, each 0 or 1, are this rank's requests to stop, save or validate (`stopping.py`); they travel with the
+        gradients.
         """
         self.begin(share, signals)
         results = self._accumulate(share)
         verdict = self.finish(share, results)
         if verdict is Verdict.SKIPPED:
-            # The search for the cause has left this rank's own gradients.
-            self._zero()
+            # The search for the cause, `_recompute_locally`, has left this rank's own gradients.
+            self._start_over()
             return
         # An overflow of the loss scale counts too: only its gradients are wrong.
         for result in results:
             self.totals.add(0, result.loss, result.correct)
             self.totals.metrics.add(*result.measured)
+            # There are names that the dry run did not know.
             if len(result.loss.parts) > len(self._loss.shown):
                 self._logged.add_parts(result.loss.parts, self._loss.shown)
 
     def begin(self, share: Share, signals: Sequence[float] = ()) -> None:
         """Zero the gradients, and copy what a forward changes."""
         share.is_read_again = self._closure_optimizer is not None
-        self._zero()
+        self._start_over()
         self._transaction.begin()
         if self._scale is not None:
             self._multiplier = self._scale.of_rank(self._world.size)
@@ -140,35 +146,41 @@ class TrainingStep:
             self._join_backward(share)
 
     def _join_backward(self, share: Share) -> None:
+        # A collective in some divisions: the other ranks wait for it.
         self._division.learn_divisors(self._loss.without_rows(), share)
         self._division.attach_weight(share, self._sync)
-        self._ddp.average_accumulated(others_run_backward=self._backward_averages)
+        self._ddp.average_accumulated(others_run_backward=self._others_run_backward)
 
     @property
     def received(self) -> Sequence[float]:
-        """For each signal, a number above 0 if any rank gave it in this step; or in an earlier one that was late."""
+        """For each signal, a number above 0 if any rank gave it in this step.
+
+        Where verdicts are deferred: in one of the steps whose reports were read since the last call.
+        """
         return self._sync.received
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
-        """Divide; unscale; check that gradients are finite, update the loss scale; clip; step optimizer and schedule.
+        """Unscale; check that gradients are finite, update the loss scale; clip; step optimizer and schedule.
 
+        Gradients are divided first if the weight was unknown before backward and did not travel with them.
         On accelerators the verdict on a step may come with the next one, which raises (`FiniteGuard.defers_verdicts`).
         """
         self._division.complete(share, self._sync, self._parameters)
         with self.clock.optimizer:
             if self._multiplier != 1:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
+            # There are none if no sample counts; the step is taken all the same.
             fill_gradients(self._parameters, self._ddp.module)
             losses = [each.value for result in results for _, _, each in self._loss.components(result.loss)]
-            # A late verdict comes when the next step has other divisors.
+            # Bound now: a late verdict calls this when `latest` and `_items` are the next step's.
             recompute = partial(self._recompute_locally, share, self._division.latest, self._items)
             if self.guard.defers_verdicts:
                 report = self.guard.report(share, losses, recompute)
                 self._update_unless_bad(share, report)
-                return Verdict.TAKEN
+                return Verdict.TAKEN  # as far as is known: if not, the next step raises
             verdict = self.guard.verdict(share, losses, recompute)
             if verdict is Verdict.TAKEN:
-                self._update(share, self._optimizer_steps(share))
+                self._update(share, self._optimizer_calls(share))
         return verdict
 
     def _update(self, share: Share, steps: Sequence[Callable[[], object]]) -> None:
@@ -185,25 +197,25 @@ class TrainingStep:
 
     def _update_unless_bad(self, share: Share, report: Report) -> None:
         """Let the device skip the update if its report is bad; where it cannot, wait for the report."""
-        on_device = [step.unless(report.bad) for step in self._steps]
+        on_device = [step.unless(report.bad) for step in self._optimizer_steps]
         steps = [step for step in on_device if step is not None]
         if self._before_update is None and len(steps) == len(on_device):
             self._update(share, steps)
         elif report.is_good():
-            self._update(share, self._optimizer_steps(share))
+            self._update(share, self._optimizer_calls(share))
 
-    def _optimizer_steps(self, share: Share) -> Sequence[Callable[[], object]]:
-        """Return what steps the optimizers once the host knows that the gradients are finite."""
+    def _optimizer_calls(self, share: Share) -> Sequence[Callable[[], object]]:
+        """Return the calls that step the optimizers, for a host that knows that the gradients are finite."""
         optimizer = self._closure_optimizer
         if optimizer is None:
-            return self._steps
+            return self._optimizer_steps
         closure = Closure(optimizer, partial(self._evaluate, share), self._averaged_loss())
         return [partial(optimizer.step, closure)]
 
     def _evaluate(self, share: Share) -> Tensor:
         """Return the loss of a share over all ranks, and set the gradients, once more."""
         # A line search may leave the finite: that is no error, and nothing checks it.
-        self._zero()
+        self._start_over()
         self._sync = self._ddp.begin_sync(self._multiplier, self._signals)
         with self._logged.repeating():
             self._accumulate(share)
@@ -211,11 +223,12 @@ class TrainingStep:
         return self._averaged_loss()
 
     def _averaged_loss(self) -> Tensor:
-        """Return the loss over all ranks of which the gradients are, 0-dim, float64."""
+        """Return the loss that the gradients belong to, averaged over ranks, 0-dim, float64. All ranks call it."""
         own = self._sync.loss
         return self._division.mean_of_ranks(0.0 if own is None else own)
 
-    def _zero(self) -> None:
+    def _start_over(self) -> None:
+        """Zero the gradients, and begin to count the weight anew."""
         self._division.begin()
         # Also those that the optimizer does not have, or they would add up.
         for parameter in self._parameters:
@@ -226,7 +239,7 @@ class TrainingStep:
         results: list[Result] = []
         self._items = self._division.before_forward(share)
         if share.rows == 0:
-            self.join_without_rows(share)
+            self.join_without_rows(share)  # no batch follows: the share is empty
         for batch in self.clock.data.each(share):
             batch.items = self._items
             is_last = len(results) == len(share) - 1
@@ -240,8 +253,9 @@ class TrainingStep:
 
         Losses are divided as in the step: gradients of 16 bits would overflow elsewhere otherwise.
         """
-        self._zero()
+        self._start_over()
         losses = []
+        # Where ranks have different numbers of micro-batches, SyncBatchNorm must not wait for the others.
         without_rows = self._setup.without_rows
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
         with apart, gathering_alone(), self._logged.repeating():
@@ -259,10 +273,10 @@ class TrainingStep:
         self._logged.rows = batch.rows
         output = self._setup.call(self._ddp.forward, batch)
         loss = self._loss_of(output, batch)
-        # Detached: several micro-batches together would keep their graphs.
         output = self._loss.measured_part(output)
         measured: tuple[Any, Any, int] = (None, None, 0)
         if self.totals.metrics:
+            # Detached: several micro-batches together would keep their graphs.
             measured = map_tree(Tensor.detach, output), batch.labels, batch.rows
         return Result(loss, correct_of(output, batch.labels, self._loss), measured)
 
@@ -279,19 +293,20 @@ class TrainingStep:
             if is_last:
                 self._division.attach_weight(share, self._sync)
             value = self._scaled_loss(loss, divisors)
+            # Without a graph, backward would not reach the gathers, in whose backward other ranks wait.
             if gathers and all(each.value.is_leaf for _, _, each in self._loss.components(loss)):
                 value = depending_on(value, gathers)
             if value.requires_grad:
                 self._run_backward(value)
             if is_last and not self._sync.is_sent:
                 # No gradient came: the loss is a constant, such as 0 if there is no pair of rows.
-                self._ddp.average_accumulated(others_run_backward=self._backward_averages)
+                self._ddp.average_accumulated(others_run_backward=self._others_run_backward)
 
     def _run_backward(self, value: Tensor) -> None:
         value.backward()
 
     def _scaled_loss(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
-        """Return what to call `backward` on, scaled."""
+        """Return what to call `backward` on, scaled, and let the sync watch the loss for NaN and infinity."""
         value = self._division.divided(loss, divisors)
         self._sync.watch(self._division.watched(value, loss).to(self._device))
         return self._times_loss_scale(value)

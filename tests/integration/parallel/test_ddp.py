@@ -335,8 +335,8 @@ def test_evaluation_without_gradients_sends_nothing():
 
 
 def loop_of_the_documents(batch_size: int) -> Any:
-    """What the loop in docs/training.md makes of a model, with so many rows per rank and step."""
-    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    """What the loop in docs/loops.md makes of a model, with so many rows per rank and step."""
+    page = (Path(__file__).parents[3] / "docs" / "loops.md").read_text(encoding="utf-8")
     [program] = [part for part in page.split("```python\n")[1:] if "DistributedDataParallel(model)" in part]
     model, (inputs, targets), saved = make_model(), make_rows(64), []
     names = {
