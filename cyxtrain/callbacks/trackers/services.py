@@ -7,7 +7,7 @@ import itertools
 import operator
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,8 @@ class _Installed(Tracker):
     """A tracker whose library must be installed."""
 
     _library: ClassVar[str]
-    _active: ClassVar[Callable[[Any], Any]]
+    _active: ClassVar[Any]
+    """A function of the library that returns the active run, if there is one."""
     _id_name: ClassVar[str]
 
     def __init__(self, project: str | None = None, name: str | None = None, **options: Any) -> None:

@@ -66,7 +66,7 @@ class StoredTensor(Tensor):
     ) -> Any:
         """Describe the rows without reading them; read all of them for any other function."""
         if _name_of(func) in _DESCRIBING:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return func(*map_tree(loaded, args), **map_tree(loaded, kwargs or {}))
 
     @override
@@ -113,7 +113,8 @@ def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the type in which rows are read: PyTorch has neither foreign byte orders nor extended precision."""
     if dtype.kind == "f" and dtype.itemsize > 8:
         return np.dtype(np.float64)
-    return np.dtype(dtype.newbyteorder("="))
+    native: np.dtype[Any] = dtype.newbyteorder("=")
+    return native
 
 
 def _read(dataset: Any, numbers: Indices) -> np.ndarray[Any, Any]:
