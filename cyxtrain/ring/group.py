@@ -145,8 +145,8 @@ class Group:
 
         If it raises, the elements are undefined: some may be partial sums.
         """
-        # Four ways, in order: small reductions, here without a flat view, as making one takes longer than they do; small
-        # ones of memory that is not plain, and staged ones, both in `_run_prepared`; all others are sent, by a plan.
+        # Four ways, in order: small reductions, here without a flat view, which takes longer to make; small ones of
+        # memory that is not plain, and staged ones, both in `_run_prepared`; all others are sent, by a plan.
         if has_plain_memory(tensor):
             with self.engine.lock:
                 small = self.persistent.find(Kind.ALL_REDUCE, tensor, reduction)
