@@ -98,7 +98,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             make, arguments = self.dispatch_table[types.CodeType](obj)
             return _code_of, (make, arguments, obj.co_filename)
         reduced = self._reduced_view(obj) if type(obj) is Tensor else None
-        return reduced or _reduced(obj) or super().reducer_override(obj)
+        return reduced or reopening(obj) or _reduced(obj) or super().reducer_override(obj)
 
     def _reduced_view(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """Return how to rebuild a view of memory that the receiver has, or needs little of; otherwise None."""
@@ -249,9 +249,6 @@ def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], fi
 
 def _reduced(obj: Any) -> tuple[Any, ...] | None:
     """Return how to rebuild an object whose own pickle would lose something; None for any other."""
-    stored = reopening(obj)
-    if stored is not None:
-        return stored
     if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
         return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
     # Pickled by name, it would be looked up in the receiver's own __main__.

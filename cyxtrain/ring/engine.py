@@ -52,7 +52,7 @@ class Engine:
         self.monitor: PeerMonitor | None = None
         self.mailbox: Mailbox | None = None
         self.links: dict[int, Link] = {}
-        """The links for collectives, by rank."""
+        """The links for collectives, by rank in the group."""
         self.scratch = Scratch(0)
         self.selector = AlgorithmSelector(mesh.rank, 1, (mesh.rank,))
         self._executor: Executor | SingleRankExecutor = SingleRankExecutor()
@@ -123,12 +123,12 @@ class Engine:
         self._begin(operation)
         self._executor.run(operation, stages, timeout or self.timeout)
 
-    def run_persistent(self, header: PersistentOperation, rounds: Rounds, timeout: timedelta | None = None) -> None:
+    def run_persistent(self, operation: PersistentOperation, rounds: Rounds, timeout: timedelta | None = None) -> None:
         """Number and run a persistent operation. Cost: its exchanges, see `PersistentOperation`."""
         with self.lock:
-            header.sequence = self.sequence + 1
-            self._begin(header)
-            self._executor.run_persistent(header, rounds, timeout or self.timeout)
+            operation.sequence = self.sequence + 1
+            self._begin(operation)
+            self._executor.run_persistent(operation, rounds, timeout or self.timeout)
 
     def _begin(self, operation: Numbered) -> None:
         """Make an operation the current one, unless the group has failed."""
@@ -182,7 +182,7 @@ class Engine:
             self.monitor.call_on_failure(function)
 
     def peer_failure(self, since: float) -> CyxtrainError | None:
-        """Return the error of a group that lost a rank, if it is still open or failed after `since`."""
+        """Return the error of a group that lost a rank, unless it failed before `since` and this rank has left it."""
         is_past = self._has_left and self.failure.at < since
         if is_past or not isinstance(self.failure.error, _LOST_RANK_ERRORS):
             return None

@@ -79,8 +79,8 @@ class Executor:
 
     def __init__(self, links: dict[int, Link], mailbox: Mailbox, monitor: PeerMonitor) -> None:
         self._checksums = next(iter(links.values())).checksums
-        self._rank = monitor.rank
-        self._links = links
+        self._rank = monitor.rank  # global, like `Link.rank`, as errors and reports name ranks
+        self._links = links  # by rank in the group
         self._mailbox = mailbox
         self._monitor = monitor
         self._poller = Poller()
@@ -110,10 +110,10 @@ class Executor:
         try:
             # All rounds have the same header: links are FIFO, so the frame of an earlier round arrives first.
             for sends, receives in rounds:
-                # Often there is no round, and nothing to prepare.
+                # With progress counters there is often no round, and nothing to prepare.
                 if deadline is None:
                     deadline = Deadline(timeout.total_seconds())
-                    expected = operation.number()
+                    expected = operation.write_number()
                 if sends:
                     operation.seal()
                 for link in sends:
@@ -246,6 +246,7 @@ class Executor:
         """Wait until this transfer can continue; progress point-to-point traffic meanwhile."""
         waited_for = (incoming or outgoing).link  # type: ignore[union-attr]
         since = time.monotonic()
+        # At the latest half-way, so that reports arrive before a short timeout ends.
         report_deadline = Deadline(min(_LONG_SECONDS, deadline.left() / 2))
         while not report_deadline.passed():
             if self._poll(incoming, outgoing, deadline, min(_MISMATCH_CHECK_SECONDS, report_deadline.left())):
@@ -338,6 +339,7 @@ class Executor:
         probe = counter.probe(operation.sequence)
         if probe is None:
             return
+        # Not sealed: counters exist only if frames have no checksums (`can_share_memory`).
         outgoing = begin_sending_frame(counter.link, probe)
         if outgoing is not None:
             self._progress(outgoing, None, operation, deadline)

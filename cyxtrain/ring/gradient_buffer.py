@@ -32,7 +32,7 @@ class SharedGradientBuffer:
     @property
     def description(self) -> str:
         """Its reduction, as errors describe it."""
-        return self._reduction.barrier.header.describe()
+        return self._reduction.barrier.operation.describe()
 
     @property
     def is_known_finite(self) -> bool:
@@ -46,13 +46,13 @@ class SharedGradientBuffer:
         """Make the first `count` elements of the next average a mean over weights, not over ranks."""
         self._reduction.divide_by(weight, count)
 
-    @collective("all_reduce", tensors=0, inputs=lambda self: [self.tensor])
+    @collective("all_reduce", num_tensors=0, inputs=lambda self: [self.tensor])
     def all_reduce(self, opts: CallOptions) -> Any:
         """Average over ranks, like torch.distributed.all_reduce with AVG, and return PyTorch's Work.
 
         Cost: two barriers of all ranks; each reads and writes its chunk of every rank's elements once.
         """
-        self._group.engine.run_persistent(self._reduction.barrier.header, self._rounds(), timeout_of(opts))
+        self._group.engine.run_persistent(self._reduction.barrier.operation, self._rounds(), timeout_of(opts))
         return [self.tensor]
 
     def _rounds(self) -> Iterator[Exchange]:
@@ -85,13 +85,13 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
         return buffers
     for place, (count, dtype) in enumerate(kinds):
         # Two buffers of the same size need different numbers: otherwise two ranks could unnoticed start one each.
-        header = persistent.header(Reduction.AVG, dtype, (count,), 0, root=next(persistent.numbers))
+        operation = persistent.operation(Reduction.AVG, dtype, (count,), 0, root=next(persistent.numbers))
         array = added_by_numpy(Reduction.AVG, dtype)
         if array is None or count == 0 or not dtype.is_floating_point:
             continue
         rows = segment.rows(place, array, count)
         words = segment.counters(place)
-        barrier = SharedMemoryBarrier(header, selector, words)
+        barrier = SharedMemoryBarrier(operation, selector, words)
         reduction = SharedMemoryReduce(barrier, selector, rows, words, checks=True)
         buffers[place] = SharedGradientBuffer(group, reduction)
     return buffers

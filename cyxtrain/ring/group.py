@@ -145,13 +145,14 @@ class Group:
 
         If it raises, the elements are undefined: some may be partial sums.
         """
-        # A small reduction takes less time than the preparation of the others.
+        # Four ways, in order: small reductions, here without a flat view, which takes longer to make; small ones of
+        # memory that is not plain, and staged ones, both in `_run_prepared`; all others are sent, by a plan.
         if has_plain_memory(tensor):
             with self.engine.lock:
                 small = self.persistent.find(Kind.ALL_REDUCE, tensor, reduction)
                 if small is not None:
                     address = tensor.data_ptr()
-                    self.engine.run_persistent(small.header, small.run_at(address, address), timeout)
+                    self.engine.run_persistent(small.operation, small.run_at(address, address), timeout)
                     return
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
@@ -181,7 +182,7 @@ class Group:
             prepared = self.engine.staged.find(kind, tensor, reduction, root)
         if prepared is None:
             return False
-        self.engine.run_persistent(prepared.header, prepared.run(source, target), timeout)
+        self.engine.run_persistent(prepared.operation, prepared.run(source, target), timeout)
         return True
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
@@ -223,7 +224,7 @@ class Group:
                 return
             flat = source.clone()
             operation, plan = self._plan(Kind.REDUCE_SCATTER, output, flat, reduction)
-            stages = plan.by_doubling() if plan.is_few else plan.by_chunks(spans)
+            stages = plan.by_doubling() if plan.is_latency_bound else plan.by_chunks(spans)
             self.engine.run(operation, stages, timeout)
             write(flat[slice(*spans[self.rank])], output)
             self.engine.staged.create_after(self, Kind.REDUCE_SCATTER, output, reduction, timeout)

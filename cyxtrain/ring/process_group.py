@@ -75,7 +75,7 @@ class RingOperations:
             self._group.broadcast(tensor, opts.rootRank, timeout_of(opts))
         return given
 
-    @collective("all_gather", tensors=2)
+    @collective("all_gather", num_tensors=2)
     def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to all, into lists; the work's result has a row per rank, as NCCL's."""
         lists = as_lists(output_lists, "all_gather")
@@ -89,13 +89,13 @@ class RingOperations:
             result.append(gathered.view(self.size(), *tensor.shape))
         return result
 
-    @collective("all_gather", tensors=2)
+    @collective("all_gather", num_tensors=2)
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Copy the tensor of every rank to all, into one tensor."""
         self._gather_into(output, tensor, opts)
         return [output]
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
+    @collective("reduce_scatter", num_tensors=2, short=("op", "timeout"))
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Reduce a list of tensors, and leave each rank its own; they may differ in size."""
         given = as_list(outputs, "reduce_scatter")
@@ -108,13 +108,13 @@ class RingOperations:
             self._group.reduce_scatter(output, joined(tensors), reduction_of(opts), timeout_of(opts), sizes)
         return given
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
+    @collective("reduce_scatter", num_tensors=2, short=("op", "timeout"))
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Reduce a tensor, and leave each rank its own part."""
         self._scatter_reduced(output, tensor, opts)
         return [output]
 
-    @collective("gather", tensors=2, short=("root", "timeout"))
+    @collective("gather", num_tensors=2, short=("root", "timeout"))
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy the tensor of every rank to one, into a list of tensors."""
         (tensor,) = as_list(inputs, "gather", count=1)
@@ -129,7 +129,7 @@ class RingOperations:
         unpack(gathered, outputs)
         return outputs
 
-    @collective("scatter", tensors=2, short=("root", "timeout"))
+    @collective("scatter", num_tensors=2, short=("root", "timeout"))
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy to each rank its tensor of a list on one rank."""
         (output,) = as_list(outputs, "scatter", count=1)
@@ -141,7 +141,7 @@ class RingOperations:
         self._group.scatter(output, flat, opts.rootRank, timeout_of(opts))
         return [output]
 
-    @collective("all_to_all", tensors=4)
+    @collective("all_to_all", num_tensors=4)
     def all_to_all_single(
         self,
         output: Tensor,
@@ -160,7 +160,7 @@ class RingOperations:
         copy_back(target, output)
         return [output]
 
-    @collective("all_to_all", tensors=2)
+    @collective("all_to_all", num_tensors=2)
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Send a tensor to each rank, and receive one from each."""
         check_dtypes([*outputs, *inputs], "all_to_all")
@@ -176,7 +176,7 @@ class RingOperations:
             write(target[slice(*span)], output)
         return outputs
 
-    @collective("barrier", tensors=0)
+    @collective("barrier", num_tensors=0)
     def barrier(self, opts: Any) -> Any:
         """Return when all ranks have called it."""
         self._group.barrier(timeout_of(opts))
@@ -220,14 +220,14 @@ class RingOperations:
         lists_by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         return self.allgather(lists_by_tensor, inputs, opts)
 
-    @collective("all_gather", tensors=2)
+    @collective("all_gather", num_tensors=2)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Do `all_gather_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "all_gather"):
             self._gather_into(output, tensor, opts)
         return outputs
 
-    @collective("reduce_scatter", tensors=2, short=("op", "timeout"))
+    @collective("reduce_scatter", num_tensors=2, short=("op", "timeout"))
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Do `reduce_scatter_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "reduce_scatter"):

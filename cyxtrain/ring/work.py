@@ -249,13 +249,13 @@ def _inputs(_: Any, *tensors: Any) -> Any:
 
 
 def collective(
-    name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = _inputs
+    name: str, num_tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = _inputs
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn a method that does a collective and returns its result into one that returns PyTorch's work.
 
     Args:
         name: The name in a profiler, after "ring:".
-        tensors: Number of arguments that are tensors or lists of them. Another one, `opts`, is PyTorch's options.
+        num_tensors: Number of arguments that are tensors or lists of them. Another one, `opts`, is PyTorch's options.
         short: Arguments of PyTorch's short form instead of options, in order: "op", "root", "timeout".
         inputs: Returns the input tensors, from the object and these arguments.
     """
@@ -265,19 +265,19 @@ def collective(
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def perform(self: Any, *args: Any, **named: Any) -> DoneWork | PostedWork:
-            opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
+            opts = named.pop("opts", None) if len(args) <= num_tensors else args[num_tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
-                opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
+                opts = _options(name, short, [opts, *args[num_tensors + 1 :]], named)
             end_profiled = None
             if is_profiling():
-                end_profiled = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
+                end_profiled = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:num_tensors])))
             thread = self._group.engine.thread_for(asynchronous=opts.asyncOp)
             if thread is not None:
-                call = functools.partial(method, self, *args[:tensors], **named, opts=opts)
+                call = functools.partial(method, self, *args[:num_tensors], **named, opts=opts)
                 return _post(thread, call, end_profiled, opts)
             handled = sys.exc_info()[1]
             try:
-                result = method(self, *args[:tensors], **named, opts=opts)
+                result = method(self, *args[:num_tensors], **named, opts=opts)
             except CyxtrainError as error:
                 raise _without_inner_frames(error, handled)  # noqa: B904
             except KeyboardInterrupt:

@@ -187,7 +187,7 @@ def test_nobody_goes_on_before_the_last_one_has_come(world_size, cores, call, mo
 def test_a_rank_that_comes_late_to_a_window_is_asked_and_the_links_stay_whole(world_size, cores, at, monkeypatch):
     def come_late(number, meeting):
         if number == at:
-            wait_until(lambda: all(counter.has_asked(meeting.header.sequence) for counter in meeting.counters))
+            wait_until(lambda: all(counter.has_asked(meeting.operation.sequence) for counter in meeting.counters))
             asked.append(len(meeting.counters))
         return MEET(meeting)
 

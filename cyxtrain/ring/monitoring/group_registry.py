@@ -16,7 +16,7 @@ class RegisteredMember(Protocol):
     """A group that can be registered."""
 
     def peer_failure(self, since: float) -> CyxtrainError | None:
-        """Return the error of a group that lost a rank, if it is still open or failed after `since`."""
+        """Return the error of a group that lost a rank, unless it failed before `since` and this rank has left it."""
 
     def abandon(self) -> None:
         """Close every connection without telling the peers."""
@@ -34,7 +34,7 @@ class GroupRegistry:
         _alive.add(group)
 
     def peer_failure(self, since: float) -> CyxtrainError | None:
-        """Return the error of a group that has lost a rank, or None; ignore groups left before `since`."""
+        """Return the error of a group that has lost a rank, or None; see `RegisteredMember.peer_failure`."""
         for group in list(self._groups):  # a copy: another thread may add a group meanwhile
             failure = group.peer_failure(since)
             if failure is not None:

@@ -9,7 +9,7 @@ from cyxtrain.environment.processes import Process, State, state_of
 from cyxtrain.errors import CyxtrainError, PeerLostError, PeerSilentError
 
 STOPPED_SECONDS = 4.0
-"""How long a rank on this machine may be stopped: three seconds always pass, six never do."""
+"""How long a rank on this machine may be stopped: a stop of three seconds is always forgiven, one of six never."""
 
 GONE_SECONDS = 0.5
 """Also how often the operating system is asked, even if heartbeats are more frequent."""
@@ -26,7 +26,8 @@ class Heartbeat:
         self._others = dict(others)
         self._timeout_seconds = timeout_seconds
         self._last_data = dict.fromkeys(others, now)
-        self._states: dict[int, State] = {}
+        # The state that a rank has had since that time; data from the rank starts the time anew.
+        self._timed_states: dict[int, State] = {}
         self._state_since: dict[int, float] = {}
         self._system_states: dict[int, State | None] = {}  # as the operating system told them last; None: it cannot
         self._ask_system_at = now
@@ -34,7 +35,7 @@ class Heartbeat:
     def received(self, peer: int, now: float) -> None:
         """Note that data arrived from a rank."""
         self._last_data[peer] = now
-        self._states.pop(peer, None)
+        self._timed_states.pop(peer, None)
 
     def forget(self, peer: int) -> None:
         """Stop watching a rank that has left."""
@@ -73,8 +74,8 @@ class Heartbeat:
         )
 
     def _examine_process(self, peer: int, process: Process, state: State, now: float) -> CyxtrainError | None:
-        if state is not self._states.get(peer, State.ALIVE):
-            self._states[peer] = state
+        if state is not self._timed_states.get(peer, State.ALIVE):
+            self._timed_states[peer] = state
             self._state_since[peer] = now
         if state is State.ALIVE:
             return None

@@ -80,7 +80,7 @@ class PeerMonitor:
         self._checksums = mesh.checksums
         self._changed = threading.Condition()
         self._on_failure: Callable[[], None] | None = None
-        self._departed: dict[int, int] = {}  # by rank that has left, how many collectives it had completed
+        self._departed: dict[int, int] = {}  # by rank that has left, how many collectives it had begun
         self._waits = WaitGraph(self.rank)
         self._received = {peer: bytearray() for peer in controls}
         self._unreachable: set[int] = set()
@@ -129,6 +129,7 @@ class PeerMonitor:
 
         Waits up to a second: the cause arrives on another connection.
         """
+        # Also ends when a failure is stored, and is False then.
         if self.await_goodbye(peer):
             return CollectiveMismatchError(
                 f"rank {peer} has left (finalize, or the end of its program) after {self._departed[peer]} "
@@ -146,7 +147,7 @@ class PeerMonitor:
         return self.failure.error is not None or peer in self._departed
 
     def await_goodbye(self, peer: int) -> bool:
-        """Wait up to a second for a goodbye of `peer`, whose link has ended; return whether it arrived."""
+        """Return whether `peer`, whose link has ended, sends a goodbye within a second, before the group fails."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_closed(peer), _CAUSE_WAIT_SECONDS)
             return self.failure.error is None and peer in self._departed
@@ -293,6 +294,7 @@ class PeerMonitor:
             return
         self._selector.unregister(sock)
         self._heartbeat.forget(peer)
+        # After an invalid frame the group has failed already, and this changes nothing.
         if peer not in self._departed:
             self.fail(_disconnect_error(peer, broken))
 

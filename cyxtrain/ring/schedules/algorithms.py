@@ -133,7 +133,8 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
 def _join_blocks(rank: int, left: int, distance: int, num_right: int, whole: Span) -> list[Transfer]:
     """Bring the sum of two blocks to all their ranks; the right one, if it is the world's last, may be shorter.
 
-    The right block's ranks exchange with as many on the left, which pass the sum on to as many, and so on.
+    The right block's ranks exchange with as many on the left, which pass the sum on to as many, and so on. The last
+    round of five ranks: 4 exchanges with 0; then 0 passes the sum on to 1; then 0 and 1 to 2 and 3.
     """
     place = rank - left
     if place >= distance:

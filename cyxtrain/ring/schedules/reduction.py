@@ -49,7 +49,7 @@ class ReductionPlan:
         self._scratch = scratch
         self._selector = selector
         self._averages = reduction is Reduction.AVG
-        self.is_few = is_latency_bound(selector.world_size, flat.numel(), self._item_bytes)
+        self.is_latency_bound = is_latency_bound(selector.world_size, flat.numel(), self._item_bytes)
 
     def stages(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
         """Reduce every element, by doubling or by chunks, whichever suits the size.
@@ -57,7 +57,7 @@ class ReductionPlan:
         Doubling leaves all on every rank; `rest` returns the schedule that moves reduced spans, by rank, to where they
         belong.
         """
-        if self.is_few:
+        if self.is_latency_bound:
             return self.by_doubling()
         spans = chunks(self._flat.numel(), self._selector.world_size)
         return self.by_chunks(spans, rest(spans))

@@ -52,7 +52,7 @@ class SharedMemoryReduce:
         self._words = words
         self._weights = [each.cast("B").cast("d") for each in words]  # the same memory, as float64
         self._checks = checks
-        self._averages = barrier.header.reduction is Reduction.AVG
+        self._averages = barrier.operation.reduction is Reduction.AVG
         self._divide, self._divisor = _division(self.own.dtype, world_size)
         spans = spans or chunks(self.own.size, world_size)
         self._span = spans[rank]
@@ -68,7 +68,7 @@ class SharedMemoryReduce:
         """Whether the latest result is finite, if ranks check it; the same on all."""
 
     def _cut_at(self, num_weighted: int) -> None:
-        """Divide the first elements by the ranks' weights, if they are given, and not by the number of ranks."""
+        """Cut this rank's part into pieces, with a border at element `num_weighted`: those before it are weighted."""
         self._num_weighted = num_weighted
         first, end = self._span
         middle = min(max(first, num_weighted), end)

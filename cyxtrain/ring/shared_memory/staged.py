@@ -57,6 +57,7 @@ class StagedCollectives:
         """Create the segment, once, after a collective that could have used it: all ranks are in step then."""
         if not self._was_tried and self._is_staged(kind, tensor, reduction):
             self._was_tried = True
+            # Twice a window: `StagedCopy` alternates between two.
             self._segment = make_segment(ranks, [2 * WINDOW_BYTES], timeout)
 
     def _is_staged(self, kind: Kind, tensor: Tensor, reduction: Reduction) -> bool:
@@ -81,10 +82,10 @@ class StagedCollectives:
         selector = self._persistent.selector
         rank = selector.rank
         world_size = selector.world_size
-        name = NO_ROOT if root is None else self._global_ranks[root]
-        header = self._persistent.header(reduction, tensor.dtype, tuple(tensor.shape), 0, name, kind)
-        digest = xxh3_64_intdigest(header.identity()) >> 1  # a word has a sign
-        barrier = SharedMemoryBarrier(header, selector, segment.counters(0), digest)
+        root_name = NO_ROOT if root is None else self._global_ranks[root]
+        operation = self._persistent.operation(reduction, tensor.dtype, tuple(tensor.shape), 0, root_name, kind)
+        digest = xxh3_64_intdigest(operation.identity()) >> 1  # a word has a sign
+        barrier = SharedMemoryBarrier(operation, selector, segment.counters(0), digest)
         count = tensor.numel()
         size = count * tensor.element_size()
         if kind is Kind.BROADCAST and rank == root:
@@ -118,7 +119,7 @@ class StagedCopy:
         first: int | None,
         places: Mapping[int, int],
     ) -> None:
-        self.header = barrier.header
+        self.operation = barrier.operation
         self._barrier = barrier
         self._size = size
         self._first = first
@@ -151,8 +152,9 @@ class StagedCopy:
 class StagedReduction:
     """A collective that reduces elements of all ranks; `parts` has the part that each rank reduces, by rank.
 
-    A window has the same piece of every part, so that elements are added in the order of the whole. If it `scatters`,
-    each rank takes the sums of its own part; otherwise, all ranks take all.
+    A window takes the next few elements of each part, not of the tensor: so the same rank reduces an element, in the
+    same order, whatever the windows are. If it `scatters`, each rank takes the sums of its own part; otherwise, all
+    ranks take all.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class StagedReduction:
         *,
         scatters: bool = False,
     ) -> None:
-        self.header = barrier.header
+        self.operation = barrier.operation
         self._barrier = barrier
         self._windows: list[_Window] = []
         rank = selector.rank
@@ -199,6 +201,7 @@ class StagedReduction:
             for place, piece in copied:
                 own[place] = source[piece]
             yield from reduction.reduce()
+            # No third barrier: each rank now reads only its own row, which others write after its next arrival.
             for place, piece in taken:
                 target[piece] = own[place]
         yield from self._barrier.answer_probes()

@@ -139,7 +139,7 @@ def _stay_in_cache(sock: socket.socket) -> None:
 
 
 class Link:
-    """A connected, non-blocking stream to the peer `rank`; the maker of the socket closes it."""
+    """A connected, non-blocking stream to the peer with the global `rank`; the maker of the socket closes it."""
 
     def __init__(self, sock: socket.socket, rank: int, checksums: Checksums | None = None) -> None:
         sock.setblocking(False)

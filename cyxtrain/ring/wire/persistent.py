@@ -43,7 +43,7 @@ def keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> None:
 
 
 class PersistentOps:
-    """The headers of one group's persistent operations, and its small reductions."""
+    """Makes the persistent operations of one group, and keeps its small reductions."""
 
     def __init__(self, links: Mapping[int, Link], selector: AlgorithmSelector, generation: int) -> None:
         self.selector = selector
@@ -55,11 +55,11 @@ class PersistentOps:
         self._generation = generation
         self._kept: dict[tuple[Any, ...], SmallReduction] = {}
 
-    def find(self, kind: Kind, tensor: Tensor, reduction: Reduction, root: int = NO_ROOT) -> SmallReduction | None:
+    def find(self, kind: Kind, tensor: Tensor, reduction: Reduction, root_name: int = NO_ROOT) -> SmallReduction | None:
         """Return the small reduction for a collective of a tensor of this dtype and shape; None if it is not one."""
         if reduction is Reduction.NONE:
             return None
-        key = (kind, tensor.dtype, tensor.shape, reduction, root)
+        key = (kind, tensor.dtype, tensor.shape, reduction, root_name)
         kept = self._kept.get(key)
         if kept is not None:
             return kept
@@ -70,12 +70,12 @@ class PersistentOps:
         if count == 0 or not self.selector.is_tiny(count, tensor.element_size()):
             return None
         payload_bytes = count * tensor.element_size()
-        header = self.header(reduction, tensor.dtype, tuple(tensor.shape), payload_bytes, root, kind)
-        small = SmallReduction(header, self.selector, tensor.dtype, scatters=scatters)
+        operation = self.operation(reduction, tensor.dtype, tuple(tensor.shape), payload_bytes, root_name, kind)
+        small = SmallReduction(operation, self.selector, tensor.dtype, scatters=scatters)
         keep(self._kept, key, small)
         return small
 
-    def header(
+    def operation(
         self,
         reduction: Reduction,
         dtype: torch.dtype,
@@ -84,12 +84,12 @@ class PersistentOps:
         root: int = NO_ROOT,
         kind: Kind = Kind.ALL_REDUCE,
     ) -> PersistentOperation:
-        """Return the header of a persistent operation with other ranks.
+        """Return a persistent operation with other ranks.
 
         `root` of an all_reduce is the number of the shared buffer that holds the elements.
         """
-        operation = Operation(kind, 0, reduction, dtype_code(dtype), shape, root, self._generation)
-        return PersistentOperation(operation, self._links, self.selector, payload_bytes)
+        unnumbered = Operation(kind, 0, reduction, dtype_code(dtype), shape, root, self._generation)
+        return PersistentOperation(unnumbered, self._links, self.selector, payload_bytes)
 
 
 class Exchange(NamedTuple):
@@ -104,7 +104,7 @@ Rounds = Iterable[Exchange]
 
 
 class PersistentOperation:
-    """The frame of a persistent operation, and the exchanges that bring every rank's frame to all.
+    """The frame of a persistent operation, and exchanges that bring all frames, or rank 0's sum, to all.
 
     Cost: each sends to all others, in one round; if ranks share cores, each sends to rank 0, and rank 0 to all others.
     """
@@ -127,7 +127,7 @@ class PersistentOperation:
         self.collecting = self._exchange(collecting, links)
         """After it, the ranks that reduce have every frame."""
         self.spreading = self._exchange(spreading, links)
-        """After it, all others have the result."""
+        """After it, all others have the result. Empty if all ranks sum."""
 
     def _exchange(self, peers: Peers, links: Mapping[int, Link]) -> Exchange:
         sends = tuple(links[other] for other in peers.to)
@@ -152,7 +152,7 @@ class PersistentOperation:
         """Return `Operation.describe`."""
         return self._unnumbered._replace(sequence=self.sequence).describe()
 
-    def number(self) -> bytes:
+    def write_number(self) -> bytes:
         """Write the number into the frame; return how every rank's frame must begin."""
         put_sequence(self.frame, self.sequence)
         return bytes(self.frame[: len(self._begin)])
@@ -167,20 +167,20 @@ class PersistentOperation:
 class SmallReduction:
     """A reduction of few elements, summed by `binary_tree` in frames that are reused.
 
-    The header's payload has all elements. If it `scatters`, each rank takes its own part of the result; otherwise, all
-    ranks take the whole.
+    The payload of the `operation` has all elements. If it `scatters`, each rank takes its own part of the result;
+    otherwise, all ranks take the whole.
     """
 
     def __init__(
-        self, header: PersistentOperation, selector: AlgorithmSelector, dtype: torch.dtype, *, scatters: bool = False
+        self, operation: PersistentOperation, selector: AlgorithmSelector, dtype: torch.dtype, *, scatters: bool = False
     ) -> None:
-        self.header = header
-        self._averages = header.reduction is Reduction.AVG
+        self.operation = operation
+        self._averages = operation.reduction is Reduction.AVG
         self._world_size = selector.world_size
-        how = calculation_of(header.reduction, dtype, use_numpy=True)
+        how = calculation_of(operation.reduction, dtype, use_numpy=True)
         self._combine = how.operator
-        payloads = {rank: expected.frame[HEADER_BYTES:] for rank, expected in header.expected.items()}
-        payloads[selector.rank] = header.frame[HEADER_BYTES:]
+        payloads = {rank: expected.frame[HEADER_BYTES:] for rank, expected in operation.expected.items()}
+        payloads[selector.rank] = operation.frame[HEADER_BYTES:]
         with lasting():
             tensors = {rank: torch.frombuffer(payload, dtype=dtype) for rank, payload in payloads.items()}
             terms = {rank: how.view(tensors[rank], payload) for rank, payload in payloads.items()}
@@ -191,7 +191,7 @@ class SmallReduction:
         self._total = tensors[0]
         self._own = address_of(payloads[selector.rank])
         self._result = address_of(payloads[0])
-        self._result_bytes = header.payload_bytes
+        self._result_bytes = operation.payload_bytes
         if scatters:
             self._result_bytes //= self._world_size
             self._result += selector.rank * self._result_bytes
@@ -202,11 +202,11 @@ class SmallReduction:
 
     def run_at(self, source: int, target: int) -> Iterator[Exchange]:
         """Reduce from the address `source` to the address `target`; yield each exchange with other ranks."""
-        ctypes.memmove(self._own, source, self.header.payload_bytes)
-        yield self.header.collecting
+        ctypes.memmove(self._own, source, self.operation.payload_bytes)
+        yield self.operation.collecting
         for into, other in self._additions:
             self._combine(into, other, out=into)
-        yield self.header.spreading
+        yield self.operation.spreading
         if self._averages:
             divide(self._total, self._world_size)
         ctypes.memmove(target, self._result, self._result_bytes)
@@ -242,8 +242,8 @@ class ProgressCounter:
         self._frame = frame
         self._awaited = 0
 
-    def has_reached(self, count: int) -> bool:
-        """Await this count from now on; return whether it is reached."""
+    def expect_count(self, count: int) -> bool:
+        """Let `advance` compare with this count from now on; return whether the peer has reached it."""
         self._awaited = count
         return self.advance()
 
@@ -267,7 +267,11 @@ class ProgressCounter:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether the peer has surely begun this operation: the count before an even one belongs to it, too."""
+        """Whether the peer has surely begun this operation: it has if an even count is awaited.
+
+        Operations arrive an even number of times. So before an even count, the peer has passed a barrier of this one,
+        and its word may already name the next one.
+        """
         return self._awaited % 2 == 0
 
     def has_asked(self, sequence: int) -> bool:

@@ -225,7 +225,10 @@ class Incoming:
             self._check_sum()
 
     def combine(self) -> None:
-        """Combine the current piece; for an exchange, which has one, after this rank's own was sent."""
+        """Combine the current piece; for an exchange, after this rank's own was sent.
+
+        An exchange has one piece: at most `FEW_BYTES`, and the scratch has room for more.
+        """
         combiner = self._buffers.combiner
         item = self._buffers.item_bytes
         assert combiner is not None
