@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +110,36 @@ def history_of(file: Path) -> list[dict[str, float]]:
     import json
 
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(file))
     rows = []
-    while data := store.scan_data():
+    for data in records_of(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
     return rows
+
+
+def records_of(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file in the format of LevelDB's logs, after W&B's header of seven bytes.
+
+    A block of 32 KiB holds chunks, each with four bytes of checksum, two of length, and its type: 1 is a whole record,
+    and 4 the last of several chunks.
+    """
+    place = 7
+    record = b""
+    while place + 7 <= len(data):
+        left = 2**15 - place % 2**15
+        length = int.from_bytes(data[place + 4 : place + 6], "little")
+        kind = data[place + 6]
+        if left < 7 or kind == 0:
+            place += left
+            continue
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
 
 
 @pytest.mark.timeout(300)
