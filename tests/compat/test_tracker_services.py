@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,13 +111,13 @@ def test_wandb_offline_has_one_run_with_one_curve(tmp_path):
 
 
 def history_of(file: Path) -> list[dict[str, float]]:
-    """Return the rows of an offline run: a log in LevelDB's format, with a header of 7 bytes."""
+    """Return the rows of an offline run."""
     import json
 
     from wandb.proto import wandb_internal_pb2
 
     rows = []
-    for data in records(file.read_bytes()):
+    for data in records_of(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -126,21 +125,26 @@ def history_of(file: Path) -> list[dict[str, float]]:
     return rows
 
 
-def records(content: bytes) -> Iterator[bytes]:
-    """Yield the records: parts of blocks of 32 KiB, each with checksum, length and kind (1: whole, 2 to 4: a part)."""
+def records_of(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file in the format of LevelDB's logs, after W&B's header of seven bytes.
+
+    A block of 32 KiB holds chunks, each with four bytes of checksum, two of length, and its type: 1 is a whole record,
+    and 4 the last of several chunks.
+    """
     place = 7
-    data = b""
-    while place + 7 <= len(content):
-        left = 32768 - place % 32768
-        if left < 7:
+    record = b""
+    while place + 7 <= len(data):
+        left = 2**15 - place % 2**15
+        length = int.from_bytes(data[place + 4 : place + 6], "little")
+        kind = data[place + 6]
+        if left < 7 or kind == 0:
             place += left
             continue
-        length, kind = struct.unpack_from("<HB", content, place + 4)
-        data += content[place + 7 : place + 7 + length]
+        record += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):
-            yield data
-            data = b""
+            yield record
+            record = b""
 
 
 @pytest.mark.timeout(300)
