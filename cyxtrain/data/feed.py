@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import override
@@ -85,6 +85,18 @@ class Feed(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Load the state of a checkpoint into the data, before the fit resumes from it."""
+
+    @property
+    def is_within_pass(self) -> bool:
+        """Whether ranks have states of their own now, also between two epochs; the same on every rank."""
+        return False
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank alone knows of where its data are, for a checkpoint after the latest step."""
+        return {}
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
+        """Load what the ranks of a checkpoint returned, before the fit resumes from it."""
 
     def single_row(self, *, together: bool = False) -> SingleRow | None:
         """Return a micro-batch of a single sample on any rank, if there is one; as `Sharding.single_row`."""

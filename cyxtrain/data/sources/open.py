@@ -77,7 +77,7 @@ def open_source(
         tensors = _tensors(inputs)
         return DatasetSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
     name = getattr(inputs, "__name__", name)
-    return StreamSource(_iterator_of(inputs), name, config, number, world, once=False, parts=[inputs])
+    return StreamSource(_iterable_of(inputs), name, config, number, world, once=False, parts=[inputs])
 
 
 def _parts_to_read(inputs: Any, config: DistributedTrainingConfig, world: World, *, trains: bool) -> Parts | None:
@@ -147,19 +147,19 @@ def _are_pairs(inputs: Any) -> bool:
     return isinstance(first[0], (Tensor, np.ndarray)) and np.ndim(first[1]) == 0
 
 
-def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
-    """Return a function that makes an iterator of batches, from an iterable or a function that returns one."""
+def _iterable_of(given: Any) -> Callable[[], Iterable[Any]]:
+    """Return a function that returns an iterable of batches: what is given, or what a function returns."""
     if isinstance(given, Iterable):
-        return lambda: iter(given)
+        return lambda: given
 
-    def begin() -> Iterator[Any]:
+    def begin() -> Iterable[Any]:
         made = given()
         if not isinstance(made, Iterable):
             raise ConfigError(
                 f"X is the function {getattr(given, '__name__', given)}, which returned a {type(made).__name__}: it "
                 "must return an iterable of batches, such as a generator."
             )
-        return iter(made)
+        return made
 
     return begin
 
@@ -202,7 +202,7 @@ def _stream_of(
     batches: Any = loader.batch_sampler
     parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
     return StreamSource(
-        lambda: iter(loader),
+        lambda: loader,
         name,
         config,
         number,

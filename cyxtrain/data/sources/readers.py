@@ -7,7 +7,9 @@ reader follows from the number of steps.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +26,8 @@ from cyxtrain.data.rng import set_epoch_of
 from cyxtrain.data.sharding import micro_batches_of
 from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.parts import Parts
-from cyxtrain.data.sources.stream import INTERRUPTED, FirstBatchSource, PassFeed, SeededIterator
+from cyxtrain.data.sources.seeded import SeededIterator, resume_from
+from cyxtrain.data.sources.stream import INTERRUPTED, FirstBatchSource, PassFeed
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.world.world import World
 
@@ -56,8 +59,10 @@ def readers_of_evaluation(readers: int, slices: Slices) -> list[int]:
 class Reader(SeededIterator):
     """The samples of one reader in a pass."""
 
-    def __init__(self, parts: Parts, reader: int, readers: int, seed: int, number: int) -> None:
-        def begin() -> Iterator[Any]:
+    def __init__(
+        self, parts: Parts, reader: int, readers: int, seed: int, number: int, saved: Mapping[str, Any] | None = None
+    ) -> None:
+        def begin() -> Iterable[Any]:
             samples = parts.read(reader, readers)
             if not isinstance(samples, Iterable):
                 raise ConfigError(
@@ -65,10 +70,13 @@ class Reader(SeededIterator):
                     "iterable of samples, such as a generator."
                 )
             set_epoch_of(samples, number)
-            return iter(samples)
+            return samples
 
-        self._ahead: list[Any] = []
-        super().__init__(begin, [parts.read], seed, number, reader)
+        super().__init__(begin, [parts.read], seed, number, reader, saved)
+
+    @override
+    def _rows(self, read: Sequence[Any]) -> Iterable[Rows]:
+        return [as_batch(default_collate(read))] if read else []
 
     def take(self, count: int) -> list[Any]:
         """Return the next samples; fewer, or none, at the end."""
@@ -102,16 +110,34 @@ class RankReaders:
     def __init__(self, parts: Parts, owned: Sequence[int], readers: int, seed: int, number: int) -> None:
         self.number = number
         self._readers = readers
-        self._owned = {reader: Reader(parts, reader, readers, seed, number) for reader in owned}
+        self._new = functools.partial(Reader, parts, readers=readers, seed=seed, number=number)
+        self._owned: dict[int, Reader] = {reader: self._new(reader) for reader in owned}
 
     def take_step(self, step_size: int) -> list[Any]:
         """Return this rank's samples of the next step, which has so many over all ranks."""
-        return in_turn([each.take(self._share(reader, step_size)) for reader, each in self._owned.items()])
+        return in_turn([self._take(each, self._share(reader, step_size)) for reader, each in self._owned.items()])
 
-    def skip(self, steps: int, step_size: int) -> None:
-        """Read the samples of steps that were trained before."""
+    def resume(self, steps: int, step_size: int, saved: Mapping[int, Any]) -> str:
+        """Continue after steps that were trained before: from the `saved` states of readers, or reading them again.
+
+        Returns why a saved state does not fit; "": all do.
+        """
+        problem = ""
         for reader, each in self._owned.items():
-            each.skip(steps * self._share(reader, step_size))
+            share = self._share(reader, step_size)
+            found = None
+            if saved.get(reader):
+                read = functools.partial(self._take, count=share)
+                found, why = resume_from(saved[reader], functools.partial(self._new, reader, saved=saved[reader]), read)
+                problem = problem or why
+            if found is None:
+                each.skip(steps * share)
+            self._owned[reader] = found or each
+        return problem
+
+    def saved(self, ahead: int) -> dict[int, Any]:
+        """Return the state of each reader; as `SeededIterator.saved`."""
+        return {reader: each.saved(ahead) for reader, each in self._owned.items()}
 
     def peek(self, count: int) -> list[Any]:
         """Return up to that many of the first samples, which stay the next ones."""
@@ -123,6 +149,10 @@ class RankReaders:
         for each in self._owned.values():
             while samples := each.take(size):
                 yield samples
+
+    @staticmethod
+    def _take(reader: Reader, count: int) -> list[Any]:
+        return reader.marking(lambda: reader.take(count))
 
     def _share(self, reader: int, step_size: int) -> int:
         return samples_from(reader, self._readers, step_size)
@@ -254,9 +284,18 @@ class ReaderFeed(PassFeed[RankReaders]):
 
     @override
     def _begin(self, number: int, num_read: int) -> RankReaders:
+        began = time.perf_counter()
         begun = self._source.begin_pass(number)
-        begun.skip(num_read, self.effective_batch_size)
+        saved: dict[int, Any] = {}
+        for each in self._saved_at((number, num_read), slice(None)):
+            saved |= each
+        problem = begun.resume(num_read, self.effective_batch_size, saved)
+        self._warn_of_reading(problem, began)
         return begun
+
+    @override
+    def _state(self, begun: RankReaders) -> Any:
+        return begun.saved(self._ahead)
 
     @override
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:

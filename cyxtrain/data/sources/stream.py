@@ -10,7 +10,6 @@ from them meanwhile: the same batches come again when a fit resumes, and are ski
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
@@ -29,9 +28,8 @@ from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
 from cyxtrain.data.batches.structure import dtypes_of, example_of, form_of, num_rows
 from cyxtrain.data.feed import DataInterruptedError, Feed, Place
-from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, generators_of
+from cyxtrain.data.sources.seeded import SeededIterator, resume_from
 from cyxtrain.data.sources.source import Source
-from cyxtrain.environment import loader_workers
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world.world import World
 
@@ -40,72 +38,31 @@ _OWN = 1  # `Place.order` if each rank has its own data
 _Pass = TypeVar("_Pass")
 
 
-class SeededIterator:
-    """What `make()` returns in a pass; its random generators, and its `parts`' own, are not training's.
-
-    They are seeded from the seed, the `number` of the pass, and a `rank` or a reader.
-    """
-
-    def __init__(
-        self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
-    ) -> None:
-        self.number = number
-        self._seed = seed
-        self._is_over = False
-        self._others = generators_of(parts)
-        with generators_kept(others=self._others):
-            begin_pass(parts, self._others, seed, number, rank)
-            self._items = make()
-            # What the data draw next continues from here, whatever training draws meanwhile.
-            self._states = GeneratorStates(others=self._others)
-
-    def seed(self, rank: int) -> None:
-        """Seed what the data draw from here on as a rank's own."""
-        with generators_kept(others=self._others):
-            begin_pass([], self._others, self._seed, self.number, rank)
-            self._states = GeneratorStates(others=self._others)
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Let the data draw from their own generators within; if workers died in a stop, raise that."""
-        with generators_kept(others=self._others):
-            self._states.restore()
-            try:
-                yield
-            except loader_workers.DEATHS as error:
-                if loader_workers.may_end():
-                    raise DataInterruptedError from error
-                raise
-            finally:
-                self._states = GeneratorStates(others=self._others)
-
-
 class Pass(SeededIterator):
     """A pass through batches."""
 
-    def __init__(
-        self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
-    ) -> None:
-        self.num_read = 0  # batches with rows
-        self.is_numpy = False
-        self.left_out: list[str] = []
-        self.target_name: str | None = None
-        self._peeked: Rows | None = None
-        super().__init__(make, parts, seed, number, rank)
+    num_read = 0  # batches with rows
+    is_numpy = False
+    left_out: Sequence[str] = ()
+    target_name: str | None = None
+
+    @override
+    def _rows(self, read: Sequence[Any]) -> Iterable[Rows]:
+        return [rows for rows in read if rows is not None]
 
     def peek(self) -> Rows | None:
         """Return the first batch, which stays the next one; None if there are no batches."""
-        self._peeked = self.read()
-        if self._peeked is not None:
+        found = self.read()
+        if found is not None:
             self.num_read -= 1
-        return self._peeked
+            self._ahead.append(found)
+        return found
 
     def read(self, own: Callable[[Tensor], Tensor] = torch.clone) -> Rows | None:
         """Return a copy of the next batch, made by `own`; None after the last one."""
-        if self._peeked is not None:
-            rows = self._peeked
-            self._peeked = None
+        if self._ahead:
             self.num_read += 1
+            rows: Rows = self._ahead.pop()
             return rows
         with self.drawing():
             return self._read(own)
@@ -209,7 +166,7 @@ class StreamSource(FirstBatchSource):
 
     def __init__(
         self,
-        make: Callable[[], Iterator[Any]],
+        make: Callable[[], Iterable[Any]],
         what: str,
         config: DistributedTrainingConfig,
         number: int,
@@ -235,8 +192,8 @@ class StreamSource(FirstBatchSource):
         self.left_out = self._begun.left_out
         self.target_name = self._begun.target_name
 
-    def _new_pass(self, number: int) -> Pass:
-        return Pass(self._make, self._parts, self._seed, number, self._seeded_as)
+    def _new_pass(self, number: int, saved: Mapping[str, Any] | None = None) -> Pass:
+        return Pass(self._make, self._parts, self._seed, number, self._seeded_as, saved)
 
     @override
     def describe(self) -> str:
@@ -292,6 +249,7 @@ class StreamSource(FirstBatchSource):
         if self.reads_once:
             self._begun.seed(rank)
         else:
+            self._begun.rewind()
             self._begun = self._new_pass(self._begun.number)
 
     @override
@@ -322,12 +280,25 @@ class StreamSource(FirstBatchSource):
         self._begun = None
         if begun is not None and (begun.number == number or self.reads_once):
             return begun
+        if begun is not None:
+            begun.rewind()
         if self.reads_once:
             raise ConfigError(
                 f"the {self._what} gives its batches only once, and they were read: pass the function that makes it, "
                 "without calling it."
             )
         return self._new_pass(number)
+
+    def resumed_pass(
+        self, number: int, saved: Mapping[str, Any], read: Callable[[Pass], object]
+    ) -> tuple[Pass | None, str]:
+        """Return a pass from a saved state, after `read` has read a step; otherwise None, and why not."""
+        first = self._begun
+        self._begun = None
+        found, problem = resume_from(saved, lambda: self._new_pass(number, saved), read)
+        if found is None and first is not None:
+            first.rewind()
+        return found, problem
 
 
 class PassFeed(Feed, Generic[_Pass]):
@@ -344,6 +315,39 @@ class PassFeed(Feed, Generic[_Pass]):
         self._next = (0, 0)  # the pass, and how many of its batches were read
         self._is_empty = True  # whether the pass has given no samples so far
         self._seconds = 0.0
+        self._saved: Sequence[Mapping[str, Any]] = ()  # what each rank has kept in the checkpoint
+        self._ahead = 0  # steps that were read, and not taken
+
+    @abstractmethod
+    def _state(self, begun: _Pass) -> Any:
+        """Return this rank's state of the data before the latest step that was taken."""
+
+    @property
+    @override
+    def is_within_pass(self) -> bool:
+        return self._next[1] > 0
+
+    @override
+    def rank_state(self) -> dict[str, Any]:
+        if self._pass is None:
+            return {}
+        return {"place": self._next, "data": self._state(self._pass)}
+
+    @override
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._saved = states
+
+    def _saved_at(self, place: tuple[int, int], ranks: slice) -> list[Any]:
+        """Return what some ranks of the checkpoint have saved at a place; nothing of ranks that have not."""
+        return [each["data"] for each in self._saved[ranks] if each.get("place") == place and each["data"]]
+
+    def _warn_of_reading(self, problem: str, began: float) -> None:
+        if problem and self._world.is_first:
+            seconds = time.perf_counter() - began
+            warn(
+                f"X cannot continue from its state in the checkpoint ({problem}), so what was read before it was read "
+                f"again, in {seconds:.1f} s."
+            )
 
     @abstractmethod
     def _begin(self, number: int, num_read: int) -> _Pass:
@@ -352,6 +356,10 @@ class PassFeed(Feed, Generic[_Pass]):
     @abstractmethod
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
         """Return this rank's micro-batches of the next step, and how many batches the step counts for."""
+
+    def _read_ahead(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
+        self._ahead += 1
+        return self._read(copier)
 
     def _current_pass(self) -> _Pass:
         if self._pass is None:
@@ -376,7 +384,7 @@ class PassFeed(Feed, Generic[_Pass]):
             self._next = place.passes, place.batches
             self._is_empty = place.batches == 0
         copier = make_copier(placement)
-        read = functools.partial(self._read, copier)
+        read = functools.partial(self._read_ahead, copier)
         share = StreamShare(place.steps, read, copier)
         while end is None or share.number < end:
             if self._has_rows(share):
@@ -394,6 +402,7 @@ class PassFeed(Feed, Generic[_Pass]):
     def _has_rows(self, share: StreamShare) -> bool:
         """Read the batches of a step; return whether any rank has samples for it. All ranks call it."""
         read = share.batches_read
+        self._ahead -= 1
         began = time.perf_counter()
         counted_read = max(read, 0)
         own = [share.rows + min(read, 0), counted_read, counted_read**2]
@@ -487,21 +496,37 @@ class StreamFeed(PassFeed[Pass]):
     @override
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
         is_shared = self._source.is_shared
-        count = self._batches_per_step if is_shared else self.micro_batches
         try:
-            batches = self._current_pass()
-            found = [batches.read(copier.clone) for _ in range(count)]
+            found = self._take_step(self._current_pass(), copier.clone)
         except DataInterruptedError:
             return [], INTERRUPTED
         # A rank whose own batches have ended still counts them, so that the position is equal on all ranks.
-        num_read = count
+        num_read = len(found)
         if is_shared:
             num_read = sum(rows is not None for rows in found)
             found = found[self._world.rank :: self._world.size]
         return [self._source.checked(rows) for rows in found if rows is not None], num_read
 
+    def _take_step(self, begun: Pass, own: Callable[[Tensor], Tensor] = torch.clone) -> list[Rows | None]:
+        """Return the batches of a step, None for each after the last one."""
+        count = self._batches_per_step if self._source.is_shared else self.micro_batches
+        return begun.marking(lambda: [begun.read(own) for _ in range(count)])
+
+    @override
+    def _state(self, begun: Pass) -> Any:
+        return begun.saved(self._ahead)
+
     @override
     def _begin(self, number: int, num_read: int) -> Pass:
+        problem = ""
+        rank = 0 if self._source.is_shared else self._world.rank
+        saved = self._saved_at((number, num_read), slice(rank, rank + 1))
+        if saved and not self._reads_once:
+            resumed, problem = self._source.resumed_pass(number, saved[0], self._take_step)
+            if resumed is not None:
+                resumed.num_read = num_read
+                return resumed
+        began = time.perf_counter()
         begun = self._source.begin_pass(number)
         for _ in range(num_read):
             if begun.read() is None and self._source.is_shared:
@@ -509,4 +534,5 @@ class StreamFeed(PassFeed[Pass]):
                     f"X has given {begun.num_read:,} batches, and the checkpoint was made after {num_read:,}: the "
                     "data have changed since."
                 )
+        self._warn_of_reading(problem, began)
         return begun
