@@ -44,6 +44,7 @@ class Feed(ABC):
     effective_batch_size: int  # samples of a step, over all ranks; for a stream, as its first batch has them
     rows_at_once: int  # rows of a micro-batch
     is_over = False  # whether there will never be a step again
+    has_rank_states = False  # whether `rank_state` may return one
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -86,13 +87,8 @@ class Feed(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Load the state of a checkpoint into the data, before the fit resumes from it."""
 
-    @property
-    def is_within_pass(self) -> bool:
-        """Whether ranks have states of their own now, also between two epochs; the same on every rank."""
-        return False
-
     def rank_state(self) -> dict[str, Any]:
-        """Return what this rank alone knows of where its data are, for a checkpoint after the latest step."""
+        """Return the state of this rank's data before the latest step, for a checkpoint."""
         return {}
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027

@@ -53,15 +53,6 @@ class GeneratorStates:
             return False
         return all(torch.equal(state, generator.get_state()) for generator, state in self._others)
 
-    def as_tree(self) -> Any:
-        """Return the states as values that a checkpoint may hold."""
-        return self._states, [state for _, state in self._others]
-
-    def load_tree(self, tree: Any) -> None:
-        """Replace the states by those that `as_tree` returned; the generators stay as they are."""
-        self._states, others = tree
-        self._others = [(generator, state) for (generator, _), state in zip(self._others, others, strict=True)]
-
     def restore(self) -> None:
         """Restore the states."""
         _set_states(self._states, self._device)

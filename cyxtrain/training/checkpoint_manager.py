@@ -11,7 +11,7 @@ from typing import Any
 
 from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
-from cyxtrain.checkpoint.format.encoding import decode_tree, encode_text, encode_tree
+from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.weights import load_model_state
@@ -196,7 +196,8 @@ class CheckpointManager:
                 "logged": self._logged.state(),
                 "stop": self._state.stop_training,
             }
-        if totals is not None or self._plan.feed.is_within_pass:
+        feed = self._plan.feed
+        if totals is not None or (feed.has_rank_states and feed.position[1]):
             own["data"] = self._state_of_data()
             ranks = self._world.gather_json(encode_tree(own, "rank"))
             self._state.set(ranks=[decode_tree(each) for each in ranks])
@@ -207,15 +208,15 @@ class CheckpointManager:
             compression = {}
         self._state.set(compression=compression)
 
-    def _state_of_data(self) -> str:
-        """Return this rank's state of the data; warn once and return "" if no checkpoint can hold it."""
+    def _state_of_data(self) -> Any:
+        """Return this rank's state of the data as JSON; warn once and return {} if no checkpoint can hold it."""
         try:
-            return encode_text(self._plan.feed.rank_state(), "the state_dict of X")
-        except (CheckpointError, TypeError) as error:  # TypeError: a tensor of a type that NumPy does not have
+            return encode_tree(self._plan.feed.rank_state(), "the state_dict of X")
+        except CheckpointError as error:
             if not self._has_warned_of_data:
                 warn(f"{error} A fit that resumes reads the data again.")
             self._has_warned_of_data = True
-            return ""
+            return {}
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""

@@ -11,7 +11,6 @@ What JSON cannot express is an object with one key that begins with a dollar sig
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -55,20 +54,6 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
         f"'{path}' is a {type(value).__name__}, which a checkpoint cannot hold: it takes {allowed}, so that loading "
         "never runs code. Convert it before saving."
     )
-
-
-def encode_text(value: Any, path: str) -> str:
-    """Return a value as a string with its tensors, for what is sent with other values; otherwise as `encode_tree`."""
-    tensors: dict[str, torch.Tensor] = {}
-    tree = encode_tree(value, path, tensors)
-    arrays = {name: _encoded_array(tensor.cpu().numpy()) for name, tensor in tensors.items()}
-    return json.dumps([tree, arrays])
-
-
-def decode_text(text: str) -> Any:
-    """Return the value that `encode_text` encoded."""
-    tree, arrays = json.loads(text)
-    return decode_tree(tree, {name: torch.from_numpy(decode_tree(array)) for name, array in arrays.items()})
 
 
 def _stored_under(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:

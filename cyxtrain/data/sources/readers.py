@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,12 +28,13 @@ from cyxtrain.data.rng import set_epoch_of
 from cyxtrain.data.sharding import micro_batches_of
 from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.parts import Parts
-from cyxtrain.data.sources.seeded import SeededIterator, resume_from
+from cyxtrain.data.sources.seeded import Saved, SeededIterator, resume_from
 from cyxtrain.data.sources.stream import INTERRUPTED, FirstBatchSource, PassFeed
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.world.world import World
 
 _MISSING = object()
+_SKIPPED_AT_ONCE = 64
 
 
 def samples_from(reader: int, readers: int, step_size: int) -> int:
@@ -43,6 +46,14 @@ def in_turn(samples: Sequence[Sequence[Any]]) -> list[Any]:
     """Return the samples of several readers in turn; a reader that has no more is left out."""
     rounds = itertools.zip_longest(*samples, fillvalue=_MISSING)
     return [sample for each in rounds for sample in each if sample is not _MISSING]
+
+
+def collated(samples: Sequence[Any]) -> Rows:
+    """Return samples as a batch, which shares no memory with them."""
+    with warnings.catch_warnings():
+        # Of columns of Arrow: nothing here writes to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return as_batch(default_collate(list(samples)))
 
 
 def readers_of_training(readers: int, slices: Slices) -> list[int]:
@@ -60,7 +71,7 @@ class Reader(SeededIterator):
     """The samples of one reader in a pass."""
 
     def __init__(
-        self, parts: Parts, reader: int, readers: int, seed: int, number: int, saved: Mapping[str, Any] | None = None
+        self, parts: Parts, reader: int, readers: int, seed: int, number: int, saved: Saved | None = None
     ) -> None:
         def begin() -> Iterable[Any]:
             samples = parts.read(reader, readers)
@@ -76,7 +87,11 @@ class Reader(SeededIterator):
 
     @override
     def _rows(self, read: Sequence[Any]) -> Iterable[Rows]:
-        return [as_batch(default_collate(read))] if read else []
+        return [collated(read)] if read else []
+
+    def take_step(self, count: int) -> list[Any]:
+        """Return the next samples of a step; as `take`."""
+        return self.marking(lambda: self.take(count))
 
     def take(self, count: int) -> list[Any]:
         """Return the next samples; fewer, or none, at the end."""
@@ -97,11 +112,8 @@ class Reader(SeededIterator):
 
     def skip(self, count: int) -> None:
         """Read samples that a fit has used before it was interrupted."""
-        missing = count - len(self.take(min(count, len(self._ahead))))
-        if missing and not self._is_over:
-            with self.drawing():
-                read = sum(1 for _ in itertools.islice(self._items, missing))
-            self._is_over = read < missing
+        while read := self.take(min(count, _SKIPPED_AT_ONCE)):
+            count -= len(read)
 
 
 class RankReaders:
@@ -115,7 +127,7 @@ class RankReaders:
 
     def take_step(self, step_size: int) -> list[Any]:
         """Return this rank's samples of the next step, which has so many over all ranks."""
-        return in_turn([self._take(each, self._share(reader, step_size)) for reader, each in self._owned.items()])
+        return in_turn([each.take_step(self._share(reader, step_size)) for reader, each in self._owned.items()])
 
     def resume(self, steps: int, step_size: int, saved: Mapping[int, Any]) -> str:
         """Continue after steps that were trained before: from the `saved` states of readers, or reading them again.
@@ -125,10 +137,11 @@ class RankReaders:
         problem = ""
         for reader, each in self._owned.items():
             share = self._share(reader, step_size)
+            state = saved.get(reader)
             found = None
-            if saved.get(reader):
-                read = functools.partial(self._take, count=share)
-                found, why = resume_from(saved[reader], functools.partial(self._new, reader, saved=saved[reader]), read)
+            if state is not None:
+                make = functools.partial(self._new, reader, saved=state)
+                found, why = resume_from(state, make, operator.methodcaller("take_step", share))
                 problem = problem or why
             if found is None:
                 each.skip(steps * share)
@@ -149,10 +162,6 @@ class RankReaders:
         for each in self._owned.values():
             while samples := each.take(size):
                 yield samples
-
-    @staticmethod
-    def _take(reader: Reader, count: int) -> list[Any]:
-        return reader.marking(lambda: reader.take(count))
 
     def _share(self, reader: int, step_size: int) -> int:
         return samples_from(reader, self._readers, step_size)
@@ -186,10 +195,9 @@ class ReaderSource(FirstBatchSource):
             wanted = -(-config.effective_batch_size // world.size)
         samples = self._begun.peek(wanted)
         if samples:
-            given = default_collate(samples)
-            self._first = as_batch(given)
-            self.left_out = left_out(given)
-            self.target_name = target_name(given)
+            self._first = collated(samples)
+            self.left_out = left_out(samples[0])
+            self.target_name = target_name(samples[0])
 
     def _new_pass(self, number: int) -> RankReaders:
         return RankReaders(self._parts, self._owned, self.readers, self._seed, number)
@@ -231,13 +239,9 @@ class ReaderSource(FirstBatchSource):
         def own() -> Iterator[tuple[int, Rows]]:
             batches = self.begin_pass(0).batches(batch_size)
             for number, samples in zip(self._numbers(share), batches, strict=False):
-                yield number, self.collated(samples)
+                yield number, self.checked(collated(samples))
 
         return on_device(own(), make_copier(placement))
-
-    def collated(self, samples: list[Any]) -> Rows:
-        """Return samples as a batch, which shares no memory with them."""
-        return self.checked(as_batch(default_collate(samples)))
 
     def begin_pass(self, number: int) -> RankReaders:
         """Return a pass from its beginning."""
@@ -294,10 +298,6 @@ class ReaderFeed(PassFeed[RankReaders]):
         return begun
 
     @override
-    def _state(self, begun: RankReaders) -> Any:
-        return begun.saved(self._ahead)
-
-    @override
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
         try:
             samples = self._current_pass().take_step(self.effective_batch_size)
@@ -305,4 +305,4 @@ class ReaderFeed(PassFeed[RankReaders]):
             return [], INTERRUPTED
         pieces = micro_batches_of(range(len(samples)), self.rows_at_once)
         # A step counts as one batch, also on a rank whose readers have ended.
-        return [self._source.collated(samples[piece.start : piece.stop]) for piece in pieces], 1
+        return [self._source.checked(collated(samples[piece.start : piece.stop])) for piece in pieces], 1

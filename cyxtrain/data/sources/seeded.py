@@ -1,8 +1,7 @@
 """Iterators over data in a pass: with random generators of their own, and the state that a checkpoint keeps of them.
 
-A state is used only if the data then give the last step's samples again. A shuffle buffer is in no state, workers
-draw random numbers, and states of another number of workers do not fit: such data are read again from the beginning of
-the pass, which keeps the bits.
+A state is used only if the data then give the last step's samples again. A shuffle buffer is in no state, workers draw
+random numbers, a state of other workers does not fit: such data are read again, which keeps the bits.
 """
 
 from __future__ import annotations
@@ -18,27 +17,35 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.feed import DataInterruptedError
-from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, generators_of
+from cyxtrain.data.rng import (
+    CPU,
+    GeneratorStates,
+    begin_pass,
+    generators_as_json,
+    generators_kept,
+    generators_of,
+    set_generators,
+)
+from cyxtrain.data.sources.parts import inside_of
 from cyxtrain.environment import loader_workers
 from cyxtrain.errors import ConfigError
 
 _Iterator = TypeVar("_Iterator", bound="SeededIterator")
 _Read = TypeVar("_Read", bound=Sequence[Any])
+Saved = Mapping[str, Any]
+"""What `SeededIterator.saved` returned."""
 
 
 class _Mark(NamedTuple):
-    """The state of the data and of their generators before a step, and a digest of the step's samples."""
-
-    state: Any
-    generators: GeneratorStates
-    digest: str
+    state: Any  # of the data before a step
+    generators: GeneratorStates  # before the step
+    digest: str  # of the step's samples
 
 
 class SeededIterator(ABC):
     """An iterator over what `make()` returns; its random generators, and its `parts`' own, are not training's.
 
-    They are seeded from the seed, the `number` of the pass, and a `rank` or a reader. With what `saved` returned before
-    a checkpoint, it begins with the step before that.
+    They are seeded from the seed, the `number` of the pass, and a `rank` or a reader. If `saved`, it begins there.
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class SeededIterator(ABC):
         seed: int,
         number: int,
         rank: int,
-        saved: Mapping[str, Any] | None = None,
+        saved: Saved | None = None,
     ) -> None:
         self.number = number
         self._seed = seed
@@ -59,15 +66,15 @@ class SeededIterator(ABC):
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
             made = make()
-            self._stateful = _stateful_of(made)
             self._initial = [(part, _initial_state(part)) for part in (made, getattr(made, "dataset", None))]
+            self._stateful = _stateful_of(made)
             if saved is not None:
                 _load(self._stateful, saved["state"])
             self._items = iter(made)
+            if saved is not None:
+                set_generators(saved["generators"], CPU)
             # What the data draw next continues from here, whatever training draws meanwhile.
             self._states = GeneratorStates(others=self._others)
-            if saved is not None:
-                self._states.load_tree(saved["generators"])
 
     @abstractmethod
     def _rows(self, read: Sequence[Any]) -> Iterable[Rows]:
@@ -94,29 +101,29 @@ class SeededIterator(ABC):
                 self._states = GeneratorStates(others=self._others)
 
     def marking(self, read: Callable[[], _Read]) -> _Read:
-        """Return what `read` reads for a step, from a state that `saved` returns."""
-        states = self._states
+        """Return what `read` reads for a step; `saved` then returns the state before it."""
+        generators = self._states
         state = None
         if not self._ahead:
             state = _state_of(self._stateful)
         found = read()
         mark = None
         if state is not None:
-            mark = _Mark(state, states, self._digest(found))
+            digest = " ".join(sampled_hash(tensor) for rows in self._rows(found) for tensor in rows.tensors())
+            mark = _Mark(state, generators, digest)
         self._marks.append(mark)
         return found
 
-    def _digest(self, read: Sequence[Any]) -> str:
-        return " ".join(sampled_hash(tensor) for rows in self._rows(read) for tensor in rows.tensors())
-
     def saved(self, ahead: int) -> dict[str, Any] | None:
         """Return the state before the step that is `ahead` steps before the latest one; None: it is not known."""
-        if len(self._marks) <= ahead:
-            return None
-        mark = self._marks[-1 - ahead]
+        mark = None
+        if len(self._marks) > ahead:
+            mark = self._marks[-1 - ahead]
         if mark is None:
             return None
-        return {"state": mark.state, "generators": mark.generators.as_tree(), "digest": mark.digest}
+        with generators_kept(others=self._others):
+            mark.generators.restore()
+            return {"state": mark.state, "generators": generators_as_json(CPU), "digest": mark.digest}
 
     def rewind(self) -> None:
         """Let the data begin anew in the next pass, if this one is not read to its end."""
@@ -126,7 +133,7 @@ class SeededIterator(ABC):
 
 
 def resume_from(
-    saved: Mapping[str, Any], make: Callable[[], _Iterator], read: Callable[[_Iterator], object]
+    saved: Saved, make: Callable[[], _Iterator], read: Callable[[_Iterator], object]
 ) -> tuple[_Iterator | None, str]:
     """Return what `make` makes of a saved state, after `read` has read a step; otherwise None, and why not."""
     try:
@@ -146,25 +153,21 @@ def _has_state(part: Any) -> bool:
     return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def _stateful_of(made: Any) -> Any:
+    """Return what has the position in its `state_dict`: an iterable, or the dataset of a plain DataLoader."""
+    # Workers have copies of the dataset, whose positions are theirs.
+    if type(made) is DataLoader and made.num_workers == 0 and isinstance(made.dataset, IterableDataset):
+        return made.dataset
+    return made
+
+
 def _state_of(part: Any) -> Any:
-    """Return a copy of the present state; None if there is none."""
+    """Return a copy of the present state, which may change; None if there is none."""
     if _has_state(part):
         # Training needs no state: some data have one only while they are iterated.
         with contextlib.suppress(Exception):
             return copy.deepcopy(part.state_dict())
     return None
-
-
-def _stateful_of(made: Any) -> Any:
-    """Return what has the position in its `state_dict`: an iterable, or the dataset of a plain DataLoader; or None."""
-    if type(made) is DataLoader:
-        # Workers have copies of the dataset, whose position is theirs.
-        if made.num_workers or not isinstance(made.dataset, IterableDataset):
-            return None
-        made = made.dataset
-    if not _has_state(made):
-        return None
-    return made
 
 
 def _initial_state(part: Any) -> Any:
@@ -176,12 +179,8 @@ def _initial_state(part: Any) -> Any:
 
 
 def _load(stateful: Any, state: Any) -> None:
-    """Load a state; raise ConfigError if it lacks rows, because they are in a shuffle buffer of Hugging Face."""
+    """Load a copy of a state; raise ConfigError if it lacks rows, because they are in a shuffle buffer."""
     for part in (stateful, getattr(stateful, "dataset", None)):
-        inner = getattr(part, "_ex_iterable", None)
-        while inner is not None:
-            if type(inner).__name__.startswith("BufferShuffled"):
-                raise ConfigError("its state lacks the rows of its shuffle buffer")
-            inner = getattr(inner, "ex_iterable", None)
-    # A copy: some change it as they go.
+        if any(type(each).__name__.startswith("BufferShuffled") for each in inside_of(part)):
+            raise ConfigError("its state lacks the rows of its shuffle buffer")
     stateful.load_state_dict(copy.deepcopy(state))

@@ -15,7 +15,7 @@ import itertools
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,14 +28,20 @@ from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
 from cyxtrain.data.batches.structure import dtypes_of, example_of, form_of, num_rows
 from cyxtrain.data.feed import DataInterruptedError, Feed, Place
-from cyxtrain.data.sources.seeded import SeededIterator, resume_from
+from cyxtrain.data.sources.seeded import Saved, SeededIterator, resume_from
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world.world import World
 
 INTERRUPTED = -(1 << 40)  # read by a rank whose data cannot continue: below zero, whatever the others have
 _OWN = 1  # `Place.order` if each rank has its own data
-_Pass = TypeVar("_Pass")
+
+
+class _HasStates(Protocol):
+    def saved(self, ahead: int) -> dict[Any, Any] | None: ...
+
+
+_Pass = TypeVar("_Pass", bound=_HasStates)
 
 
 class Pass(SeededIterator):
@@ -192,7 +198,7 @@ class StreamSource(FirstBatchSource):
         self.left_out = self._begun.left_out
         self.target_name = self._begun.target_name
 
-    def _new_pass(self, number: int, saved: Mapping[str, Any] | None = None) -> Pass:
+    def _new_pass(self, number: int, saved: Saved | None = None) -> Pass:
         return Pass(self._make, self._parts, self._seed, number, self._seeded_as, saved)
 
     @override
@@ -289,9 +295,7 @@ class StreamSource(FirstBatchSource):
             )
         return self._new_pass(number)
 
-    def resumed_pass(
-        self, number: int, saved: Mapping[str, Any], read: Callable[[Pass], object]
-    ) -> tuple[Pass | None, str]:
+    def resumed_pass(self, number: int, saved: Saved, read: Callable[[Pass], object]) -> tuple[Pass | None, str]:
         """Return a pass from a saved state, after `read` has read a step; otherwise None, and why not."""
         first = self._begun
         self._begun = None
@@ -303,6 +307,8 @@ class StreamSource(FirstBatchSource):
 
 class PassFeed(Feed, Generic[_Pass]):
     """Data without a known end, in passes that continue over epochs as in a `RowFeed`."""
+
+    has_rank_states = True
 
     def __init__(self, config: DistributedTrainingConfig, world: World, *, reads_once: bool) -> None:
         self._world = world
@@ -318,20 +324,12 @@ class PassFeed(Feed, Generic[_Pass]):
         self._saved: Sequence[Mapping[str, Any]] = ()  # what each rank has kept in the checkpoint
         self._ahead = 0  # steps that were read, and not taken
 
-    @abstractmethod
-    def _state(self, begun: _Pass) -> Any:
-        """Return this rank's state of the data before the latest step that was taken."""
-
-    @property
-    @override
-    def is_within_pass(self) -> bool:
-        return self._next[1] > 0
-
     @override
     def rank_state(self) -> dict[str, Any]:
-        if self._pass is None:
-            return {}
-        return {"place": self._next, "data": self._state(self._pass)}
+        data = None
+        if self._pass is not None:
+            data = self._pass.saved(self._ahead)
+        return {"place": self._next, "data": data}
 
     @override
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -511,10 +509,6 @@ class StreamFeed(PassFeed[Pass]):
         """Return the batches of a step, None for each after the last one."""
         count = self._batches_per_step if self._source.is_shared else self.micro_batches
         return begun.marking(lambda: [begun.read(own) for _ in range(count)])
-
-    @override
-    def _state(self, begun: Pass) -> Any:
-        return begun.saved(self._ahead)
 
     @override
     def _begin(self, number: int, num_read: int) -> Pass:

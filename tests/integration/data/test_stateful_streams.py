@@ -69,20 +69,19 @@ class Drawing(Stream):
         return INPUTS[rows] + torch.randn(FEATURES, generator=self.own), TARGETS[rows]
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.state, "own": self.own.get_state(), "numbers": np.arange(3), 5: (1.5, None)}
+        return {**self.state, "own": self.own.get_state().tolist(), 5: (1.5, None, float("inf"))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["numbers"].tolist() == [0, 1, 2]
-        assert state[5] == (1.5, None)
+        assert state[5] == (1.5, None, float("inf"))
         self.state = {"given": state["given"]}
-        self.own.set_state(state["own"])
+        self.own.set_state(torch.tensor(state["own"], dtype=torch.uint8))
 
 
 class Opaque(Stream):
     """With a state that no checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.state, "other": complex(1, 2)}
+        return {**self.state, "other": torch.zeros(2)}
 
 
 class Broken(Stream):
@@ -147,7 +146,7 @@ CASES = {
         LEFT + SAVED - BATCHES,
         "X cannot continue from its state in the checkpoint (it gives other samples",
     ),
-    Opaque: (LEFT + SAVED - BATCHES, "'the state_dict of X.data.state.other' is a complex"),
+    Opaque: (LEFT + SAVED - BATCHES, "'the state_dict of X.data.state.other' is a Tensor"),
     Broken: (LEFT + SAVED - BATCHES, ""),
 }
 
