@@ -252,7 +252,7 @@ class ReaderSource(FirstBatchSource):
         return self._new_pass(number)
 
 
-class ReaderFeed(PassFeed[RankReaders]):
+class ReaderFeed(PassFeed):
     """Steps of as many samples on any number of ranks, until readers end; the position counts steps."""
 
     def __init__(self, source: ReaderSource, config: DistributedTrainingConfig, world: World) -> None:

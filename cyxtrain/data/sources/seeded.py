@@ -11,7 +11,7 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,13 +33,7 @@ from cyxtrain.errors import ConfigError
 _Iterator = TypeVar("_Iterator", bound="SeededIterator")
 _Read = TypeVar("_Read", bound=Sequence[Any])
 Saved = Mapping[str, Any]
-"""What `SeededIterator.saved` returned."""
-
-
-class _Mark(NamedTuple):
-    state: Any  # of the data before a step
-    generators: GeneratorStates  # before the step
-    digest: str  # of the step's samples
+"""The state of data before a step, the generators' states, and a digest of the step's samples."""
 
 
 class SeededIterator(ABC):
@@ -61,7 +55,8 @@ class SeededIterator(ABC):
         self._seed = seed
         self._is_over = False
         self._ahead: list[Any] = []  # was read, and is the next
-        self._marks: collections.deque[_Mark | None] = collections.deque(maxlen=2)  # of the latest steps
+        # Of the latest two steps: one may be read ahead.
+        self._marks: collections.deque[dict[str, Any] | None] = collections.deque([None, None], maxlen=2)
         self._others = generators_of(parts)
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
@@ -102,28 +97,24 @@ class SeededIterator(ABC):
 
     def marking(self, read: Callable[[], _Read]) -> _Read:
         """Return what `read` reads for a step; `saved` then returns the state before it."""
-        generators = self._states
-        state = None
-        if not self._ahead:
-            state = _state_of(self._stateful)
-        found = read()
         mark = None
-        if state is not None:
-            digest = " ".join(sampled_hash(tensor) for rows in self._rows(found) for tensor in rows.tensors())
-            mark = _Mark(state, generators, digest)
+        state = _state_of(self._stateful)
+        if state is not None and not self._ahead:
+            mark = {"state": state, "generators": self._states}
+        found = read()
+        if mark is not None:
+            mark["digest"] = " ".join(sampled_hash(each) for rows in self._rows(found) for each in rows.tensors())
         self._marks.append(mark)
         return found
 
     def saved(self, ahead: int) -> dict[str, Any] | None:
         """Return the state before the step that is `ahead` steps before the latest one; None: it is not known."""
-        mark = None
-        if len(self._marks) > ahead:
-            mark = self._marks[-1 - ahead]
+        mark = self._marks[-1 - ahead]
         if mark is None:
             return None
         with generators_kept(others=self._others):
-            mark.generators.restore()
-            return {"state": mark.state, "generators": generators_as_json(CPU), "digest": mark.digest}
+            mark["generators"].restore()
+            return {**mark, "generators": generators_as_json(CPU)}
 
     def rewind(self) -> None:
         """Let the data begin anew in the next pass, if this one is not read to its end."""

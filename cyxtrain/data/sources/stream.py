@@ -15,7 +15,7 @@ import itertools
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +35,6 @@ from cyxtrain.world.world import World
 
 INTERRUPTED = -(1 << 40)  # read by a rank whose data cannot continue: below zero, whatever the others have
 _OWN = 1  # `Place.order` if each rank has its own data
-
-
-class _HasStates(Protocol):
-    def saved(self, ahead: int) -> dict[Any, Any] | None: ...
-
-
-_Pass = TypeVar("_Pass", bound=_HasStates)
 
 
 class Pass(SeededIterator):
@@ -305,7 +298,7 @@ class StreamSource(FirstBatchSource):
         return found, problem
 
 
-class PassFeed(Feed, Generic[_Pass]):
+class PassFeed(Feed):
     """Data without a known end, in passes that continue over epochs as in a `RowFeed`."""
 
     has_rank_states = True
@@ -317,7 +310,7 @@ class PassFeed(Feed, Generic[_Pass]):
         ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
         self._ends_once = reads_once and (self._endless or ends_by_steps)
         self._ends_early = self._endless or ends_by_steps or bool(config.fast_dev_run)
-        self._pass: _Pass | None = None
+        self._pass: Any = None
         self._next = (0, 0)  # the pass, and how many of its batches were read
         self._is_empty = True  # whether the pass has given no samples so far
         self._seconds = 0.0
@@ -348,7 +341,7 @@ class PassFeed(Feed, Generic[_Pass]):
             )
 
     @abstractmethod
-    def _begin(self, number: int, num_read: int) -> _Pass:
+    def _begin(self, number: int, num_read: int) -> Any:
         """Begin a pass; when a fit resumes, after what was read of it before."""
 
     @abstractmethod
@@ -359,7 +352,7 @@ class PassFeed(Feed, Generic[_Pass]):
         self._ahead += 1
         return self._read(copier)
 
-    def _current_pass(self) -> _Pass:
+    def _current_pass(self) -> Any:
         if self._pass is None:
             self._pass = self._begin(*self._next)
         return self._pass
@@ -433,7 +426,7 @@ class PassFeed(Feed, Generic[_Pass]):
         return self._endless and not was_empty
 
 
-class StreamFeed(PassFeed[Pass]):
+class StreamFeed(PassFeed):
     """The batches of a stream."""
 
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
