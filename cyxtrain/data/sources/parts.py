@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from cyxtrain.errors import ConfigError, counted
@@ -36,23 +37,41 @@ class Parts(NamedTuple):
             )
 
 
+def no_parts(data: Any, readers: int) -> ConfigError:
+    """Return the error for data without parts, given to a fit with `readers`."""
+    name = getattr(data, "__name__", type(data).__name__)
+    return ConfigError(
+        f"readers={readers} is for data in parts, and X is {name}, which has none: leave readers out, or give a "
+        "function of (reader, readers) that returns that reader's samples, an IterableDataset of Hugging Face, or a "
+        "pyarrow Dataset."
+    )
+
+
 def parts_of(data: Any, *, trains: bool) -> Parts | None:
     """Return data in parts, otherwise None. A function that needs no arguments has parts only if it `trains`."""
     name = getattr(data, "__name__", type(data).__name__)
     if is_arrow_dataset(data):
         return _row_groups(data, name)
-    if _is_instance(data, "datasets.iterable_dataset", "IterableDataset"):
-        # Ranks whose generators differ would have other orders of the shards: `shuffle` needs a seed.
-        generators = [getattr(each, "generator", None) for each in inside_of(data)]
-        digest = _digest([each.bit_generator.state for each in generators if each is not None])
-        read = lambda reader, readers: data.shard(readers, reader)  # noqa: E731
-        return Parts(name, read, False, data.num_shards, "shard", digest)
+    if is_hugging_face(data):
+        return _shards(data, name)
     if isinstance(data, (Iterable, type)) or not callable(data) or not _takes(data, 0, 1):
         return None
     needs_readers = not _takes(data)
     if not needs_readers and not trains:
         return None
     return Parts(name, data, needs_readers)
+
+
+def _shards(data: Any, name: str) -> Parts:
+    # Ranks whose generators differ would have other orders of the shards: `shuffle` needs a seed.
+    generators = [getattr(each, "generator", None) for each in inside_of(data)]
+    digest = _digest([each.bit_generator.state for each in generators if isinstance(each, np.random.Generator)])
+    return Parts(name, lambda reader, readers: data.shard(readers, reader), False, data.num_shards, "shard", digest)
+
+
+def is_hugging_face(data: Any) -> bool:
+    """Return whether this is an IterableDataset of Hugging Face."""
+    return is_instance(data, "datasets.iterable_dataset", "IterableDataset")
 
 
 def inside_of(data: Any) -> Iterator[Any]:
@@ -65,10 +84,11 @@ def inside_of(data: Any) -> Iterator[Any]:
 
 def is_arrow_dataset(data: Any) -> bool:
     """Return whether this is a `pyarrow.dataset.Dataset`."""
-    return _is_instance(data, "pyarrow.dataset", "Dataset")
+    return is_instance(data, "pyarrow.dataset", "Dataset")
 
 
-def _is_instance(data: Any, module: str, name: str) -> bool:
+def is_instance(data: Any, module: str, name: str) -> bool:
+    """Return whether this is an instance of another library's class."""
     # Nobody has one who has not imported its module.
     found = sys.modules.get(module)
     return found is not None and isinstance(data, getattr(found, name, ()))

@@ -26,7 +26,7 @@ from cyxtrain.data.rng import (
     generators_of,
     set_generators,
 )
-from cyxtrain.data.sources.parts import inside_of
+from cyxtrain.data.sources.parts import inside_of, is_hugging_face, is_instance
 from cyxtrain.environment import loader_workers
 from cyxtrain.errors import ConfigError
 
@@ -164,7 +164,7 @@ def _state_of(part: Any) -> Any:
 def _initial_state(part: Any) -> Any:
     """Return the state with which data begin; None if they have none."""
     # Torchdata's loader would start its workers to return it; Hugging Face's dataset returns the one of its last use.
-    if _has_state(part) and (isinstance(part, DataLoader) or type(part).__module__.startswith("datasets.")):
+    if is_hugging_face(part) or is_instance(part, "torchdata.stateful_dataloader", "StatefulDataLoader"):
         return {}
     return _state_of(part)
 
