@@ -131,4 +131,4 @@ def _samples(group: Any, schema: Any) -> Iterator[dict[str, Any]]:
     for batch in group.to_batches(schema=schema):
         columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
         for values in zip(*columns, strict=True):
-            yield dict(zip(schema.names, values, strict=True))
+            yield dict(zip(batch.schema.names, values, strict=True))
