@@ -343,8 +343,8 @@ def test_a_stream_of_hugging_face_is_read_by_shards(world_size, monkeypatch):
 
 @pytest.mark.nightly
 def test_fewer_parts_than_readers_and_filtered_files_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     dataset = pytest.importorskip("pyarrow.dataset")
     folder = str(write_parquet(tmp_path))
     data = dataset.dataset(folder, format="parquet")
