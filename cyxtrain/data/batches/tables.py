@@ -6,12 +6,10 @@ name: nothing is encoded.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +30,6 @@ _KINDS = {
     "dates": r"date|time|duration|period|month",
     "missing values alone": r"null",
 }
-_ARROW_NUMBERS = ("is_boolean", "is_integer", "is_floating", "is_decimal")
 _ENCODE = (
     "Encode text and categories with skrub.TableVectorizer or scikit-learn's encoders, or give their codes as an input "
     "of their own, for an embedding."
@@ -76,18 +73,17 @@ def table_as_array(values: Any, name: str) -> _Array:
         values = values.collect(engine="streaming")
     is_frame = len(getattr(values, "shape", ())) == 2
     columns = [*_columns_in(values, is_frame)]
-    wrong = [column for column in columns if column.dtype.kind not in _NUMBERS]
+    wrong = [column for column in columns if column.dtype == object]
     if wrong:
         raise _not_numbers(wrong, name, is_frame)
+    arrays = (np.asarray(column.read(column.dtype)) for column in columns)
     if not is_frame:
-        return columns[0].read()
-    if not columns:
-        raise ConfigError(f"{name} is a table without columns: give at least one column of numbers.")
-    if all(column.is_plain_in_pandas for column in columns) and len({*values.dtypes}) == 1:
+        return next(arrays)
+    if _library_of(values) == "pandas" and len({*values.dtypes}) == 1 and isinstance(values.dtypes.iloc[0], np.dtype):
         return np.asarray(values)
-    found = np.empty((len(values), len(columns)), np.result_type(*{column.dtype for column in columns}))
-    for number, column in enumerate(columns):
-        found[:, number] = column.read()
+    found = np.empty((len(values), len(columns)), np.result_type(np.bool_, *{column.dtype for column in columns}))
+    for number, array in enumerate(arrays):
+        found[:, number] = array
     return found
 
 
@@ -117,75 +113,86 @@ def check_format(dataset: Any) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column of a library, with its name in the table."""
+class _Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        name: In the table.
+        label: Name of its type, or of the class of its objects.
+        dtype: Type of its numbers in an array; object if it holds something else.
+        read: Returns its numbers for this type, with NaN for missing ones.
+    """
 
     name: Any
-    library: str
-    values: Any
+    label: str
+    dtype: np.dtype[Any]
+    read: Callable[[np.dtype[Any]], Any]
 
-    @functools.cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of its numbers in an array; object if it holds something else."""
-        plain = self._plain_dtype()
-        if self.library == "pandas":
-            missing = self.values.isna().any()
-        elif self.library == "polars":
-            missing = self.values.null_count()
-        else:
-            missing = self.values.null_count
-        if missing and plain.kind in "biu":
-            return np.result_type(plain, np.float32)
-        return plain
 
-    def _plain_dtype(self) -> np.dtype[Any]:
-        """Return the type of its numbers if none is missing; object if it holds something else."""
-        kind: Any = getattr(self.values, "type" if self.library == "pyarrow" else "dtype")
-        if self.library == "pandas":
-            if kind.kind not in _NUMBERS:
-                return np.dtype(object)
-            # Nullable and sparse types have NumPy's in an attribute.
-            return np.dtype(getattr(kind, "numpy_dtype", getattr(kind, "subtype", kind)))
-        if self.library == "polars":
-            is_number = kind.is_numeric() or str(kind) == "Boolean"
-        else:
-            is_number = any(getattr(sys.modules["pyarrow"].types, question)(kind) for question in _ARROW_NUMBERS)
-        if not is_number:
-            return np.dtype(object)
-        plain = np.dtype(kind.to_pandas_dtype() if self.library == "pyarrow" else self.values.head(0).to_numpy().dtype)
-        if plain.kind not in _NUMBERS:  # decimals, and integers of 128 bits
-            return np.dtype(np.float64)
-        return plain
+def _of_pandas(name: Any, column: Any) -> _Column:
+    kind = column.dtype
+    label = str(kind)
+    plain = None
+    if kind.kind in _NUMBERS:  # nullable and sparse types have NumPy's in an attribute
+        plain = np.dtype(getattr(kind, "numpy_dtype", getattr(kind, "subtype", kind)))
+    elif label == "object":
+        label = _class_of_first(column.dropna())
 
-    @property
-    def is_plain_in_pandas(self) -> bool:
-        """Whether it is a view of an array in pandas."""
-        return self.library == "pandas" and isinstance(self.values.dtype, np.dtype)
+    def read(dtype: np.dtype[Any]) -> Any:
+        if isinstance(kind, np.dtype):
+            return column
+        return column.to_numpy(dtype=dtype, na_value=np.nan)
 
-    def read(self) -> _Array:
-        """Return its numbers as an array, with NaN for missing ones."""
-        values = self.values
-        if self.library == "pandas" and not self.is_plain_in_pandas:
-            values = values.to_numpy(dtype=self.dtype, na_value=np.nan)
-        elif self.library == "polars" and self.dtype.kind == "f":
-            values = values.cast(getattr(sys.modules["polars"], self.dtype.name.capitalize()))
-        elif self.library == "pyarrow" and self.dtype.kind == "f":
-            values = values.cast(self.dtype.name, safe=False)  # rounds integers above 2**53, as NumPy does
-        return np.asarray(values)
+    return _Column(name, label, _with_nan(plain, bool(column.isna().any())), read)
 
-    def kind(self) -> str:
-        """Return what it holds instead of numbers, such as "text"."""
-        if self.library == "pyarrow":
-            return _kind_of(str(self.values.type))
-        label = str(self.values.dtype)
-        if label.lower() != "object":
-            return _kind_of(label)
-        present = self.values.dropna() if self.library == "pandas" else self.values.drop_nulls()
-        return _kind_of(next((type(value).__name__ for value in present), "null"))
+
+def _of_polars(name: Any, column: Any) -> _Column:
+    label = str(column.dtype)
+    plain = None
+    if column.dtype.is_numeric() or label == "Boolean":
+        plain = column.head(0).to_numpy().dtype
+    elif label == "Object":
+        label = _class_of_first(column.drop_nulls())
+
+    def read(dtype: np.dtype[Any]) -> Any:
+        if dtype.kind != "f":
+            return column
+        return column.cast(getattr(sys.modules["polars"], dtype.name.capitalize()))
+
+    return _Column(name, label, _with_nan(plain, column.null_count() > 0), read)
+
+
+def _of_arrow(name: Any, column: Any) -> _Column:
+    types: Any = sys.modules["pyarrow"].types
+    plain = None
+    if any(ask(column.type) for ask in (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)):
+        plain = np.dtype(column.type.to_pandas_dtype())
+
+    def read(dtype: np.dtype[Any]) -> Any:
+        if dtype.kind != "f":
+            return column
+        return column.cast(dtype.name, safe=False)  # rounds integers above 2**53, as NumPy does
+
+    return _Column(name, str(column.type), _with_nan(plain, column.null_count > 0), read)
+
+
+def _with_nan(plain: np.dtype[Any] | None, has_missing: bool) -> np.dtype[Any]:
+    """Return the type of a column whose numbers have a `plain` type if none is missing; None: it has no numbers."""
+    if plain is None:
+        return np.dtype(object)
+    if plain.kind not in _NUMBERS:  # decimals, and integers of 128 bits
+        return np.dtype(np.float64)
+    if has_missing and plain.kind in "biu":
+        return np.result_type(plain, np.float32)
+    return plain
+
+
+def _class_of_first(values: Iterable[Any]) -> str:
+    return next((type(value).__name__ for value in values), "null")
 
 
 def _kind_of(label: str) -> str:
+    """Return what a column of a type holds instead of numbers, such as "text"."""
     for kind, beginning in _KINDS.items():
         if re.match(beginning, label.lower()):
             return kind
@@ -214,15 +221,19 @@ def _columns_in(values: Any, is_frame: bool) -> Iterator[_Column]:
     elif is_frame:
         named = zip(columns_of(values), values.get_columns() if library == "polars" else values.columns, strict=True)
     for name, column in named:
-        if getattr(getattr(column, "dtype", None), "pyarrow_dtype", None) is None:
-            yield _Column(name, library, column)
-        else:  # a type of Arrow in pandas
-            yield _Column(name, "pyarrow", column.array.__arrow_array__())
+        if library == "polars":
+            yield _of_polars(name, column)
+        elif library == "pyarrow":
+            yield _of_arrow(name, column)
+        elif getattr(column.dtype, "pyarrow_dtype", None) is None:
+            yield _of_pandas(name, column)
+        else:
+            yield _of_arrow(name, column.array.__arrow_array__())
 
 
 def _not_numbers(wrong: Sequence[_Column], name: str, is_frame: bool) -> ConfigError:
     """Return the error for columns that do not hold numbers."""
-    kinds = [column.kind() for column in wrong]
+    kinds = [_kind_of(column.label) for column in wrong]
     what = f"a column of {kinds[0]}"
     if is_frame:
         found = shortened(f"{column.name!r} ({kind})" for column, kind in zip(wrong, kinds, strict=True))
