@@ -105,8 +105,9 @@ class BackgroundSender:
                     self.run["sent"] |= {point.name: point.step for point in self._sending}
                     self._sending = []
                 self._write()
-            files = self._files
-            self._files = []
+            with self._condition:
+                files = self._files
+                self._files = []
             for path in files:
                 # Unless `keep_last` has removed it.
                 if path.exists():

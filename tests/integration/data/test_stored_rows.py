@@ -224,9 +224,9 @@ def train_arrow(folder: str) -> list[Floats]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_arrow_file_of_hugging_face_trains_as_the_array(tmp_path, world_size):
+def test_an_arrow_file_of_hugging_face_trains_as_the_array(tmp_path, monkeypatch, world_size):
     datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()  # they leave a thread
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a progress bar, also a disabled one, leaves a thread
     inputs, targets = make_rows(ROWS)
     made = datasets.Dataset.from_dict({"x": inputs.numpy(), "label": targets.numpy()})
     made.save_to_disk(str(tmp_path / "arrow"))

@@ -367,6 +367,8 @@ def test_an_unknown_argument_of_any_public_call_is_answered_as_fit_answers_it() 
     for name, call in public_calls():
         if name in ("Callback", "DistributedTrainer.fit") or [*inspect.signature(call).parameters] in ([], ["self"]):
             continue  # Python's answer is that it takes none
+        if inspect.isabstract(call):
+            continue  # as is Python's answer to a class that one derives from
         with one_process(), pytest.raises(cx.ConfigError, match=r"has no (argument|field|hook named) 'a_banana'"):
             call(*given.get(name, ()), a_banana=1)
         checked += 1
