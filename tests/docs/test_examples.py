@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from markers import by_night
+from page_runs import run_program
 from rank_processes import run_ranks, values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,13 +55,6 @@ def test_training_by_hand_and_with_the_package_end_alike(name, tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
-def run_script(path: str) -> str:
-    """Run a script as a rank; return its output."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(path, run_name="__main__")
-    return said.getvalue()
-
-
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("launched", [False, by_night(True)])
 def test_first_program_in_readme_runs_as_it_stands(launched, tmp_path):
@@ -72,5 +63,5 @@ def test_first_program_in_readme_runs_as_it_stands(launched, tmp_path):
     if launched:
         lines = run_example(script, 2, tmp_path)
     else:
-        lines = values(run_ranks(2, run_script, str(script)))[0].splitlines()
+        lines = values(run_ranks(2, run_program, str(script), str(tmp_path)))[0].splitlines()
     assert last_accuracy(lines) >= 0.94

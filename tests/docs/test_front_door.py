@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.util
-import io
-import os
 import re
-import runpy
 from pathlib import Path
 
 import pytest
+from page_runs import run_program
 from pages import ROOT, broken_links, check_prints, read_page
 from rank_processes import run_ranks, values
 
@@ -31,15 +28,6 @@ def missing_packages(program: str) -> list[str]:
     return [name for name in tops if importlib.util.find_spec(name) is None]
 
 
-def run_recipe(name: str, folder: str) -> str:
-    """Run a recipe as a rank, in a folder that has it; return its output."""
-    os.chdir(folder)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(name, run_name="__main__")
-    return printed.getvalue()
-
-
 @pytest.mark.nightly
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -51,7 +39,7 @@ def test_a_recipe_prints_what_the_page_shows_on_any_number_of_ranks(name, num_ra
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
     (tmp_path / name).write_text(program, encoding="utf-8")
-    first, *others = values(run_ranks(num_ranks, run_recipe, name, str(tmp_path), seconds=100))
+    first, *others = values(run_ranks(num_ranks, run_program, name, str(tmp_path), seconds=100))
     check_prints(RECIPES, {number: first})
     assert not any(others)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -15,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from markers import by_night, nightly_where
+from page_runs import run_program
 from rank_processes import run_ranks, values
 from worlds import SUPPORT, child_environment, free_port
 
@@ -26,15 +24,6 @@ API = SUPPORT / "guide_api.py"
 DEADLINE_SECONDS = 110
 ROUNDING = 0.01
 """Ranks add in another order, so a row or two of the test or validation data may be classified differently."""
-
-
-def run_guide(path: str, folder: str) -> str:
-    """Run a guide as a rank, in an empty folder; return its output."""
-    os.chdir(folder)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        runpy.run_path(path, run_name="__main__")
-    return said.getvalue()
 
 
 def numbers(said: str, name: str) -> list[float]:
@@ -127,7 +116,7 @@ def test_guides_do_on_one_rank_and_on_two_what_they_say(path, tmp_path):
     said = {}
     for world_size in (1, 2):
         (folder := tmp_path / str(world_size)).mkdir()
-        said[world_size] = "".join(values(run_ranks(world_size, run_guide, str(path), str(folder))))
+        said[world_size] = "".join(values(run_ranks(world_size, run_program, str(path), str(folder))))
         CHECKS[path.stem](said[world_size], world_size)
         left = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
         assert left == FILES.get(path.stem, [])
@@ -138,7 +127,7 @@ def test_guides_do_on_one_rank_and_on_two_what_they_say(path, tmp_path):
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_every_line_of_the_api_sections_runs_as_typed(world_size, tmp_path):
-    said = values(run_ranks(world_size, run_guide, str(API), str(tmp_path)))
+    said = values(run_ranks(world_size, run_program, str(API), str(tmp_path)))
     for rank, own in enumerate(said):
         assert f"rank {rank} of {world_size}: every line ran" in own
 

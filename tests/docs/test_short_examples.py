@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import os
 import re
 import runpy
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 from kept_worlds import on_ranks
 from markers import nightly_where
+from page_runs import run_program
 from rank_processes import run_ranks, values
 
 import cyxtrain as cx
@@ -97,15 +96,6 @@ LONGER = {"draw_pictures", "train_cyxtrain", "train_digits", "train_torch"}
 """Examples that tests/docs/test_examples.py runs, and one that needs a browser."""
 
 
-def run_example(name: str, folder: str) -> str:
-    """Run an example as a rank, in an empty folder; return its output."""
-    os.chdir(folder)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    return said.getvalue()
-
-
 def check_ending(name: str, said: str) -> None:
     ending, last = SHORT[name], said.splitlines()[-1]
     found = re.fullmatch(ending.line, last)
@@ -123,8 +113,9 @@ def check_same(said: str, other: str) -> None:
 @nightly_where(lambda name: name not in DAILY)
 @pytest.mark.parametrize("name", SHORT)
 def test_alone_and_on_two_ranks_it_ends_as_it_says(name, tmp_path):
-    (alone,) = values(run_ranks(1, run_example, name, str(tmp_path), seconds=SECONDS))
-    first, second = values(run_ranks(2, run_example, name, str(tmp_path), seconds=SECONDS))
+    program = str(EXAMPLES / f"{name}.py")
+    (alone,) = values(run_ranks(1, run_program, program, str(tmp_path), seconds=SECONDS))
+    first, second = values(run_ranks(2, run_program, program, str(tmp_path), seconds=SECONDS))
     check_ending(name, alone)
     check_ending(name, first)
     assert second == ""

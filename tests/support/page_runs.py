@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,6 +22,15 @@ from worlds import free_port
 import cyxtrain as cx
 
 SHELL_SECONDS = 120.0
+
+
+def run_program(path: str, folder: str) -> str:
+    """Runs a program in this process, which is a rank and ends afterwards, in a folder; returns what it has printed."""
+    os.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
 def run_page(path: str, folder: str, with_slow: bool) -> dict[int, str]:

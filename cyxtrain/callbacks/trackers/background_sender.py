@@ -50,7 +50,7 @@ class BackgroundSender:
         self._condition = threading.Condition()
         self._queue = deque(Point(*each) for each in run["waiting"])
         self._sending: list[Point] = []
-        self._files: list[Path] = []
+        self._file: Path | None = None
         self._num_lost = 0
         # Set when the fit ends.
         self._status = ""
@@ -74,7 +74,7 @@ class BackgroundSender:
     def add_file(self, path: Path) -> None:
         """Queue a file, in place of one that still waits."""
         with self._condition:
-            self._files = [path]
+            self._file = path
             self._condition.notify_all()
 
     def state(self) -> dict[str, Any]:
@@ -106,12 +106,11 @@ class BackgroundSender:
                     self._sending = []
                 self._write()
             with self._condition:
-                files = self._files
-                self._files = []
-            for path in files:
-                # Unless `keep_last` has removed it.
-                if path.exists():
-                    self._attempt(self._tracker.artifact, path)
+                path = self._file
+                self._file = None
+            # `keep_last` may have removed it.
+            if path is not None and path.exists():
+                self._attempt(self._tracker.artifact, path)
         if self._owns_run and not self._has_given_up:
             self._attempt(self._tracker.finish, self._status)
 
@@ -122,11 +121,11 @@ class BackgroundSender:
     def _take_work(self) -> bool:
         """Wait for points or a file, and take a batch; False: the fit has ended, and nothing is left."""
         with self._condition:
-            self._condition.wait_for(lambda: self._status or self._queue or self._files)
+            self._condition.wait_for(lambda: self._status or self._queue or self._file)
             self._condition.wait_for(lambda: self._status or len(self._queue) >= BATCH_POINTS, BATCH_SECONDS)
             while self._queue and len(self._sending) < BATCH_POINTS:
                 self._sending.append(self._queue.popleft())
-            return bool(self._sending or self._files) and not self._has_given_up
+            return bool(self._sending or self._file) and not self._has_given_up
 
     def _repeat(self, call: Callable[..., Any], *arguments: Any) -> bool:
         """Call until it succeeds; once the fit has ended, twice. Return whether to continue."""
@@ -159,6 +158,11 @@ class BackgroundSender:
                 file.write(json.dumps(kept).encode())
         except CheckpointError as error:
             self.problem = self.problem or str(error)
+
+
+def new_run(key: str = "", run_id: str = "") -> dict[str, Any]:
+    """Return what is known of a run of which nothing has been sent; `key` names its local file."""
+    return {"key": key, "run_id": run_id, "sent": {}, "waiting": [], "checkpoint_step": -1}
 
 
 def read_run(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
-from cyxtrain.callbacks.trackers.background_sender import BackgroundSender, Point, read_run
+from cyxtrain.callbacks.trackers.background_sender import BackgroundSender, Point, new_run, read_run
 from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.checkpoint.folder import look_into
 from cyxtrain.config import DistributedTrainingConfig
@@ -65,7 +65,7 @@ class Tracker(Callback, abc.ABC):
         self.log_checkpoints = log_checkpoints
         self.folder = folder
         self._sender: BackgroundSender | None = None
-        self._known: dict[str, Any] = {"key": "", "run_id": "", "sent": {}, "waiting": [], "checkpoint_step": -1}
+        self._known = new_run()
         # By name, the last step that is sent or queued.
         self._last: dict[str, int] = {}
         self._status = ""
@@ -107,7 +107,7 @@ class Tracker(Callback, abc.ABC):
             settings = {}
             run["waiting"] = [each for each in run["waiting"] if each[1] > run["sent"].get(each[0], -1)]
         else:
-            run = {"key": secrets.token_hex(8), "run_id": active, "sent": {}, "waiting": [], "checkpoint_step": -1}
+            run = new_run(secrets.token_hex(8), active)
             run["settings"] = deciding
         self._last = run["sent"] | {name: step for name, step, *_ in run["waiting"]}
         self._sender = BackgroundSender(self, run, self._path(run["key"]), settings, owns_run=not active)

@@ -576,6 +576,16 @@ def test_a_callback_may_stay_where_it_is(of):
     assert staying.model is trainer.model
 
 
+def test_a_callback_that_stays_hears_of_the_start_and_of_each_checkpoint(tmp_path):
+    heard: list[Any] = []
+    staying = cx.callbacks.LambdaCallback(on_fit_start=heard.append, on_checkpoint=heard.append)
+    staying.stays_in_notebook = True
+    saving = {"checkpoint_every_n_epochs": 1, "checkpoint_dir": str(tmp_path)}
+    trainer_of().fit(X, Y, callbacks=[staying], **SETTINGS, **saving)
+    assert heard == [False, *sorted(tmp_path.glob("epoch-*.ckpt"))]
+    assert len(heard) == 3
+
+
 def test_an_error_of_a_callback_that_stays_ends_the_fit_and_keeps_what_was_trained():
     trainer = trainer_of()
     with pytest.raises(ZeroDivisionError, match="a typo"):
