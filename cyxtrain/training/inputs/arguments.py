@@ -26,7 +26,15 @@ class SupportsArray(Protocol):
     def __array__(self) -> Any: ...
 
 
-_Arrays: TypeAlias = SupportsArray | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
+@runtime_checkable
+class LazyTable(Protocol):
+    """A query whose result is a table: Polars' LazyFrame."""
+
+    def collect_schema(self) -> Any:
+        """Return the types of the result's columns."""
+
+
+_Arrays: TypeAlias = SupportsArray | LazyTable | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
 # Not Iterable[Any], which would include the path of a file: a string is an iterable of strings.
 Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iterable[Any]]
 """Arrays and tensors, one or several by name; datasets, DataLoaders and other iterables of batches."""
@@ -271,7 +279,7 @@ def _validation_sets(
     validation: Any, settings: DistributedTrainingConfig, groups: Any, arrays: Sequence[Any]
 ) -> dict[str, _Set]:
     """Return the sets of validation data by name, "" for a set without a name."""
-    if arrays[1] is None and isinstance(validation, SupportsArray):  # X without y
+    if arrays[1] is None and isinstance(validation, (SupportsArray, LazyTable)):  # X without y
         validation = (validation, None)
     is_one_iterator = isinstance(arrays[0], Iterator) and validation is arrays[0]
     if is_one_iterator and settings.steps_per_epoch is None:
